@@ -1,0 +1,1 @@
+"""Checkpoint in, verified Triton model version out. Run as `python -m export`."""

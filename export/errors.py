@@ -1,0 +1,69 @@
+"""Every reason for which the export refuses to go on.
+
+    ExportError                 exit code 1, one line on stderr
+    ├── CheckpointError         the folder or a file in it cannot be read as a checkpoint
+    ├── VocabularyError         tokenizer and embedding rows do not belong together
+    ├── ModelError              the weights do not fit the architecture, or the task is not supported
+    ├── GraphError              the ONNX file is not what was asked for
+    ├── VerificationError       the ONNX file computes something else than the checkpoint
+    └── RepositoryError         the version cannot be published
+"""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+
+class ExportError(Exception):
+    """A refusal in one sentence: what and where, expected, got, remedy.
+
+    Args:
+        what: What is wrong, naming the tensor, file or option.
+        expected: What would have been accepted.
+        got: What was found instead.
+        remedy: What the reader can do about it.
+    """
+
+    def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
+        self.what = what
+        facts = [f"expected {expected}"] if expected else []
+        facts += [f"got {got}"] if got else []
+        sentence = what
+        if facts:
+            sentence += ": " + ", ".join(facts)
+        if remedy:
+            sentence += f"; {remedy}"
+        super().__init__(" ".join(sentence.split()) + ".")
+
+
+class CheckpointError(ExportError):
+    """The folder or a file in it cannot be read as a checkpoint."""
+
+
+class VocabularyError(ExportError):
+    """Tokenizer and embedding rows do not belong together."""
+
+
+class ModelError(ExportError):
+    """The weights do not fit the architecture, or the task is not supported."""
+
+
+class GraphError(ExportError):
+    """The ONNX file is not what was asked for."""
+
+
+class VerificationError(ExportError):
+    """The ONNX file computes something else than the checkpoint."""
+
+
+class RepositoryError(ExportError):
+    """The version cannot be published."""
+
+
+T = TypeVar("T")
+
+
+def list_some(names: Iterable[T], limit: int = 10) -> str:
+    """Return `names` sorted and joined, the first `limit` of them, then `+N more`."""
+    ordered = sorted(str(name) for name in names)
+    text = ", ".join(ordered[:limit])
+    return text + (f", +{len(ordered) - limit} more" if len(ordered) > limit else "")
