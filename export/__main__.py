@@ -1,0 +1,164 @@
+"""`python -m export`: the command line."""
+
+import argparse
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from export.errors import ExportError
+from export.pipeline import STEPS, ExportRequest, ExportResult, run_export
+from export.progress import Progress
+from export.tasks import TASKS
+from export.verify import VerificationReport, tolerances
+from export.vocabulary import AddedToken
+
+_EXAMPLES = """
+examples:
+  python -m export run ./all-MiniLM-L6-v2 --name sentence_embedding
+  python -m export run ./checkpoint --name tickets --repository /srv/models \\
+      --add-special-token "[ENT_START]=start of entity" --add-special-token "[ENT_END]=end of entity"
+  python -m export run ./checkpoint --name tickets --json > result.json
+
+exit codes: 0 published or already there, 1 refused (one sentence on stderr, nothing written), 2 wrong usage
+"""
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    arguments = _build_parser().parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(stderr=True)
+    try:
+        return int(arguments.command(arguments, console))
+    except ExportError as exc:
+        console.print(f"error: {exc}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("error: interrupted; the repository is as it was.", style="red", soft_wrap=True)
+        return 130
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    # The same way out as Ctrl-C, so that what was begun is undone.
+    raise KeyboardInterrupt
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export", description="From a trained checkpoint to a verified version in a Triton repository."
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    run = verbs.add_parser(
+        "run",
+        help="checkpoint to published version",
+        description="Read a checkpoint, export it to ONNX, prove the two equal, and publish it for Triton.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with weights, config.json, tokenizer")
+    run.add_argument("--name", required=True, help="name that clients will use")
+    run.add_argument("--task", choices=TASKS, default=TASKS[0], help="what it is served as (default: %(default)s)")
+    run.add_argument(
+        "--repository",
+        type=Path,
+        default=Path("model_repository"),
+        metavar="DIR",
+        help="Triton model repository (default: %(default)s)",
+    )
+    run.add_argument(
+        "--add-special-token",
+        type=_parse_added_token,
+        action="append",
+        default=[],
+        metavar="TOKEN=DESCRIPTION",
+        help="add a special token whose embedding is the mean of its description's; may be repeated",
+    )
+    run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+    run.set_defaults(command=_run)
+    return parser
+
+
+def _parse_added_token(text: str) -> AddedToken:
+    token, separator, description = text.partition("=")
+    if not separator or not token.strip() or not description.strip():
+        raise argparse.ArgumentTypeError(f"expected TOKEN=DESCRIPTION, got {text!r}")
+    return AddedToken(token=token, description=description)
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> int:
+    request = ExportRequest(
+        checkpoint=arguments.checkpoint,
+        name=arguments.name,
+        task=arguments.task,
+        repository=arguments.repository,
+        added_tokens=tuple(arguments.add_special_token),
+    )
+    result = run_export(request, Progress(console, STEPS), lambda report: _print_report(report, console))
+    if arguments.json:
+        print(json.dumps(_to_json(result), indent=2))  # noqa: T201
+    else:
+        _print_summary(result, arguments.repository, Console(highlight=False, soft_wrap=True))
+    return 0
+
+
+def _print_report(report: VerificationReport, console: Console) -> None:
+    table = Table(title=f"ONNX Runtime {report.versions['onnxruntime']} against torch {report.versions['torch']}, fp32")
+    table.add_column("case")
+    for heading in ("rows", "tokens", "max abs error", "min cosine"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    for case in report.cases:
+        verdict = "ok" if case.passed else "[bold red]FAILED[/]"
+        figures = (str(case.rows), str(case.seq_len), f"{case.max_abs_error:.1e}", f"{case.min_cosine:.8f}")
+        # A case may bear a token in brackets, which is no style.
+        table.add_row(case.name.replace("[", r"\["), *figures, verdict)
+    bounds = tolerances()
+    table.caption = f"bounds: {bounds['max_abs_error']:.0e} on vectors of length 1, cosine {bounds['min_cosine']}"
+    console.print(table)
+
+
+def _print_summary(result: ExportResult, repository: Path, console: Console) -> None:
+    publication, worst = result.publication, result.report.worst
+    vocabulary = f"{result.rows_after} rows"
+    if result.tokens_added:
+        vocabulary += f" ({result.rows_before} before; added {', '.join(result.tokens_added)})"
+    written = {
+        "created": f"version {publication.version}, new",
+        "switched": f"version {publication.version}, which was there already and is served again",
+        "unchanged": f"version {publication.version} already holds exactly this; nothing was written",
+    }[publication.outcome]
+    lines = {
+        "checkpoint": f"{result.checkpoint_format}, {result.parameters / 1e6:.1f} M parameters",
+        "vocabulary": vocabulary,
+        "pooling": result.pooling,
+        "text": f"up to {result.max_length} tokens, longer is truncated",
+        "model": f"{result.model_bytes / 1e6:.1f} MB ONNX, fp32, for Triton {result.report.target}",
+        "equal to": f"the checkpoint within {worst.max_abs_error:.1e}, cosine >= {worst.min_cosine:.7f}, "
+        f"in {len(result.report.cases)} cases",
+        "published": f"{publication.ensemble} in {repository}, {written}",
+        "report": str(publication.report_file),
+    }
+    if result.left_out:
+        lines["left out"] = ", ".join(result.left_out[:10])
+    console.print()
+    for label, text in lines.items():
+        console.print(f"{label:>10}  {text}", markup=False)
+    console.print(f"\nNext: python -m server --repository {repository}", markup=False)
+
+
+def _to_json(result: ExportResult) -> dict[str, Any]:
+    content = asdict(result)
+    content["report"] = result.report.to_json()
+    content["publication"]["report_file"] = str(result.publication.report_file)
+    return content
+
+
+if __name__ == "__main__":
+    sys.exit(main())
