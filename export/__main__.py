@@ -19,6 +19,8 @@ from export.tasks import TASKS
 from export.verify import VerificationReport, tolerances
 from export.vocabulary import AddedToken
 
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
 _EXAMPLES = """
 examples:
   python -m export run ./all-MiniLM-L6-v2 --name sentence_embedding
@@ -68,9 +70,9 @@ def _build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--repository",
         type=Path,
-        default=Path("model_repository"),
+        default=_CHECKOUT / "model_repository",
         metavar="DIR",
-        help="Triton model repository (default: %(default)s)",
+        help="Triton model repository (default: model_repository of this checkout)",
     )
     run.add_argument(
         "--add-special-token",
