@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ try:
     import tritonclient.http
     from tritonclient.utils import InferenceServerException
 except ImportError as missing:
-    sys.exit(f"error: {missing.name} is not installed for {sys.executable}; pip install 'tritonclient[http,grpc]' numpy.")
+    sys.exit(
+        f"error: {missing.name} is not installed for {sys.executable}; pip install 'tritonclient[http,grpc]' numpy."
+    )
 
 DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 TEXT_INPUT = "TEXT"
@@ -143,9 +146,9 @@ class Server:
             raise self._explain_timeout() from exc
         except OSError as exc:
             raise self._explain_unreachable(exc.strerror or str(exc)) from exc
-        # geventhttpclient's own errors share no base: the peer speaks no HTTP, or hung up in the middle.
-        except Exception as exc:
-            raise self._explain_unreachable(f"an answer that is no {self.protocol}: {exc}") from exc
+        # The peer speaks no HTTP, or hung up in the middle.
+        except HTTPException as exc:
+            raise self._explain_unreachable(f"no HTTP: {exc}") from exc
 
     def _explain(self, exc: InferenceServerException) -> ClientError:
         status, message = str(exc.status()), " ".join(str(exc.message()).split())
@@ -239,7 +242,9 @@ def _to_similarity_table(texts: list[str], embeddings: npt.NDArray[np.float32]) 
     if len(texts) <= 8:
         rows = [f"{title}\n", "    " + "".join(f"{index + 1:>7}" for index in range(len(texts))) + "  text"]
         for index, text in enumerate(texts):
-            rows.append(f"{index + 1:>4}" + "".join(f"{value:7.3f}" for value in cosines[index]) + f"  {_shorten(text)}")
+            rows.append(
+                f"{index + 1:>4}" + "".join(f"{value:7.3f}" for value in cosines[index]) + f"  {_shorten(text)}"
+            )
         return rows
     np.fill_diagonal(cosines, -np.inf)
     rows = [f"{title}\n", f"{'':>4}{'nearest':>9}{'cosine':>8}  text"]

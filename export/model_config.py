@@ -94,7 +94,7 @@ def parse_config(text: str) -> pb.ModelConfig:
 
 
 def _build_preprocess(name: str, signature: ModelSignature, served: list[int]) -> pb.ModelConfig:
-    config = pb.ModelConfig(
+    return pb.ModelConfig(
         name=name,
         backend=PREPROCESS_BACKEND,
         max_batch_size=MAX_BATCH_SIZE,
@@ -105,7 +105,6 @@ def _build_preprocess(name: str, signature: ModelSignature, served: list[int]) -
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(PREPROCESS_QUEUE_DELAY_MICROSECONDS),
     )
-    return config
 
 
 def _build_model(name: str, signature: ModelSignature, served: list[int]) -> pb.ModelConfig:

@@ -67,7 +67,9 @@ def _trace(module: nn.Module, signature: ModelSignature) -> torch.onnx.ONNXProgr
 
 
 def _example(tensor: TensorSignature) -> Tensor:
-    sizes = [_EXAMPLE_BATCH if dim == BATCH else _EXAMPLE_SEQ_LEN if isinstance(dim, str) else dim for dim in tensor.dims]
+    sizes = [
+        _EXAMPLE_BATCH if dim == BATCH else _EXAMPLE_SEQ_LEN if isinstance(dim, str) else dim for dim in tensor.dims
+    ]
     return torch.ones(sizes, dtype=tensor.dtype)
 
 
@@ -84,7 +86,10 @@ def check_graph(path: Path, signature: ModelSignature, target: Target) -> None:
     except Exception as exc:
         raise GraphError(f"{path.name} is no valid ONNX file", got=str(exc).strip().split("\n", 1)[0]) from exc
     opset = next(item.version for item in model.opset_import if item.domain == "")
-    for what, got, most in (("opset", opset, target.max_opset), ("IR version", model.ir_version, target.max_ir_version)):
+    for what, got, most in (
+        ("opset", opset, target.max_opset),
+        ("IR version", model.ir_version, target.max_ir_version),
+    ):
         if got > most:
             raise GraphError(
                 f"{path.name} is too new for Triton {target.release}", expected=f"{what} <= {most}", got=str(got)

@@ -3,7 +3,8 @@
 A published model is several Triton models (see `EnsembleNames`) that share one version number. A new version N
 appears in this order, so that whoever starts a server on the repository at any moment finds a whole one:
 
-    1. every file of version N, hashed as read back, in a folder `staging-*` of its model, which Triton does not take for a version
+    1. every file of version N, hashed as read back, in a folder `staging-*` of its model, which Triton does not take
+       for a version
     2. the version folders, by renaming; the ensemble's last
     3. the steps' configs, which now serve the previous version and N
     4. the ensemble's config, pinned to N: from here on N is the published version

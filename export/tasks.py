@@ -82,7 +82,9 @@ def read_pooling(directory: Path) -> PoolingSettings:
             remedy="export a checkpoint made of these modules",
         )
     settings: Any = read_json(directory / modules[1]["path"] / "config.json") or {}
-    modes = [key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on]
+    modes = [
+        key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on
+    ]
     known = {"mean_tokens": "mean", "cls_token": "cls"}
     if len(modes) != 1 or modes[0] not in known:
         raise ModelError(

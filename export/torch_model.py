@@ -100,7 +100,8 @@ def load_model(config: PretrainedConfig, weights: StateDict) -> tuple[PreTrained
     transformers_logging.disable_progress_bar()
     empty = build_on_meta(config)
     try:
-        model, info = type(empty).from_pretrained(
+        # Its annotation does not know output_loading_info, with which it returns a pair.
+        loaded: Any = type(empty).from_pretrained(
             None,
             config=config,
             state_dict={name: weights.read(name) for name in weights.specs()},
@@ -115,6 +116,8 @@ def load_model(config: PretrainedConfig, weights: StateDict) -> tuple[PreTrained
             got=_first_mismatch(weights, empty) or _first_line(exc),
             remedy="use the config.json that the checkpoint was trained with",
         ) from exc
+    model: PreTrainedModel = loaded[0]
+    info: Mapping[str, Any] = loaded[1]
     _check_loading_info(type(empty).__name__, info)
     left_out = sorted(info["unexpected_keys"])
     return model.eval().requires_grad_(False), left_out

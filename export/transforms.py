@@ -18,12 +18,14 @@ class CastToFloat32:
     source: StateDict
 
     def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
         return {
             name: replace(spec, dtype=torch.float32) if spec.dtype.is_floating_point else spec
             for name, spec in self.source.specs().items()
         }
 
     def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
         tensor = self.source.read(name)
         return tensor.to(torch.float32) if tensor.dtype.is_floating_point else tensor
 
@@ -48,12 +50,14 @@ class AssignRows:
     rows: torch.Tensor
 
     def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
         specs = dict(self.source.specs())
         old_rows, columns = specs[self.name].shape
         specs[self.name] = replace(specs[self.name], shape=(max(old_rows, self.start + self.rows.shape[0]), columns))
         return specs
 
     def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
         tensor = self.source.read(name)
         if name != self.name:
             return tensor

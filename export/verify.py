@@ -173,7 +173,9 @@ def verify(
         golden=golden,
         texts_tokenized=len(texts),
         target=target.release,
-        versions={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx", "onnxruntime")},
+        versions={
+            name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx", "onnxruntime")
+        },
     )
 
 
@@ -245,7 +247,9 @@ def _build_cases(
     # Neighbours and padding of another batch must change nothing: the same rows in another order, eight at a time.
     yield _Case(name="real sentences, reversed, batches of 8", rows=sentences[::-1], batch_size=8)
     for token in added_tokens:
-        rows = _tokenize(tokenizer, [token, f"{token} at the start", f"in the {token} middle, in a longer one"], max_length)
+        rows = _tokenize(
+            tokenizer, [token, f"{token} at the start", f"in the {token} middle, in a longer one"], max_length
+        )
         yield _Case(name=f"new token {token}", rows=rows, batch_size=len(rows))
 
 

@@ -82,7 +82,9 @@ def add_special_tokens(tokenizer: PreTrainedTokenizerBase, added: Sequence[Added
     new: list[AddedToken] = []
     for item in added:
         if not item.token.strip():
-            raise VocabularyError("an added token has no text", expected="TOKEN=DESCRIPTION", got=f"={item.description}")
+            raise VocabularyError(
+                "an added token has no text", expected="TOKEN=DESCRIPTION", got=f"={item.description}"
+            )
         if item.token in tokenizer.get_vocab():
             continue
         if not _description_ids(tokenizer, item.description):
@@ -114,7 +116,8 @@ def assign_new_rows(
         return weights
     embedding = weights.read(table)
     rows = [embedding[_description_ids(tokenizer, item.description)].mean(dim=0) for item in new]
-    start = min(tokenizer.convert_tokens_to_ids([item.token for item in new]))
+    vocabulary = tokenizer.get_vocab()
+    start = min(vocabulary[item.token] for item in new)
     return AssignRows(source=weights, name=table, start=start, rows=torch.stack(rows))
 
 

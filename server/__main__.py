@@ -122,7 +122,9 @@ def _report_models(repository: Path, endpoints: Endpoints, models: list[str]) ->
     states = read_states(endpoints.http_url)
     # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
     states += [
-        ModelState(name=name, version="", state="NOT LOADED", reason="a step of it or its configuration failed, see above")
+        ModelState(
+            name=name, version="", state="NOT LOADED", reason="a step of it or its configuration failed, see above"
+        )
         for name in models
         if name not in {state.name for state in states if state.state != "NOT LOADED"}
     ]

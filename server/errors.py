@@ -1,9 +1,9 @@
 """Every reason for which the server does not start.
 
-    ServerError                 exit code 1, one line on stderr
-    ├── NotFoundError           no tritonserver, no repository, or nothing in it to serve
-    ├── PortTakenError          another program listens where we would
-    └── StartError              tritonserver ended, or no model could be loaded
+ServerError                 exit code 1, one line on stderr
+├── NotFoundError           no tritonserver, no repository, or nothing in it to serve
+├── PortTakenError          another program listens where we would
+└── StartError              tritonserver ended, or no model could be loaded
 """
 
 

@@ -76,7 +76,9 @@ def check_answer(url: str, repository: Path, model: ModelState) -> float | None:
     error = max(abs(a - b) for a, b in zip(_normalize(got), _normalize(expected), strict=True))
     # Written so that NaN fails as well.
     if not error <= golden["tolerances"]["max_abs_error"]:
-        raise ValueError(f"expected the verified answer within {golden['tolerances']['max_abs_error']}, got {error:.1e}")
+        raise ValueError(
+            f"expected the verified answer within {golden['tolerances']['max_abs_error']}, got {error:.1e}"
+        )
     return error
 
 
