@@ -33,7 +33,7 @@ lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 
 bench: setup ## Measure the demo model with perf_analyzer on real text
-	@$(BIN)/python -m client.bench
+	@$(BIN)/python -m demo.bench
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache

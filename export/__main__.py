@@ -4,20 +4,22 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from export.errors import ExportError
-from export.pipeline import STEPS, ExportRequest, ExportResult, run_export
+from export.errors import ExportError, list_some
 from export.progress import Progress
-from export.tasks import TASKS
-from export.verify import VerificationReport, tolerances
-from export.vocabulary import AddedToken
+from export.request import TASKS, AddedToken, ExportRequest
+
+if TYPE_CHECKING:
+    from export.pipeline import ExportResult
+    from export.verify import VerificationReport
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -32,9 +34,9 @@ exit codes: 0 published or already there, 1 refused (one sentence on stderr, not
 """
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _build_parser().parse_args()
+    arguments = _build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(stderr=True)
     try:
@@ -95,6 +97,9 @@ def _parse_added_token(text: str) -> AddedToken:
 
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:
+    # Takes seconds, for it imports torch and transformers.
+    from export.pipeline import STEPS, run_export
+
     request = ExportRequest(
         checkpoint=arguments.checkpoint,
         name=arguments.name,
@@ -110,7 +115,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _print_report(report: VerificationReport, console: Console) -> None:
+def _print_report(report: "VerificationReport", console: Console) -> None:
     table = Table(title=f"ONNX Runtime {report.versions['onnxruntime']} against torch {report.versions['torch']}, fp32")
     table.add_column("case")
     for heading in ("rows", "tokens", "max abs error", "min cosine"):
@@ -121,45 +126,57 @@ def _print_report(report: VerificationReport, console: Console) -> None:
         figures = (str(case.rows), str(case.seq_len), f"{case.max_abs_error:.1e}", f"{case.min_cosine:.8f}")
         # A case may bear a token in brackets, which is no style.
         table.add_row(case.name.replace("[", r"\["), *figures, verdict)
-    bounds = tolerances()
+    bounds = report.to_json()["tolerances"]
     table.caption = f"bounds: {bounds['max_abs_error']:.0e} on vectors of length 1, cosine {bounds['min_cosine']}"
     console.print(table)
 
 
-def _print_summary(result: ExportResult, repository: Path, console: Console) -> None:
-    publication, worst = result.publication, result.report.worst
-    vocabulary = f"{result.rows_after} rows"
-    if result.tokens_added:
-        vocabulary += f" ({result.rows_before} before; added {', '.join(result.tokens_added)})"
+def _print_summary(result: "ExportResult", repository: Path, console: Console) -> None:
+    source, publication, worst = result.source, result.publication, result.report.worst
+    vocabulary = f"{source.rows_after} rows"
+    if source.tokens_added:
+        vocabulary += f" ({source.rows_before} before; added {', '.join(source.tokens_added)})"
     written = {
         "created": f"version {publication.version}, new",
         "switched": f"version {publication.version}, which was there already and is served again",
         "unchanged": f"version {publication.version} already holds exactly this; nothing was written",
     }[publication.outcome]
     lines = {
-        "checkpoint": f"{result.checkpoint_format}, {result.parameters / 1e6:.1f} M parameters",
+        "checkpoint": f"{source.checkpoint.format_name}, {source.parameters / 1e6:.1f} M parameters",
         "vocabulary": vocabulary,
-        "pooling": result.pooling,
-        "text": f"up to {result.max_length} tokens, longer is truncated",
+        "pooling": str(source.pooling),
+        "text": f"up to {source.signature.max_length} tokens, longer is truncated",
         "model": f"{result.model_bytes / 1e6:.1f} MB ONNX, fp32, for Triton {result.report.target}",
         "equal to": f"the checkpoint within {worst.max_abs_error:.1e}, cosine >= {worst.min_cosine:.7f}, "
         f"in {len(result.report.cases)} cases",
         "published": f"{publication.ensemble} in {repository}, {written}",
         "report": str(publication.report_file),
     }
-    if result.left_out:
-        lines["left out"] = ", ".join(result.left_out[:10])
+    if source.left_out:
+        lines["left out"] = list_some(source.left_out)
     console.print()
     for label, text in lines.items():
         console.print(f"{label:>10}  {text}", markup=False)
     console.print(f"\nNext: python -m server --repository {repository}", markup=False)
 
 
-def _to_json(result: ExportResult) -> dict[str, Any]:
-    content = asdict(result)
-    content["report"] = result.report.to_json()
-    content["publication"]["report_file"] = str(result.publication.report_file)
-    return content
+def _to_json(result: "ExportResult") -> dict[str, Any]:
+    source, publication = result.source, result.publication
+    return {
+        "checkpoint": source.checkpoint.format_name,
+        "parameters": source.parameters,
+        "vocabulary": {
+            "rows_before": source.rows_before,
+            "rows_after": source.rows_after,
+            "tokens_added": source.tokens_added,
+        },
+        "pooling": asdict(source.pooling),
+        "max_length": source.signature.max_length,
+        "left_out": source.left_out,
+        "model_bytes": result.model_bytes,
+        "report": result.report.to_json(),
+        "publication": asdict(publication) | {"report_file": str(publication.report_file)},
+    }
 
 
 if __name__ == "__main__":

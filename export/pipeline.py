@@ -1,53 +1,93 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 from export import vocabulary
-from export.checkpoints import StateDict, open_checkpoint
+from export.checkpoints import Checkpoint, StateDict, open_checkpoint
 from export.errors import VerificationError
 from export.model_config import EnsembleNames
 from export.onnx_export import export_onnx
 from export.progress import Progress
 from export.repository import Publication, check_contract, check_name, publish
+from export.request import AddedToken, ExportRequest
+from export.signature import ModelSignature
 from export.targets import DEFAULT_TARGET
-from export.tasks import FEATURE_EXTRACTION, SentenceEmbedding, build_signature, read_pooling
+from export.tasks import PoolingSettings, SentenceEmbedding, build_signature, read_pooling
 from export.torch_model import find_input_embedding, load_config, load_model
 from export.transforms import CastToFloat32
 from export.verify import VerificationReport, verify
-from export.vocabulary import AddedToken
 
 STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRequest:
-    """What the user asks for; the fields are the command line's options."""
+class Source:
+    """The checkpoint as it is to be served: the truth that the ONNX file is compared with."""
 
-    checkpoint: Path
-    name: str
-    repository: Path
-    task: str = FEATURE_EXTRACTION
-    added_tokens: tuple[AddedToken, ...] = field(default_factory=tuple)
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerBase
+    module: SentenceEmbedding
+    signature: ModelSignature
+    pooling: PoolingSettings
+    parameters: int
+    rows_before: int
+    rows_after: int
+    tokens_added: list[str]
+    left_out: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
     """What came of it, for the summary."""
 
-    checkpoint_format: str
-    parameters: int
-    rows_before: int
-    rows_after: int
-    tokens_added: list[str]
-    left_out: list[str]
-    pooling: str
-    max_length: int
+    source: Source
     model_bytes: int
     report: VerificationReport
     publication: Publication
+
+
+def load_source(checkpoint_directory: Path, added_tokens: Sequence[AddedToken], progress: Progress) -> Source:
+    """Read a checkpoint, bring tokenizer and embedding rows together, and build the module around the model.
+
+    Raises:
+        ExportError: With the one reason.
+    """
+    with progress.step("reading checkpoint and vocabulary"):
+        checkpoint = open_checkpoint(checkpoint_directory)
+        directory = checkpoint.directory
+        config = load_config(directory)
+        tokenizer = vocabulary.load_tokenizer(directory)
+        weights: StateDict = CastToFloat32(source=checkpoint)
+        table = find_input_embedding(config, weights.specs())
+        rows_before = weights.specs()[table].shape[0]
+        vocabulary.check_ids_have_rows(tokenizer, rows_before, table)
+        new_tokens = vocabulary.add_special_tokens(tokenizer, added_tokens)
+        weights = vocabulary.assign_new_rows(weights, table, tokenizer, new_tokens)
+        config.vocab_size = weights.specs()[table].shape[0]
+        pooling = read_pooling(directory)
+        max_length = vocabulary.read_max_length(directory, tokenizer, config)
+    parameters = sum(spec.numel for spec in weights.specs().values() if spec.dtype.is_floating_point)
+    with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
+        model, left_out = load_model(config, weights)
+        signature = build_signature(tokenizer, model, config, max_length)
+        module = SentenceEmbedding(model, pooling, tuple(tensor.name for tensor in signature.inputs))
+    return Source(
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        module=module.eval(),
+        signature=signature,
+        pooling=pooling,
+        parameters=parameters,
+        rows_before=rows_before,
+        rows_after=config.vocab_size,
+        tokens_added=[item.token for item in new_tokens],
+        left_out=left_out,
+    )
 
 
 def run_export(
@@ -65,37 +105,21 @@ def run_export(
     """
     check_name(request.name)
     names = EnsembleNames(ensemble=request.name)
-    with progress.step("reading checkpoint and vocabulary"):
-        checkpoint = open_checkpoint(request.checkpoint)
-        config = load_config(checkpoint.directory)
-        tokenizer = vocabulary.load_tokenizer(checkpoint.directory)
-        weights: StateDict = CastToFloat32(source=checkpoint)
-        table = find_input_embedding(config, weights.specs())
-        rows_before = weights.specs()[table].shape[0]
-        vocabulary.check_ids_have_rows(tokenizer, rows_before, table)
-        new_tokens = vocabulary.add_special_tokens(tokenizer, request.added_tokens)
-        weights = vocabulary.assign_new_rows(weights, table, tokenizer, new_tokens)
-        config.vocab_size = weights.specs()[table].shape[0]
-        pooling = read_pooling(checkpoint.directory)
-        max_length = vocabulary.read_max_length(checkpoint.directory, tokenizer, config)
-    with progress.step(f"loading {_count_parameters(weights) / 1e6:.1f} M parameters"):
-        model, left_out = load_model(config, weights)
-        signature = build_signature(tokenizer, model, config, max_length)
-        module = SentenceEmbedding(model, pooling, tuple(tensor.name for tensor in signature.inputs)).eval()
-        check_contract(request.repository, names, signature)
+    source = load_source(request.checkpoint, request.added_tokens, progress)
+    check_contract(request.repository, names, source.signature)
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
-        model_file = Path(folder, "model", "model.onnx")
+        model_file, tokenizer_file = Path(folder, "model", "model.onnx"), Path(folder, "tokenizer.json")
         model_file.parent.mkdir()
-        tokenizer_file = Path(folder, "tokenizer.json")
         with progress.step("exporting to ONNX"):
-            vocabulary.build_server_tokenizer(tokenizer, max_length).save(str(tokenizer_file))
-            export_onnx(module, signature, model_file, DEFAULT_TARGET)
+            max_length = source.signature.max_length
+            vocabulary.build_server_tokenizer(source.tokenizer, max_length).save(str(tokenizer_file))
+            export_onnx(source.module, source.signature, model_file, DEFAULT_TARGET)
         with progress.step("verifying against the checkpoint") as tell:
             report = verify(
-                module=module,
-                signature=signature,
+                module=source.module,
+                signature=source.signature,
                 model_file=model_file,
-                tokenizer=tokenizer,
+                tokenizer=source.tokenizer,
                 tokenizer_file=tokenizer_file,
                 added_tokens=[item.token for item in request.added_tokens],
                 target=DEFAULT_TARGET,
@@ -109,24 +133,12 @@ def run_export(
             publication = publish(
                 repository=request.repository,
                 names=names,
-                signature=signature,
+                signature=source.signature,
                 model_files=model_files,
                 tokenizer_file=tokenizer_file,
                 report=report,
             )
-    return ExportResult(
-        checkpoint_format=checkpoint.format_name,
-        parameters=_count_parameters(weights),
-        rows_before=rows_before,
-        rows_after=config.vocab_size,
-        tokens_added=[item.token for item in new_tokens],
-        left_out=left_out,
-        pooling=f"{pooling.mode}{', normalised' if pooling.normalize else ''} ({pooling.source})",
-        max_length=max_length,
-        model_bytes=model_bytes,
-        report=report,
-        publication=publication,
-    )
+    return ExportResult(source=source, model_bytes=model_bytes, report=report, publication=publication)
 
 
 def _require_passed(report: VerificationReport) -> None:
@@ -139,7 +151,3 @@ def _require_passed(report: VerificationReport) -> None:
             got=f"{report.worst.max_abs_error:.2e} and {report.worst.min_cosine:.7f}",
             remedy="nothing was published; see every case in the table above",
         )
-
-
-def _count_parameters(weights: StateDict) -> int:
-    return sum(spec.numel for spec in weights.specs().values() if spec.dtype.is_floating_point)

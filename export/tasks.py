@@ -14,9 +14,6 @@ from export.errors import ModelError
 from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from export.vocabulary import read_json
 
-FEATURE_EXTRACTION = "feature-extraction"
-TASKS = (FEATURE_EXTRACTION,)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingSettings:
@@ -31,6 +28,9 @@ class PoolingSettings:
     mode: str
     normalize: bool
     source: str
+
+    def __str__(self) -> str:
+        return f"{self.mode}{', normalised' if self.normalize else ''} ({self.source})"
 
 
 class SentenceEmbedding(nn.Module):

@@ -241,11 +241,11 @@ def _build_cases(
     lengths = sorted({length for length in _LENGTHS if length < max_length} | {max_length})
     for length in lengths:
         yield _Case(name=f"{length} tokens" if length > 1 else "1 token", rows=[flow[:length]], batch_size=1)
-    yield _Case(name="lengths mixed in one padded batch", rows=[flow[:n] for n in lengths], batch_size=len(lengths))
-    yield _Case(name="real sentences, one by one", rows=sentences, batch_size=1)
-    yield _Case(name="real sentences, in one batch", rows=sentences, batch_size=len(sentences))
+    yield _Case(name="mixed lengths in one batch", rows=[flow[:n] for n in lengths], batch_size=len(lengths))
+    yield _Case(name="sentences one by one", rows=sentences, batch_size=1)
+    yield _Case(name="sentences in one batch", rows=sentences, batch_size=len(sentences))
     # Neighbours and padding of another batch must change nothing: the same rows in another order, eight at a time.
-    yield _Case(name="real sentences, reversed, batches of 8", rows=sentences[::-1], batch_size=8)
+    yield _Case(name="sentences in batches of 8", rows=sentences[::-1], batch_size=8)
     for token in added_tokens:
         rows = _tokenize(
             tokenizer, [token, f"{token} at the start", f"in the {token} middle, in a longer one"], max_length

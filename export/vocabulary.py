@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export.checkpoints import StateDict
 from export.errors import CheckpointError, VocabularyError
+from export.request import AddedToken
 from export.transforms import AssignRows
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
 # (transformers, modeling_roberta.py, create_position_ids_from_input_ids).
 _MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddedToken:
-    """A special token that the export adds.
-
-    Attributes:
-        token: Its text, such as `[ENT_START]`.
-        description: What its embedding is the mean of.
-    """
-
-    token: str
-    description: str
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
