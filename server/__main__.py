@@ -12,7 +12,7 @@ from server.errors import ServerError, StartError
 from server.health import ModelState, check_answer, is_live, read_states
 from server.installation import assemble_backends, find_installation
 from server.models import list_models
-from server.process import Endpoints, TritonServer, check_ports_free
+from server.process import EXIT_TIMEOUT_S, Endpoints, TritonServer, check_ports_free
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -79,7 +79,7 @@ def serve(arguments: argparse.Namespace) -> int:
             _say(_describe(endpoints))
             code = server.wait()
         except _Stopped:
-            _say("stopping: answering what is in flight; once more to stop at once")
+            _say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
             return _drain(server)
         finally:
             server.stop()
