@@ -4,6 +4,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
+# tritonserver's Python backend is linked to the interpreter's shared library, which Debian packages on its own.
+# Installed where we may; elsewhere `python -m server` says what is missing.
+HAS_LIBPYTHON := from server.installation import find_installation; find_installation()
+VERSION := import sys; print("%d.%d" % sys.version_info[:2])
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test lint bench clean
 
@@ -18,6 +23,8 @@ $(VENV)/installed: pyproject.toml
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@touch $@
 
 demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, stop

@@ -28,7 +28,7 @@ TEXT_INPUT = "TEXT"
 
 _EXAMPLES = """
 examples:
-  python client/infer.py --url localhost:8000 --text "A cat sleeps." --text "A kitten naps."
+  python client/infer.py --url localhost:8000 --text "A cat sleeps." "A kitten naps."
   python client/infer.py --url localhost:8001 --protocol grpc --file sentences.txt
   printf 'one\\ntwo\\n' | python client/infer.py --file - --json
 
@@ -186,6 +186,8 @@ def main() -> int:
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
+    except KeyboardInterrupt:
+        return 130
     shown = [text.decode("utf-8", errors="replace") for text in texts]
     if arguments.json:
         print(json.dumps(_to_json(model, shown, answers), ensure_ascii=False))  # noqa: T201
@@ -268,7 +270,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="host:port of the server (default: localhost:8000, over gRPC localhost:8001)")
     parser.add_argument("--protocol", choices=tuple(DEFAULT_URLS), default="http", help="default: %(default)s")
     parser.add_argument("--model", help="model to ask (default: the one ensemble there is)")
-    parser.add_argument("--text", action="append", default=[], help="a text; may be repeated")
+    parser.add_argument("--text", nargs="+", action="extend", default=[], metavar="T", help="one or more texts")
     parser.add_argument("--file", help="file with one text a line; - reads standard input")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")

@@ -27,6 +27,8 @@ def main() -> int:
     except (ServingError, subprocess.CalledProcessError) as exc:
         _say(f"error: the demo stopped: {exc}")
         return 1
+    except KeyboardInterrupt:
+        return 130
     _say(f"\nDone in {time.monotonic() - start:.0f} s. Next: make serve, and in another terminal:")
     _say('      .venv/bin/python client/infer.py --url localhost:8000 --text "Hello" --text "Good morning"')
     return 0

