@@ -1,12 +1,12 @@
 """Every reason for which the export refuses to go on.
 
-    ExportError                 exit code 1, one line on stderr
-    ├── CheckpointError         the folder or a file in it cannot be read as a checkpoint
-    ├── VocabularyError         tokenizer and embedding rows do not belong together
-    ├── ModelError              the weights do not fit the architecture, or the task is not supported
-    ├── GraphError              the ONNX file is not what was asked for
-    ├── VerificationError       the ONNX file computes something else than the checkpoint
-    └── RepositoryError         the version cannot be published
+ExportError                 exit code 1, one line on stderr
+├── CheckpointError         the folder or a file in it cannot be read as a checkpoint
+├── VocabularyError         tokenizer and embedding rows do not belong together
+├── ModelError              the weights do not fit the architecture, or the task is not supported
+├── GraphError              the ONNX file is not what was asked for
+├── VerificationError       the ONNX file computes something else than the checkpoint
+└── RepositoryError         the version cannot be published
 """
 
 from collections.abc import Iterable
