@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,45 +234,55 @@ def train(variant: Variant, out: Path, name: str) -> None:
         torch.save(truth, out / f"{name}.truth.pt")
 
 
-def run_rank(rank: int, world_size: int, port: int, out: Path, names: list[str]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def join_ranks(rank: int, world_size: int, port: int) -> None:
+    """Make this process one rank of a gloo group."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
     # DeepSpeed asks for fp16 instructions; torch computes fp16 on any CPU, only slower.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    for name in names:
-        train(VARIANTS[name], out, name)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+
+
+def fork_ranks(world_size: int, run: Callable[[int, int, int], None]) -> None:
+    """Call `run(rank, world_size, port)` in one forked process per rank, and fail if one fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run(rank, world_size, port)
+                torch.distributed.barrier()
+                torch.distributed.destroy_process_group()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        ranks.append(child)
+    failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
+    if failed:
+        raise SystemExit(f"ranks {failed} of {world_size} failed")
 
 
 def launch(out: Path, names: list[str]) -> None:
-    """Run `names`, those of one world size together, every rank in a forked process."""
+    """Run `names`, those of one world size together."""
     out.mkdir(parents=True, exist_ok=True)
     for world_size in sorted({VARIANTS[name].world_size for name in names}):
         chosen = [name for name in names if VARIANTS[name].world_size == world_size]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        ranks = []
-        for rank in range(world_size):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    run_rank(rank, world_size, port, out, chosen)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
-            ranks.append(child)
-        failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
-        if failed:
-            raise SystemExit(f"ranks {failed} of {world_size} failed on {chosen}")
+
+        def run(rank: int, world_size: int, port: int, chosen: list[str] = chosen) -> None:
+            join_ranks(rank, world_size, port)
+            for name in chosen:
+                train(VARIANTS[name], out, name)
+
+        fork_ranks(world_size, run)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from export.checkpoints import huggingface
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
@@ -52,8 +53,9 @@ def assemble(
         else:
             open_names.append(name)
     tied = _tie(model, trained, tensors, open_names)
-    order = {name: index for index, name in enumerate([*model.module, *frozen, *trained, *experts, *tied])}
-    whole = {name: tensors[name] for name in sorted(tensors, key=lambda name: order[name])}
+    # In the order of the model, which `module` has kept.
+    names = dict.fromkeys([*model.module, *frozen, *trained, *experts, *tied])
+    whole = {name: tensors[name] for name in names if name in tensors}
     masters = set(trained) | set(tied)
     copies = {name: tensor for name, tensor in model.module.items() if name in masters and _is_whole(tensor)}
     copies |= {name: tensor for name, tensor in experts.items() if name in trained}
@@ -65,6 +67,7 @@ def assemble(
         tensors=whole,
         tied=tied,
         copies=tuple(copy for copy in (copies, gathered) if copy),
+        buffer_names=model.buffer_names & whole.keys(),
         zero_size=frozenset(name for name, tensor in whole.items() if tensor.numel == 0),
         facts=_with_missing(facts, whole, untrained),
     )
@@ -139,8 +142,6 @@ def _holder(model: ModelStates, name: str) -> str:
 def _with_missing(
     facts: CheckpointFacts, whole: Mapping[str, StoredTensor], untrained: Sequence[str]
 ) -> CheckpointFacts:
-    from dataclasses import replace
-
     low = [name for name in untrained if whole[name].dtype.is_floating_point and whole[name].dtype.itemsize < 4]
     if not low:
         return facts
