@@ -182,6 +182,8 @@ def test_a_pickle_that_would_run_code_is_refused_naming_the_global(
         # By way of an attribute of a class that may be named, and of objects made without a call.
         (b"\x80\x02c__builtin__\ngetattr\ncsubprocess\nPopen\nX\x01\x00\x00\x00x\x86R.", "subprocess.Popen"),
         (b"\x80\x02csubprocess\nPopen\n)\x81.", "subprocess.Popen"),
+        # Under the name that Python 2 had for it.
+        (b"\x80\x02ccommands\nPopen\n)R.", "subprocess.Popen"),
         (b"\x80\x02cmymodule\nrun\n)R.", "mymodule.run"),
     ],
 )
