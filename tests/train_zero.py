@@ -248,8 +248,9 @@ def join_ranks(rank: int, world_size: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    # DeepSpeed would compile an all-reduce over shared memory on first use; gloo needs no compiler.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    # DeepSpeed would compile an all-reduce over shared memory on first use; gloo needs no compiler. (The attribute
+    # `deepspeed.comm.torch` is torch itself.)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", verbose=False)
     # DeepSpeed asks for fp16 instructions; torch computes fp16 on any CPU, only slower.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
