@@ -3,7 +3,7 @@
     python tests/fuzz_torch_zip.py [--inputs 20000] [--seed 1] [--keep FOLDER]
 
 Every input is made from a seed, so a failure is found again by its number. An input fails if the reader raises anything
-else, takes longer than 10 s, makes the process larger than 1 GB, or if an audit event shows that code ran: an import, a
+else, takes longer than 10 s, makes the process grow by 1 GB, or if an audit event shows that code ran: an import, a
 compilation, a process, a socket, a file opened for writing. At the end the record is printed: inputs by kind and
 outcome, the worst time, the peak of memory.
 """
