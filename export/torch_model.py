@@ -29,7 +29,7 @@ def load_config(directory: Path) -> PretrainedConfig:
             f"{directory} has no config.json",
             expected="the model's configuration beside the weights",
             got="only weights",
-            remedy="copy config.json from the model that the checkpoint was trained from",
+            remedy="pass the folder of the model that the checkpoint was trained from with --base",
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
