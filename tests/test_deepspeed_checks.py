@@ -156,6 +156,17 @@ def forget_shared(folder: Path) -> None:
         rewrite(path, lambda content: content.update(shared_params={}))
 
 
+def forget_buffer(folder: Path) -> None:
+    rewrite(folder / TAG / "mp_rank_00_model_states.pt", lambda content: content["module"].pop("table"))
+
+
+def change_frozen(folder: Path) -> None:
+    def change(content: dict) -> None:
+        content["frozen_param_fragments"]["frozen.bias"][0] += 1
+
+    rewrite(folder / TAG / "mp_rank_00_model_states.pt", change)
+
+
 def mix_stages(folder: Path) -> None:
     other = make_checkpoints() / "z2_bf16" / TAG / "mp_rank_00_model_states.pt"
     shutil.copyfile(other, folder / TAG / other.name)
@@ -206,6 +217,8 @@ DAMAGE = [
     ("z1_fp32", change_copy, "disagree with the float32 copy in .*mp_rank_00_model_states.pt on outer.weight"),
     ("z3_gathered", change_gathered, "disagree with the bfloat16 copy in .*pytorch_model.bin on outer.weight"),
     ("z3_bf16", forget_shared, "lacks the weights of head.weight: expected fp32 pieces, frozen parameters or shared"),
+    ("z2_bf16", forget_buffer, "lacks the buffers table: expected 4 recorded buffers in its module, got 3; copy the"),
+    ("z2_bf16", change_frozen, "disagree with the bfloat16 copy in .*mp_rank_00_model_states.pt on frozen.bias"),
     ("z3_bf16", mix_stages, "holds the model states of stage 3 and of another stage"),
     ("moe_z2", lambda folder: next((folder / TAG).glob("layer_0_expert_3_*")).unlink(), "lacks experts: .*expert 3"),
 ]

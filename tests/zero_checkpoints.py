@@ -16,6 +16,7 @@ ZERO_VARIANTS = (
     *("z2_fp32", "z2_bf16", "z2_fp16", "z2_round_robin", "z2_round_robin_bf16", "z2_aligned"),
     *("z3_fp32", "z3_bf16", "z3_gathered", "z3_fp16", "z3_sub_groups", "z3_hpz"),
     *("z2_world1", "z3_world1", "z2_world3", "z3_world3", "z2_world11", "z3_world11"),
+    *("z2_wrapped", "z3_wrapped"),
     *("moe_z1", "moe_z2", "moe_z2_fp32", "moe_z2_world4"),
 )
 UNIVERSAL_VARIANTS = ("universal_z1_fp32", "universal_z2_bf16", "universal_z2_round_robin", "universal_z3_bf16")
