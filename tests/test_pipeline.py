@@ -153,7 +153,7 @@ def poison(directory: Path) -> None:
         (truncate, "model.safetensors cannot be read: expected a whole weight file, got 100000 bytes"),
         (remove_config, "has no config.json: expected the model's configuration beside the weights, got only weights"),
         (remove_rows, "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30500"),
-        (poison, "the ONNX model is not equal to the checkpoint in 11 of 11 cases"),
+        (poison, "are NaN or infinite: encoder.layer.0.output.dense.weight"),
     ],
 )
 def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
@@ -167,6 +167,18 @@ def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert sentence in error
     assert error.endswith(".")
+    assert fingerprint(repository) == before
+
+
+def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Path, export_cli: Cli) -> None:
+    """Weights that are no numbers, let through on request, give answers that equal nothing."""
+    poison(copy)
+    before = fingerprint(repository)
+    arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    done = export_cli(*arguments, "--allow-non-finite")
+    assert done.code == 1
+    assert "FAILED" in done.err
+    assert "error: the ONNX model is not equal to the checkpoint in 11 of 11 cases, worst in '1 token'" in done.err
     assert fingerprint(repository) == before
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
-from export.errors import CheckpointError
+from export.errors import CheckpointError, list_some
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -100,6 +100,11 @@ def read_model_states(path: Path) -> ModelStates:
     module = content["module"]
     if module is not None and not isinstance(module, dict):
         raise _unlike(path, "a state dict under module")
+    other = [name for name, value in (module or {}).items() if not isinstance(value, StoredTensor)]
+    refuse_foreign_tensors(path, module or {})
+    # What a module keeps beside its tensors (torch.nn.Module.get_extra_state) is no weight.
+    if any(not str(name).endswith("_extra_state") for name in other):
+        raise _unlike(path, f"tensors under module, not {list_some(other)}")
     groups = content.get("param_shapes")
     if isinstance(groups, dict):
         # One dict for all before DeepSpeed 0.5.4.
