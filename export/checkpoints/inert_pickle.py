@@ -110,8 +110,8 @@ class InertUnpickler:
     def load(self) -> Any:
         """Return what the pickle holds.
 
-        It is made of Python's containers and scalars, `Record`, `GlobalName` and what the builders make. A set becomes a
-        `Record` with `items`.
+        It is made of Python's containers and scalars, `Record`, `GlobalName` and what the builders make. A set becomes
+        a `Record` with `items`.
 
         Raises:
             CheckpointError: The pickle is damaged, too large, or names something that no checkpoint needs.

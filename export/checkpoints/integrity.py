@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 from export.checkpoints.cast import cast_bytes, count_non_finite
 from export.checkpoints.dtypes import ElementType
@@ -58,19 +58,20 @@ def scan(tensors: Mapping[str, StoredTensor], *, allow_non_finite: bool = False,
             if tensor.stride is None:
                 parts.append(_Use(part.start, part.start + part.length, name, position, tensor.dtype))
             position += part.length
-    bad: dict[str, int] = {}
-    blocks = sorted(uses, key=lambda block: -block.length)
+    scanner = _Scanner(sink)
     with ThreadPoolExecutor(THREADS) as pool:
-        jobs = [pool.submit(_scan_block, block, uses[block], bad, sink) for block in blocks]
-        jobs += [pool.submit(_scan_strided, name, tensor, bad, sink) for name, tensor in strided.items()]
+        largest_first = sorted(uses, key=lambda block: -block.length)
+        jobs = [pool.submit(scanner.scan_block, block, uses[block]) for block in largest_first]
+        jobs += [pool.submit(scanner.scan_strided, name, tensor) for name, tensor in strided.items()]
         try:
             for job in jobs:
                 job.result()
         except BaseException:
+            scanner.stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
-    if bad and not allow_non_finite:
-        refuse_non_finite(tensors, bad)
+    if scanner.non_finite and not allow_non_finite:
+        refuse_non_finite(tensors, scanner.non_finite)
 
 
 def refuse_non_finite(tensors: Mapping[str, StoredTensor], bad: Mapping[str, int]) -> None:
@@ -88,36 +89,63 @@ def refuse_non_finite(tensors: Mapping[str, StoredTensor], bad: Mapping[str, int
     )
 
 
-def _scan_block(block: StoredBlock, uses: list[_Use], bad: dict[str, int], sink: Sink | None) -> None:
-    uses.sort(key=lambda use: use.start)
-    crc32, position = 0, 0
-    # The uses that may reach into the chunk at hand: those before `first` are done with.
-    first = 0
-    for chunk in _read_block(block):
-        crc32 = zlib.crc32(chunk, crc32)
-        end = position + len(chunk)
-        while first < len(uses) and uses[first].stop <= position:
-            first += 1
-        for use in itertools.islice(uses, first, None):
-            if use.start >= end:
-                break
-            start, stop = max(use.start, position), min(use.stop, end)
-            if start < stop:
-                part = chunk[start - position : stop - position]
-                _count_bad(use.name, part, use.dtype, bad)
-                if sink is not None:
-                    sink(use.name, use.target + start - use.start, part)
-        position = end
-    if block.crc32 is not None and crc32 != block.crc32:
-        raise CheckpointError(
-            f"{block.path} is damaged in {block.name}",
-            expected=f"CRC-32 {block.crc32:08x}",
-            got=f"{crc32:08x}",
-            remedy="copy the checkpoint again, or use the one before it",
-        )
+class _Scanner:
+    """Reads blocks in several threads, until one fails or the main thread is interrupted."""
+
+    def __init__(self, sink: Sink | None) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+        self.stopped = threading.Event()
+        # Name → how many of its elements are NaN or infinite.
+        self.non_finite: dict[str, int] = {}
+
+    def scan_block(self, block: StoredBlock, uses: list[_Use]) -> None:
+        uses.sort(key=lambda use: use.start)
+        crc32, position = 0, 0
+        # The uses that may reach into the chunk at hand: those before `first` are done with.
+        first = 0
+        for chunk in _read_block(block):
+            if self.stopped.is_set():
+                return
+            crc32 = zlib.crc32(chunk, crc32)
+            end = position + len(chunk)
+            while first < len(uses) and uses[first].stop <= position:
+                first += 1
+            for use in itertools.islice(uses, first, None):
+                if use.start >= end:
+                    break
+                start, stop = max(use.start, position), min(use.stop, end)
+                if start < stop:
+                    self._hand_on(
+                        use.name, use.target + start - use.start, chunk[start - position : stop - position], use.dtype
+                    )
+            position = end
+        if block.crc32 is not None and crc32 != block.crc32:
+            raise CheckpointError(
+                f"{block.path} is damaged in {block.name}",
+                expected=f"CRC-32 {block.crc32:08x}",
+                got=f"{crc32:08x}",
+                remedy="copy the checkpoint again, or use the one before it",
+            )
+
+    def scan_strided(self, name: str, tensor: StoredTensor) -> None:
+        position = 0
+        for chunk in tensor.chunks():
+            if self.stopped.is_set():
+                return
+            self._hand_on(name, position, memoryview(chunk), tensor.dtype)
+            position += len(chunk)
+
+    def _hand_on(self, name: str, position: int, part: memoryview, dtype: ElementType) -> None:
+        count = count_non_finite(part, dtype)
+        if count:
+            with self._lock:
+                self.non_finite[name] = self.non_finite.get(name, 0) + count
+        if self._sink is not None:
+            self._sink(name, position, part)
 
 
-def _read_block(block: StoredBlock) -> Any:
+def _read_block(block: StoredBlock) -> Iterator[memoryview]:
     """Yield the block's bytes in one buffer that is overwritten each time: memoryviews of at most `CHUNK_BYTES`."""
     buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, block.length))))
     position = 0
@@ -141,22 +169,6 @@ def _read_block(block: StoredBlock) -> Any:
                 position += filled
     except OSError as exc:
         raise CheckpointError(f"{block.path} cannot be read", got=exc.strerror or str(exc)) from exc
-
-
-def _scan_strided(name: str, tensor: StoredTensor, bad: dict[str, int], sink: Sink | None) -> None:
-    position = 0
-    for chunk in tensor.chunks():
-        part = memoryview(chunk)
-        _count_bad(name, part, tensor.dtype, bad)
-        if sink is not None:
-            sink(name, position, part)
-        position += len(part)
-
-
-def _count_bad(name: str, part: memoryview, dtype: ElementType, bad: dict[str, int]) -> None:
-    count = count_non_finite(part, dtype)
-    if count:
-        bad[name] = bad.get(name, 0) + count
 
 
 def compare_copies(tensors: Mapping[str, StoredTensor], copies: Mapping[str, StoredTensor]) -> None:

@@ -41,6 +41,7 @@ class StoredCheckpoint:
         tied: Name → the name that holds its bytes.
         copies: Second copies of the model, each name → tensor, of the same or lower precision, that must agree.
         zero_size: Names that the trainer itself recorded as having no elements.
+        buffer_names: Names that the trainer recorded as buffers, which no optimizer trains.
         facts: What the files say about themselves.
         allow_non_finite: Whether NaN and infinity are let through.
     """
@@ -51,6 +52,7 @@ class StoredCheckpoint:
     tied: Mapping[str, str] = field(default_factory=dict)
     copies: tuple[Mapping[str, StoredTensor], ...] = ()
     zero_size: frozenset[str] = frozenset()
+    buffer_names: frozenset[str] = frozenset()
     facts: CheckpointFacts = CheckpointFacts()
     allow_non_finite: bool = False
     _verified: bool = False
@@ -97,10 +99,20 @@ class StoredCheckpoint:
             CheckpointError: Something is wrong, named.
         """
         if not self._verified:
-            integrity.scan(self.tensors, allow_non_finite=self.allow_non_finite)
-            for copies in self.copies:
-                integrity.compare_copies(self.tensors, copies)
+            self.stream(None)
             self._verified = True
+
+    def stream(self, sink: integrity.Sink | None) -> None:
+        """Hand every part of every owned tensor to `sink`, and make every check of `verify` on the way.
+
+        What `sink` got is only good when this returns.
+
+        Raises:
+            CheckpointError: Something is wrong, named.
+        """
+        integrity.scan(self.owned(), allow_non_finite=self.allow_non_finite, sink=sink)
+        for copies in self.copies:
+            integrity.compare_copies(self.tensors, copies)
 
     def owned(self) -> dict[str, StoredTensor]:
         """Return the tensors without the tied names: each byte of the model once."""

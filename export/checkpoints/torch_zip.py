@@ -6,8 +6,8 @@
     opened.content["module"]["w"].chunks()  # StoredTensor: dtype, shape, ranges, cut(), chunks(), to_torch()
 
 Tensors of one storage share a `StoredBlock`, so two names are tied exactly when their `StoredTensor`s are equal. What
-is neither tensor nor plain data is a `Record` (`export.checkpoints.inert_globals` has the policy); a tensor subclass whose
-data lies in other tensors, such as DTensor, is a `Record` with them in its `state`.
+is neither tensor nor plain data is a `Record` (`export.checkpoints.inert_globals` has the policy); a tensor subclass
+whose data lies in other tensors, such as DTensor, is a `Record` with them in its `state`.
 
 Format: a zip archive of stored entries `NAME/data.pkl`, `NAME/data/KEY` (one per storage), `NAME/byteorder`,
 `NAME/version` and, in newer files, `NAME/.format_version` and `NAME/.data/serialization_id` (torch 2.13,
@@ -16,6 +16,7 @@ torch/serialization.py, `_save`). The format before torch 1.6, a tar or a bare p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,9 +26,17 @@ from export.checkpoints.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
 from export.checkpoints.inert_pickle import MAX_PICKLE_BYTES, Builder, GlobalName, InertUnpickler, Record, hashable
 from export.checkpoints.stored_tensor import ByteRange, StoredTensor
 from export.checkpoints.zip_archive import StoredBlock, ZipArchive
-from export.errors import CheckpointError
+from export.errors import CheckpointError, list_some
 
-__all__ = ["GlobalName", "Record", "StoredTensor", "TorchZip", "open_torch_zip", "read_bare_pickle"]
+__all__ = [
+    "GlobalName",
+    "Record",
+    "StoredTensor",
+    "TorchZip",
+    "open_torch_zip",
+    "read_bare_pickle",
+    "refuse_foreign_tensors",
+]
 
 # torch allows 64 (c10/core/TensorIterator and numpy's limit alike); a longer shape only serves to waste time.
 _MAX_DIMS = 64
@@ -104,6 +113,28 @@ def read_bare_pickle(path: Path) -> Any:
     return InertUnpickler(data, str(path), builders=_BUILDERS, constants=_CONSTANTS).load()
 
 
+def refuse_foreign_tensors(path: Path, state: Mapping[Any, Any]) -> None:
+    """Refuse a state dict with tensors that are no plain byte ranges: sparse, quantised, complex, distributed.
+
+    Other values than tensors are none of its business: a module may keep any state it likes.
+
+    Raises:
+        CheckpointError: There is such a tensor.
+    """
+    foreign = {
+        name: value.type_name
+        for name, value in state.items()
+        if isinstance(value, Record) and ("Tensor" in value.type_name or "_rebuild" in value.type_name)
+    }
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds tensors that are not read: {list_some(foreign)}",
+            expected="dense tensors of real numbers",
+            got=list_some(set(foreign.values())),
+            remedy="save the model's full state dict, unquantised",
+        )
+
+
 def _refuse_other_formats(path: Path, start: int) -> None:
     try:
         with path.open("rb") as file:
@@ -148,8 +179,11 @@ class _Storages:
         self._root = root
         self.used: dict[str, StoredBlock] = {}
 
-    def load_persistent(self, identifier: Any) -> _Storage:
+    def load_persistent(self, identifier: Any) -> _Storage | Record:
         kind, storage_type, key, _, length = identifier
+        if isinstance(storage_type, GlobalName):
+            # Complex and quantised elements: `refuse_foreign_tensors` has a word on them where they are weights.
+            return Record(storage_type.name)
         if kind != "storage" or not isinstance(storage_type, _StorageType) or not isinstance(key, str):
             raise ValueError("an outer reference that is no storage")
         block = self._blocks.get(f"{self._root}/data/{key}")
@@ -205,9 +239,11 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _rebuild_typed(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor:
+def _rebuild_typed(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor | Record:
     """`_rebuild_tensor(storage, offset, shape, stride)`, and `_v2` with gradients' settings after them."""
     storage, offset, shape, stride, *_ = args
+    if isinstance(storage, Record):
+        return Record("torch.Tensor", (storage,))
     if not isinstance(storage, _Storage) or storage.dtype is None:
         raise ValueError("a tensor without a typed storage")
     return _build_tensor(machine, storage, offset, shape, stride, storage.dtype)
@@ -268,12 +304,15 @@ def _build_bytes(machine: InertUnpickler, args: tuple[Any, ...]) -> bytes:
     return text.encode("latin-1")
 
 
-def _build_member(_: InertUnpickler, args: tuple[Any, ...]) -> Record:
-    """`getattr(Class, "NAME")` is how Python 3.11 writes a member of an enumeration. Nothing is looked up."""
+def _build_member(_: InertUnpickler, args: tuple[Any, ...]) -> GlobalName:
+    """`getattr(Class, "NAME")` is how protocols below 4 and Python 3.11 write what a class holds. Nothing is looked up.
+
+    It may be a member of an enumeration or a class of its own (ShardedTensor's `ProcessGroupState`).
+    """
     owner, name = args
     if not isinstance(owner, GlobalName) or not isinstance(name, str):
         raise ValueError("an attribute of what is no class")
-    return Record(f"{owner.name}.{name}", ())
+    return GlobalName(f"{owner.name}.{name}")
 
 
 _BUILDERS: dict[str, Builder] = {
