@@ -17,11 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from transformers import GPT2Config
 
-from export.checkpoints import fsdp
+from export.checkpoints import StoredCheckpoint, fsdp, open_checkpoint
 from export.checkpoints.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.dcp_metadata import read_metadata
 from export.checkpoints.dtypes import FLOAT32
-from export.checkpoints.stored_checkpoint import StoredCheckpoint
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError
@@ -76,16 +75,22 @@ READ_ALIKE = [
 
 @pytest.mark.parametrize("variant", READ_ALIKE)
 def test_every_format_gives_the_live_ranks_state_dict_bit_for_bit(trained: Path, variant: str) -> None:
-    assert fsdp.recognises(trained / variant)
-    assert_equal(fsdp.open_checkpoint(trained / variant), read_truth(trained / variant))
+    assert_equal(open_checkpoint(trained / variant), read_truth(trained / variant))
+
+
+def test_accelerates_ddp_folder_is_read_as_hugging_face(trained: Path) -> None:
+    truth = read_truth(trained / "w2/accelerate_ddp")
+    # Accelerate leaves the second name of a tied weight out of safetensors.
+    del truth["lm_head.weight"]
+    assert_equal(open_checkpoint(trained / "w2/accelerate_ddp"), truth)
 
 
 def test_facts_tell_ranks_and_step(trained: Path) -> None:
-    app = fsdp.open_checkpoint(trained / "w4/dcp_app")
+    app = open_checkpoint(trained / "w4/dcp_app")
     assert (app.facts.world_size, app.facts.step) == (4, 2)
     assert app.format_name == "torch.distributed.checkpoint, 4 files"
-    assert fsdp.open_checkpoint(trained / "w2/accelerate_full").facts.world_size == 2
-    assert fsdp.open_checkpoint(trained / "w4/verl").facts.world_size == 4
+    assert open_checkpoint(trained / "w2/accelerate_full").facts.world_size == 2
+    assert open_checkpoint(trained / "w4/verl").facts.world_size == 4
 
 
 def test_the_trainers_step_is_found_beside_the_shards(trained: Path, tmp_path: Path) -> None:
@@ -93,44 +98,42 @@ def test_the_trainers_step_is_found_beside_the_shards(trained: Path, tmp_path: P
     (folder / "trainer_state.json").write_text('{"global_step": 7}')
     (folder / "config.json").write_text("{}")
     for named in (folder, folder / "pytorch_model_fsdp_0"):
-        assert fsdp.open_checkpoint(named).facts.step == 7
-        assert fsdp.open_checkpoint(named).directory == folder
+        assert open_checkpoint(named).facts.step == 7
+        assert open_checkpoint(named).directory == folder
 
 
 def test_two_parts_that_may_be_the_model_are_refused_until_one_is_chosen(trained: Path) -> None:
     folder = trained / "w2/dcp_ema"
-    assert "got ema, model; pass the part to read with --sub-tree" in refusal(lambda: fsdp.open_checkpoint(folder))
-    assert_equal(fsdp.open_checkpoint(folder, sub_tree="ema"), read_truth(folder))
-    assert "expected tensors under teacher" in refusal(lambda: fsdp.open_checkpoint(folder, sub_tree="teacher"))
+    assert "got ema, model; pass --tag with the part to read" in refusal(lambda: open_checkpoint(folder))
+    assert_equal(open_checkpoint(folder, tag="ema"), read_truth(folder))
+    assert "expected tensors under teacher" in refusal(lambda: open_checkpoint(folder, tag="teacher"))
 
 
 def test_an_optimizer_alone_is_no_model(trained: Path) -> None:
-    assert "holds no model" in refusal(lambda: fsdp.open_checkpoint(trained / "w2/dcp_moments"))
-    assert "holds no model" in refusal(lambda: fsdp.open_checkpoint(trained / "w2/accelerate_sharded/optimizer_0"))
+    assert "holds no model" in refusal(lambda: open_checkpoint(trained / "w2/dcp_moments"))
+    assert "holds no model" in refusal(lambda: open_checkpoint(trained / "w2/accelerate_sharded/optimizer_0"))
 
 
 def test_a_folder_above_the_checkpoint_is_refused_naming_the_right_one(trained: Path, tmp_path: Path) -> None:
     for step in (5, 10):
         copy(trained / "w2/accelerate_sharded", tmp_path / f"checkpoint-{step}")
-    assert fsdp.recognises(tmp_path)
-    message = refusal(lambda: fsdp.open_checkpoint(tmp_path))
-    assert "is not the checkpoint itself" in message and "checkpoint-10, checkpoint-5" in message
-    assert_equal(fsdp.open_checkpoint(tmp_path, "checkpoint-10"), read_truth(trained / "w2/accelerate_sharded"))
-    assert "--tag names no folder" in refusal(lambda: fsdp.open_checkpoint(tmp_path, "../x"))
+    message = refusal(lambda: open_checkpoint(tmp_path))
+    assert "holds no checkpoint" in message
+    assert "it is the folder above; pass one of checkpoint-10, checkpoint-5" in message
 
 
 def test_two_models_in_one_folder_are_refused(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "w2/accelerate_sharded", tmp_path / "both")
     copy(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_fsdp_1")
-    message = refusal(lambda: fsdp.open_checkpoint(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     assert "holds several models" in message and "pytorch_model_fsdp_0, pytorch_model_fsdp_1" in message
-    assert fsdp.open_checkpoint(folder, "pytorch_model_fsdp_1").specs()
+    assert open_checkpoint(folder, tag="pytorch_model_fsdp_1").specs()
 
 
 def test_dcp_without_metadata_is_refused(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "w2/dcp_raw", tmp_path / "cut")
     (folder / ".metadata").unlink()
-    message = refusal(lambda: fsdp.open_checkpoint(folder))
+    message = refusal(lambda: open_checkpoint(folder))
     assert "lacks .metadata" in message and "the save was interrupted" in message
 
 
@@ -138,16 +141,16 @@ def test_dcp_files_missing_extra_short_or_long_are_each_named(trained: Path, tmp
     source = trained / "w2/dcp_raw"
     missing = copy(source, tmp_path / "missing")
     (missing / "__1_0.distcp").unlink()
-    assert "got none called __1_0.distcp" in refusal(lambda: fsdp.open_checkpoint(missing))
+    assert "got none called __1_0.distcp" in refusal(lambda: open_checkpoint(missing))
     extra = copy(source, tmp_path / "extra")
     shutil.copy(extra / "__0_0.distcp", extra / "__2_0.distcp")
-    assert "does not name: expected 2 files, got __2_0.distcp" in refusal(lambda: fsdp.open_checkpoint(extra))
+    assert "does not name: expected 2 files, got __2_0.distcp" in refusal(lambda: open_checkpoint(extra))
     short = copy(source, tmp_path / "short")
     content = (short / "__1_0.distcp").read_bytes()
     (short / "__1_0.distcp").write_bytes(content[:-100])
-    assert "__1_0.distcp is cut off" in refusal(lambda: fsdp.open_checkpoint(short))
+    assert "__1_0.distcp is cut off" in refusal(lambda: open_checkpoint(short))
     (short / "__1_0.distcp").write_bytes(content + b"\0")
-    assert "__1_0.distcp is of another save" in refusal(lambda: fsdp.open_checkpoint(short))
+    assert "__1_0.distcp is of another save" in refusal(lambda: open_checkpoint(short))
 
 
 def test_dcp_files_of_two_ranks_swapped_are_refused(trained: Path, tmp_path: Path) -> None:
@@ -156,17 +159,17 @@ def test_dcp_files_of_two_ranks_swapped_are_refused(trained: Path, tmp_path: Pat
     contents = first.read_bytes(), second.read_bytes()
     first.write_bytes(contents[1])
     second.write_bytes(contents[0])
-    assert re.search("is (cut off|of another save)", refusal(lambda: fsdp.open_checkpoint(folder)))
+    assert re.search("is (cut off|of another save)", refusal(lambda: open_checkpoint(folder)))
 
 
 def test_a_flipped_bit_in_a_tensor_is_found_by_its_checksum(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "w2/columns_dcp", tmp_path / "flipped")
-    opened = fsdp.open_checkpoint(folder)
+    opened = open_checkpoint(folder)
     block = opened.tensors["wide"].ranges[0].block
     content = bytearray(block.path.read_bytes())
     content[block.offset] ^= 1
     block.path.write_bytes(content)
-    assert "is damaged in" in refusal(lambda: fsdp.open_checkpoint(folder).read("few"))
+    assert "is damaged in" in refusal(lambda: open_checkpoint(folder).read("few"))
 
 
 def rewrite_metadata(folder: Path, change: Callable[[Any], None]) -> None:
@@ -194,10 +197,10 @@ def test_chunks_that_overlap_or_leave_a_gap_are_refused(trained: Path, tmp_path:
 
     overlapping = copy(trained / "w2/dcp_raw", tmp_path / "overlapping")
     rewrite_metadata(overlapping, move_chunk)
-    assert "chunks at [0, 0] and [6, 0] that overlap" in refusal(lambda: fsdp.open_checkpoint(overlapping))
+    assert "chunks at [0, 0] and [6, 0] that overlap" in refusal(lambda: open_checkpoint(overlapping))
     gap = copy(trained / "w2/dcp_raw", tmp_path / "gap")
     rewrite_metadata(gap, drop_chunk)
-    message = refusal(lambda: fsdp.open_checkpoint(gap))
+    message = refusal(lambda: open_checkpoint(gap))
     assert "the chunks of inner.weight do not make up the tensor" in message and "got chunks of 70 elements" in message
 
 
@@ -207,11 +210,11 @@ def test_metadata_that_leads_outside_its_folder_is_refused(trained: Path, tmp_pa
 
     folder = copy(trained / "w2/dcp_raw", tmp_path / "outside")
     rewrite_metadata(folder, point_outside)
-    assert "leads outside its folder" in refusal(lambda: fsdp.open_checkpoint(folder))
+    assert "leads outside its folder" in refusal(lambda: open_checkpoint(folder))
     linked = copy(trained / "w2/dcp_raw", tmp_path / "linked")
     (linked / "__0_0.distcp").unlink()
     (linked / "__0_0.distcp").symlink_to(trained / "w2/dcp_raw/__0_0.distcp")
-    assert "is a link that leads outside" in refusal(lambda: fsdp.open_checkpoint(linked))
+    assert "is a link that leads outside" in refusal(lambda: open_checkpoint(linked))
 
 
 class Hostile:
@@ -230,15 +233,15 @@ def test_a_hostile_pickle_in_metadata_runs_nothing_and_is_named(trained: Path, t
     folder = copy(trained / "w2/dcp_raw", tmp_path / "hostile")
     proof = tmp_path / "proof"
     (folder / ".metadata").write_bytes(pickle.dumps({"x": Hostile(f"touch {proof}")}))
-    assert "system" in refusal(lambda: fsdp.open_checkpoint(folder))
+    assert "system" in refusal(lambda: open_checkpoint(folder))
     assert not proof.exists()
 
 
 def test_metadata_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"some": "thing"}))
-    assert "is no metadata of a sharded checkpoint" in refusal(lambda: fsdp.open_checkpoint(tmp_path))
+    assert "is no metadata of a sharded checkpoint" in refusal(lambda: open_checkpoint(tmp_path))
     (tmp_path / ".metadata").write_bytes(b"")
-    assert "cannot be read" in refusal(lambda: fsdp.open_checkpoint(tmp_path))
+    assert "cannot be read" in refusal(lambda: open_checkpoint(tmp_path))
 
 
 def test_metadata_lists_what_is_no_tensor_apart(trained: Path) -> None:
@@ -272,7 +275,7 @@ class Unchanged(StreamTransformExtension):
 def test_transformed_data_is_refused(tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path, _extensions=[Unchanged()])
     dcp.save({"weight": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    assert "was saved through a transformation of its bytes" in refusal(lambda: fsdp.open_checkpoint(tmp_path))
+    assert "was saved through a transformation of its bytes" in refusal(lambda: open_checkpoint(tmp_path))
 
 
 def test_rank_files_missing_swapped_truncated_or_of_another_run_are_each_named(trained: Path, tmp_path: Path) -> None:
@@ -280,25 +283,25 @@ def test_rank_files_missing_swapped_truncated_or_of_another_run_are_each_named(t
     missing = copy(source, tmp_path / "missing")
     (missing / "pytorch_model_fsdp_0_rank1.bin").unlink()
     assert "lacks files of 2 ranks: expected 2 files, got 1, without rank 001" in refusal(
-        lambda: fsdp.open_checkpoint(missing)
+        lambda: open_checkpoint(missing)
     )
     extra = copy(source, tmp_path / "extra")
     shutil.copy(trained / "w4/rank_files/pytorch_model_fsdp_0_rank2.bin", extra)
-    assert "lacks files of 4 ranks" in refusal(lambda: fsdp.open_checkpoint(extra))
+    assert "lacks files of 4 ranks" in refusal(lambda: open_checkpoint(extra))
     shutil.copy(trained / "w4/rank_files/pytorch_model_fsdp_0_rank3.bin", extra)
-    assert "has rank files of different runs" in refusal(lambda: fsdp.open_checkpoint(extra))
+    assert "has rank files of different runs" in refusal(lambda: open_checkpoint(extra))
     double = copy(source, tmp_path / "double")
     shutil.copy(double / "pytorch_model_fsdp_0_rank0.bin", double / "pytorch_model_fsdp_0_rank1.bin")
     assert "rank1.bin is the file of another rank: expected rank 1, got rank 0" in refusal(
-        lambda: fsdp.open_checkpoint(double)
+        lambda: open_checkpoint(double)
     )
     short = copy(source, tmp_path / "short")
     path = short / "pytorch_model_fsdp_0_rank1.bin"
     path.write_bytes(path.read_bytes()[:-10])
-    assert "rank1.bin is no intact torch archive" in refusal(lambda: fsdp.open_checkpoint(short))
+    assert "rank1.bin is no intact torch archive" in refusal(lambda: open_checkpoint(short))
     other = copy(source, tmp_path / "other")
     shutil.copy(trained / "w2/columns_rank_files/pytorch_model_fsdp_0_rank1.bin", other)
-    assert "are of different models" in refusal(lambda: fsdp.open_checkpoint(other))
+    assert "are of different models" in refusal(lambda: open_checkpoint(other))
 
 
 def test_replicas_that_differ_are_refused(trained: Path, tmp_path: Path) -> None:
@@ -309,7 +312,7 @@ def test_replicas_that_differ_are_refused(trained: Path, tmp_path: Path) -> None
     assert state and block.crc32 is not None
     state["inner.weight"]._local_tensor[0, 0] += 1
     torch.save(state, path)
-    assert "hold different copies of inner.weight" in refusal(lambda: fsdp.open_checkpoint(folder))
+    assert "hold different copies of inner.weight" in refusal(lambda: open_checkpoint(folder))
 
 
 def test_a_missing_safetensors_shard_is_refused_where_anything_shows_it(trained: Path, tmp_path: Path) -> None:
@@ -317,10 +320,10 @@ def test_a_missing_safetensors_shard_is_refused_where_anything_shows_it(trained:
     shards = sorted(path.name for path in source.iterdir())
     middle = copy(source, tmp_path / "middle")
     (middle / shards[1]).unlink()
-    assert "got none of rank 2" in refusal(lambda: fsdp.open_checkpoint(middle))
+    assert "got none of rank 2" in refusal(lambda: open_checkpoint(middle))
     last = copy(source, tmp_path / "last")
     (last / shards[3]).unlink()
-    facts = fsdp.open_checkpoint(last).facts
+    facts = open_checkpoint(last).facts
     assert facts.missing and "the last ranks" in facts.missing[0]
 
 
@@ -329,7 +332,7 @@ def test_a_missing_last_shard_is_refused_by_config_json(tmp_path: Path) -> None:
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
     save_shard(tmp_path / "shard-00001-model-00001-of-00001.safetensors", torch.ones(15, 12))
-    message = refusal(lambda: fsdp.open_checkpoint(tmp_path))
+    message = refusal(lambda: open_checkpoint(tmp_path))
     assert "expected [30, 12] for transformer.wte.weight, got [15, 12]; the last ranks' files are missing" in message
 
 
@@ -344,33 +347,33 @@ def test_a_shard_that_does_not_say_what_it_holds_is_refused(tmp_path: Path) -> N
     from safetensors.torch import save_file
 
     save_file({"weight": torch.ones(2)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
-    assert "does not say which part of each tensor it holds" in refusal(lambda: fsdp.open_checkpoint(tmp_path))
+    assert "does not say which part of each tensor it holds" in refusal(lambda: open_checkpoint(tmp_path))
 
 
 def test_shards_left_in_the_writers_own_folder_are_read(trained: Path, tmp_path: Path) -> None:
     copy(trained / "w2/dcp_hf", tmp_path / "sharded")
-    assert_equal(fsdp.open_checkpoint(tmp_path), read_truth(trained / "w2/dcp_hf"))
+    assert_equal(open_checkpoint(tmp_path), read_truth(trained / "w2/dcp_hf"))
 
 
 def test_local_state_dicts_need_shapes_and_say_so(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "w2/local", tmp_path / "local")
     truth = read_truth(trained / "w2/local")
     (folder / "config.json").unlink()
-    assert "which keeps no shapes" in refusal(lambda: fsdp.open_checkpoint(folder))
+    assert "which keeps no shapes" in refusal(lambda: open_checkpoint(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in truth.items()}
-    assert_equal(fsdp.open_checkpoint(folder, shapes=shapes), truth)
+    assert_equal(fsdp.open_folder(folder, shapes=shapes), truth)
     wrong = shapes | {"transformer.wte.weight": (31, 13)}
     assert "the slices of transformer.wte.weight do not make up" in refusal(
-        lambda: fsdp.open_checkpoint(folder, shapes=wrong)
+        lambda: fsdp.open_folder(folder, shapes=wrong)
     )
     del wrong["transformer.wte.weight"]
-    assert "lacks: expected the names of that model" in refusal(lambda: fsdp.open_checkpoint(folder, shapes=wrong))
+    assert "lacks: expected the names of that model" in refusal(lambda: fsdp.open_folder(folder, shapes=wrong))
     (folder / "pytorch_model_fsdp_rank1.bin").unlink()
-    assert "without rank 001" in refusal(lambda: fsdp.open_checkpoint(folder, shapes=shapes))
+    assert "without rank 001" in refusal(lambda: fsdp.open_folder(folder, shapes=shapes))
 
 
 def test_flat_parameters_alone_are_refused_with_the_reason(trained: Path) -> None:
-    message = refusal(lambda: fsdp.open_checkpoint(trained / "w2/local_flat"))
+    message = refusal(lambda: open_checkpoint(trained / "w2/local_flat"))
     assert "holds flat parameters only" in message and "no file says where each parameter lies" in message
 
 
@@ -422,7 +425,7 @@ def test_no_byte_flipped_in_metadata_leads_to_anything_but_our_error(trained: Pa
         damaged[position] ^= 1 << (position % 8)
         (folder / ".metadata").write_bytes(damaged)
         try:
-            checkpoint = fsdp.open_checkpoint(folder)
+            checkpoint = open_checkpoint(folder)
         except CheckpointError:
             continue
         # What is left of the names may differ where the flip hit one; a tensor that kept its name keeps its value.

@@ -85,7 +85,7 @@ def _choose(groups: Mapping[SubTree, Mapping[str, DcpTensor]], source: Path) -> 
         f"{source} holds several parts that may be the model",
         expected="one of them to be chosen",
         got=list_some(".".join(prefix) or "the root" for prefix in candidates),
-        remedy="pass the part to read with --sub-tree",
+        remedy="pass --tag with the part to read",
     )
 
 

@@ -14,17 +14,16 @@ Names: Accelerate 1.15, utils/fsdp_utils.py. Optimizers (`optimizer_0`, `optimiz
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
-from export.checkpoints import dcp, dcp_safetensors
+from export.checkpoints import dcp, dcp_safetensors, huggingface
 from export.checkpoints.dcp_metadata import METADATA_FILE
 from export.checkpoints.fsdp_ranks import Shapes, open_rank_files
 from export.checkpoints.model_shapes import read_model_shapes
 from export.checkpoints.paths import check_inside
-from export.checkpoints.stored_checkpoint import StoredCheckpoint
+from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from export.checkpoints.torch_file import open_file
 from export.errors import CheckpointError, list_some
 
@@ -37,45 +36,42 @@ _RANK_FILES = (
     re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt"),
 )
 _SHARDED_FOLDER = "sharded"
+_SAFETENSORS_SHARDS = "shard-*.safetensors"
 # `random_states_R.pkl` by Accelerate, `rng_state_R.pth` by the Trainer: one per rank.
 _RANDOM_STATE = re.compile(r"(?:random_states|rng_state)_(\d+)\.(?:pkl|pth)")
 
 
 def recognises(directory: Path) -> bool:
-    """Tell whether FSDP or `torch.distributed.checkpoint` saved into `directory`, or into folders right in it."""
-    return bool(_find_kinds(directory)) or bool(_list_inner(directory))
+    """Tell whether FSDP or `torch.distributed.checkpoint` saved a checkpoint in `directory`."""
+    return bool(_find_kinds(directory))
 
 
-def open_checkpoint(
-    directory: Path, tag: str | None = None, *, sub_tree: str | None = None, shapes: Shapes | None = None
-) -> StoredCheckpoint:
+def open_folder(directory: Path, tag: str | None = None, *, shapes: Shapes | None = None) -> StoredCheckpoint:
     """Return a reader for the FSDP checkpoint in `directory`, reading no tensor data.
 
     Args:
         directory: The folder that the trainer saved into.
-        tag: A folder in `directory` to read instead, such as `checkpoint-100`.
-        sub_tree: Which part of a `torch.distributed.checkpoint` is the model, where it cannot be told ("app.ema").
+        tag: One of several models in it, such as `pytorch_model_fsdp_1`; or, for a `torch.distributed.checkpoint`, the
+            part of the saved state that is the model, where it cannot be told: `app.ema`.
         shapes: Name → shape for LOCAL state dicts; those of the model that `config.json` describes where None.
 
     Raises:
         CheckpointError: Files are missing, too many, damaged or not of one save, or the model cannot be told.
     """
-    if tag is not None:
-        directory = _resolve_tag(directory, tag)
     kinds = _find_kinds(directory)
-    if not kinds:
-        raise _wrong_level(directory)
-    if len(kinds) > 1:
+    named = tag if tag in kinds else None
+    if len(kinds) != 1 and named is None:
         raise CheckpointError(
-            f"{directory} holds several models",
+            f"{directory} holds {'several models' if kinds else 'no model of FSDP'}",
             expected="one of them to be chosen",
-            got=list_some(kinds),
-            remedy="pass --tag with one of the folders, or move the others away",
+            got=list_some(kinds) or "none of its files",
+            remedy="pass --tag with one of these names" if kinds else "pass the folder that holds the weights",
         )
-    (path,) = kinds.values()
-    check_inside(path, directory)
-    opened = _open(directory, path, sub_tree, shapes)
-    return _with_facts(opened, opened.directory)
+    kind = named or next(iter(kinds))
+    sub_tree = None if named else tag
+    opened = _open(directory, kind, kinds[kind], sub_tree, shapes)
+    gathered = huggingface.read_gathered(opened.directory)
+    return replace(opened, facts=_complete_facts(opened), copies=(gathered,) if gathered else ())
 
 
 def _find_kinds(directory: Path) -> dict[str, Path]:
@@ -90,7 +86,7 @@ def _find_kinds(directory: Path) -> dict[str, Path]:
     if dcp.recognises_folder(directory):
         kinds[METADATA_FILE] = directory
     if dcp_safetensors.recognises_folder(directory):
-        kinds["shard-*.safetensors"] = directory
+        kinds[_SAFETENSORS_SHARDS] = directory
     sharded = directory / _SHARDED_FOLDER
     if not kinds and sharded.is_dir() and dcp_safetensors.recognises_folder(sharded):
         kinds[_SHARDED_FOLDER] = sharded
@@ -103,84 +99,59 @@ def _name_rank_files(match: re.Match[str]) -> str:
     return f"{match.string[:start]}*{match.string[end:]}"
 
 
-def _open(directory: Path, path: Path, sub_tree: str | None, shapes: Shapes | None) -> StoredCheckpoint:
+def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: Shapes | None) -> StoredCheckpoint:
+    check_inside(path, directory)
+    if path.is_dir() and path != directory:
+        inner = _find_kinds(path)
+        if len(inner) != 1:
+            raise CheckpointError(
+                f"{path} does not hold the shards of one model",
+                expected=".metadata and .distcp files",
+                got=list_some((entry.name for entry in path.iterdir()), 4) or "an empty folder",
+                remedy="the save was interrupted, or the folder was not copied whole",
+            )
+        # The model's own files lie beside the folder of its shards.
+        return replace(_open(path, *inner.popitem(), sub_tree, shapes), directory=directory)
+    if kind == METADATA_FILE:
+        return replace(dcp.open_folder(directory, sub_tree), directory=_find_home(directory))
+    if sub_tree is not None:
+        raise CheckpointError(
+            f"{directory} holds no {sub_tree}", expected="no --tag", got=repr(sub_tree), remedy="leave --tag out"
+        )
+    if kind == _SAFETENSORS_SHARDS:
+        return dcp_safetensors.open_folder(directory, _find_home(directory))
     if path.is_file():
         return replace(open_file(path), format_name="FSDP full state dict, 1 file")
-    if dcp_safetensors.recognises_folder(path):
-        return dcp_safetensors.open_folder(path, directory)
-    ranks, world_size = _find_rank_files(path)
-    if ranks:
-        known = shapes if shapes is not None else read_model_shapes(directory)
-        return open_rank_files(directory, ranks, known, world_size)
-    if not dcp.recognises_folder(path):
-        raise CheckpointError(
-            f"{path} holds no shards",
-            expected=".metadata and .distcp files",
-            got=list_some((entry.name for entry in path.iterdir()), 4) or "an empty folder",
-            remedy="the save was interrupted, or the folder was not copied whole",
-        )
-    # The model's own files lie beside the folder of its shards.
-    outer = path.parent if directory == path and _MODEL_FOLDER.fullmatch(path.name) else directory
-    home = directory if (directory / "config.json").is_file() else outer
-    return replace(dcp.open_folder(path, sub_tree), directory=home)
+    ranks, world_size = _find_rank_files(directory, kind)
+    known = shapes if shapes is not None else read_model_shapes(directory)
+    return open_rank_files(directory, ranks, known, world_size)
 
 
-def _find_rank_files(directory: Path) -> tuple[dict[int, Path], int | None]:
-    """Return rank → its file, and the number of ranks where the names say it."""
+def _find_home(directory: Path) -> Path:
+    """Return the folder with the model's `config.json`: for shards in a folder of their own it is the one above."""
+    outer = directory.parent
+    own = _MODEL_FOLDER.fullmatch(directory.name) or directory.name == _SHARDED_FOLDER
+    return outer if own and not (directory / "config.json").is_file() else directory
+
+
+def _find_rank_files(directory: Path, kind: str) -> tuple[dict[int, Path], int | None]:
+    """Return rank → its file of the set named `kind`, and the number of ranks where the names say it."""
     ranks: dict[int, Path] = {}
-    worlds = set()
+    world_size = None
     for path in sorted(directory.iterdir()):
         for pattern in _RANK_FILES:
-            if match := pattern.fullmatch(path.name):
+            if (match := pattern.fullmatch(path.name)) and _name_rank_files(match) == kind:
                 ranks[int(match["rank"])] = path
-                worlds.add(int(match.groupdict().get("world") or 0))
-    return ranks, (max(worlds) or None) if worlds else None
+                world_size = int(match.groupdict().get("world") or 0) or None
+    return ranks, world_size
 
 
-def _list_inner(directory: Path) -> list[str]:
-    """Return the folders in `directory` that hold such a checkpoint themselves."""
-    folders = [path for path in sorted(directory.iterdir()) if path.is_dir() and not path.name.startswith("optimizer")]
-    return [path.name for path in folders if _find_kinds(path)]
-
-
-def _wrong_level(directory: Path) -> CheckpointError:
-    inner = _list_inner(directory)
-    return CheckpointError(
-        f"{directory} is not the checkpoint itself",
-        expected="the folder that one step was saved into",
-        got=f"a folder with {list_some(inner)}" if inner else "none of FSDP's files",
-        remedy=f"pass {directory / inner[-1]}" if inner else "pass the folder that holds the weights",
-    )
-
-
-def _resolve_tag(directory: Path, tag: str) -> Path:
-    folder = directory / tag
-    if tag in ("", ".", "..") or "/" in tag or "\\" in tag or "\0" in tag or not folder.is_dir():
-        inner = _list_inner(directory)
-        raise CheckpointError(
-            f"--tag names no folder in {directory}",
-            expected=f"one of {list_some(inner)}" if inner else "the name of a folder in it",
-            got=repr(tag[:100]),
-            remedy="pass --tag with one that is there",
-        )
-    check_inside(folder, directory)
-    return folder
-
-
-def _with_facts(opened: StoredCheckpoint, directory: Path) -> StoredCheckpoint:
-    """Return `opened` with what the files beside the weights say: the number of ranks, and the Trainer's step."""
-    facts = opened.facts
+def _complete_facts(opened: StoredCheckpoint) -> CheckpointFacts:
+    """Return the facts with what the files beside the weights say: the number of ranks, and the Trainer's step."""
+    facts, directory = opened.facts, opened.directory
     ranks = [int(match[1]) for entry in directory.iterdir() if (match := _RANDOM_STATE.fullmatch(entry.name))]
     if ranks:
         facts = replace(facts, world_size=max([*ranks, (facts.world_size or 1) - 1]) + 1)
     if facts.step is None:
-        facts = replace(facts, step=_read_trainer_step(directory / "trainer_state.json"))
-    return replace(opened, facts=facts)
-
-
-def _read_trainer_step(path: Path) -> int | None:
-    try:
-        step = json.loads(path.read_text(encoding="utf-8")).get("global_step")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return step if type(step) is int else None
+        facts = replace(facts, step=huggingface.read_facts(directory).step)
+    return facts
