@@ -3,9 +3,8 @@
     python tests/bench_consolidate.py [WORK_FOLDER] [--rounds 3]
 
 Trains a model of GPT-2 medium's shape (355M parameters) for one step on two CPU ranks with DeepSpeed, then runs the
-three
-in turns, each in its own process, with a warm page cache. Memory is the peak of `VmHWM`, which counts mapped files and
-libraries, and of `RssAnon` in /proc/PID/status, looked at every 2 ms. Nothing here asserts: it prints.
+three in turns, each in its own process, with a warm page cache. Memory is the peak of `VmHWM`, which counts mapped
+files and libraries, and of `RssAnon` in /proc/PID/status, looked at every 2 ms. Nothing here asserts: it prints.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ longer than the training.
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sys
@@ -76,6 +77,14 @@ VARIANTS = {
     "moe_z2": Variant(stage=2, dtype="bf16", parts=frozenset({"moe"})),
     "moe_z2_fp32": Variant(stage=2, parts=frozenset({"moe"})),
     "moe_z2_world4": Variant(stage=2, dtype="bf16", world_size=4, parts=frozenset({"moe"})),
+}
+
+# Name of a universal checkpoint → the variant that it is converted from.
+UNIVERSAL = {
+    "universal_z1_fp32": "z1_fp32",
+    "universal_z2_bf16": "z2_bf16",
+    "universal_z2_round_robin": "z2_round_robin_bf16",
+    "universal_z3_bf16": "z3_bf16",
 }
 
 
@@ -271,6 +280,23 @@ def fork_ranks(world_size: int, run: Callable[[int, int, int], None]) -> None:
         raise SystemExit(f"ranks {failed} of {world_size} failed")
 
 
+def convert(out: Path, name: str) -> None:
+    """Make OUT/<name>/, the universal checkpoint of a variant that is there already, with DeepSpeed's own script."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    (tag,) = out.joinpath(UNIVERSAL[name]).glob("global_step*")
+    options = argparse.Namespace(
+        input_folder=str(tag),
+        output_folder=str(out / name / f"{tag.name}_universal"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=VARIANTS[UNIVERSAL[name]].stage < 3,
+    )
+    ds_to_universal.main(options)
+
+
 def launch(out: Path, names: list[str]) -> None:
     """Run `names`, those of one world size together."""
     out.mkdir(parents=True, exist_ok=True)
@@ -286,4 +312,7 @@ def launch(out: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(Path(sys.argv[1]), sys.argv[2].split(","))
+    launch(Path(sys.argv[1]), [name for name in sys.argv[2].split(",") if name in VARIANTS])
+    for universal in sys.argv[2].split(","):
+        if universal in UNIVERSAL:
+            convert(Path(sys.argv[1]), universal)

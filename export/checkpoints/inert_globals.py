@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import sys
 
-# Written by Python 2, and by protocols below 3 for its sake (pickle's `fix_imports`).
-_PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__main__": "__main__"}
+# Python's own tables, which its unpickler uses (Lib/pickle.py, find_class).
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
 _DATA_HOLDERS = frozenset(
     f"{module}.{name}"
@@ -56,8 +56,14 @@ _DATA_HOLDERS = frozenset(
 
 
 def normalise_global(module: str, name: str) -> str:
-    """Return the full name of a global, as Python 3 knows it."""
-    return f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
+    """Return the full name of a global, as Python 3 knows it.
+
+    Protocols below 3 are written with Python 2's names (pickle's `fix_imports`): `commands.Popen` is
+    `subprocess.Popen`.
+    """
+    if (module, name) in NAME_MAPPING:
+        module, name = NAME_MAPPING[(module, name)]
+    return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 def may_be_mentioned(full_name: str) -> bool:

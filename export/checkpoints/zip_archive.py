@@ -202,6 +202,13 @@ class ZipArchive:
             name = directory[position + _CENTRAL.size : name_end].decode("utf-8")
         except UnicodeDecodeError as exc:
             raise self._damaged("entry names in UTF-8", "other bytes") from exc
+        if method != _STORED and "/code/" in name:
+            raise CheckpointError(
+                f"{self.path} holds no state",
+                expected="an archive by torch.save",
+                got="a TorchScript program",
+                remedy="pass the file that the trainer saved",
+            )
         if method != _STORED or flags & _UNREADABLE_FLAGS:
             raise self._damaged(
                 f"{name} stored as it is", f"method {method}, flags {flags:#x} (compressed or encrypted)"
