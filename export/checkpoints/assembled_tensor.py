@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export.checkpoints.dtypes import ElementType
@@ -54,9 +55,10 @@ class AssembledTensor(StoredTensor):
         if not self.numel:
             return
         rows = max(1, chunk_bytes // (self.nbytes // self.shape[0]))
+        pages = _Pages()
         for start in range(0, self.shape[0], rows):
             stop = min(self.shape[0], start + rows)
-            yield (self._read_columns(start, stop) if self.transposed else self._read_rows(start, stop))
+            yield (self._read_columns(start, stop, pages) if self.transposed else self._read_rows(start, stop))
 
     def _read_rows(self, start: int, stop: int) -> bytes:
         import numpy as np
@@ -73,7 +75,7 @@ class AssembledTensor(StoredTensor):
             out[target] = elements.reshape(last - first, *box.part.shape[1:], itemsize)
         return out.tobytes()
 
-    def _read_columns(self, start: int, stop: int) -> bytes:
+    def _read_columns(self, start: int, stop: int, pages: _Pages) -> bytes:
         """Return rows [start, stop) of the transpose: columns of the boxes, read from mapped pages."""
         import numpy as np
 
@@ -83,7 +85,7 @@ class AssembledTensor(StoredTensor):
             first, last = max(start, box.offsets[1]), min(stop, box.offsets[1] + width)
             if first >= last:
                 continue
-            for row, block in _map_rows(box.part, height, width):
+            for row, block in _map_rows(box.part, height, width, pages):
                 columns = block[:, first - box.offsets[1] : last - box.offsets[1]]
                 top = box.offsets[0] + row
                 out[first - start : last - start, top : top + len(block)] = columns.transpose(1, 0, 2)
@@ -231,7 +233,7 @@ def _read_elements(part: StoredTensor, start: int, stop: int) -> np.ndarray[Any,
     return np.frombuffer(content, np.uint8).reshape(stop - start, part.dtype.itemsize)
 
 
-def _map_rows(part: StoredTensor, height: int, width: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+def _map_rows(part: StoredTensor, height: int, width: int, pages: _Pages) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
     """Yield (first row, block [rows, width, itemsize]) over a matrix: mapped, but for rows that cross two ranges."""
     itemsize = part.dtype.itemsize
     if part.stride is not None:
@@ -247,24 +249,37 @@ def _map_rows(part: StoredTensor, height: int, width: int) -> Iterator[tuple[int
             yield done, _read_elements(part, done * width, first * width).reshape(first - done, width, itemsize)
             done = first
         if first < last:
-            yield first, _map(window, first * row_bytes - position, (last - first, width, itemsize))
+            yield first, pages.view(window, first * row_bytes - position, (last - first, width, itemsize))
             done = last
         position = end
     if done < height:
         yield done, _read_elements(part, done * width, height * width).reshape(height - done, width, itemsize)
 
 
-def _map(window: ByteRange, start: int, shape: tuple[int, int, int]) -> np.ndarray[Any, Any]:
-    """Return bytes of a range as a view on mapped pages, which take no anonymous memory."""
-    import numpy as np
+class _Pages:
+    """Files mapped once each: their pages take no anonymous memory."""
 
-    offset = window.block.offset + window.start + start
-    try:
-        return np.memmap(window.block.path, np.uint8, mode="r", offset=offset, shape=shape)
-    except (OSError, ValueError) as exc:
-        raise CheckpointError(
-            f"{window.block.path} ends early",
-            expected=f"{offset + prod(shape)} bytes",
-            got="fewer",
-            remedy="copy the checkpoint again",
-        ) from exc
+    def __init__(self) -> None:
+        self._files: dict[Path, np.ndarray[Any, Any]] = {}
+
+    def view(self, window: ByteRange, start: int, shape: tuple[int, int, int]) -> np.ndarray[Any, Any]:
+        """Return the bytes of a range from `start` on as an array of `shape`; nothing is copied.
+
+        Raises:
+            CheckpointError: The file ends early or cannot be opened.
+        """
+        import numpy as np
+
+        path = window.block.path
+        try:
+            if path not in self._files:
+                self._files[path] = np.memmap(path, np.uint8, mode="r")
+            offset = window.block.offset + window.start + start
+            return self._files[path][offset : offset + prod(shape)].reshape(shape)
+        except (OSError, ValueError) as exc:
+            raise CheckpointError(
+                f"{path} ends early",
+                expected=f"{prod(shape)} bytes more",
+                got="fewer",
+                remedy="copy the checkpoint again",
+            ) from exc
