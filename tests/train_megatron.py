@@ -69,7 +69,6 @@ VARIANTS = {
     "p2_stage1": Variant(pipe=2, layers=4),
     "t2d2_stage1": Variant(tensor=2, data=2, hidden=32),
     "t4_stage0": Variant(tensor=4, stage=0),
-    "p2t2_bf16": Variant(pipe=2, tensor=2, dtype="bf16"),
     "p2t2d2_bf16": Variant(pipe=2, tensor=2, data=2, dtype="bf16", heads=6),
 }
 
@@ -362,7 +361,9 @@ def train(variant: Variant, out: Path, name: str) -> None:
 
 def run_rank(rank: int, world_size: int, port: int, out: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
