@@ -366,6 +366,8 @@ def run_rank(rank: int, world_size: int, port: int, out: Path, names: list[str])
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    # DeepSpeed would compile a shared memory all-reduce in C++ first, for half a minute; gloo adds up the same.
+    deepspeed.comm.torch.build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", verbose=False)
     for name in names:
         train(VARIANTS[name], out, name)
