@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from zero_checkpoints import UNIVERSAL_VARIANTS, ZERO_VARIANTS, copy_checkpoint, make_checkpoints
+from transformers import GPT2LMHeadModel
+from zero_checkpoints import TRAINER_VARIANTS, UNIVERSAL_VARIANTS, ZERO_VARIANTS, copy_checkpoint, make_checkpoints
 
 from export.checkpoints import open_checkpoint
+from export.consolidate import consolidate
 from export.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,19 @@ def test_a_universal_checkpoint_equals_the_live_ranks_bit_for_bit(name: str) -> 
     checkpoint = open_checkpoint(make_checkpoints() / name)
     assert checkpoint.format_name == "DeepSpeed universal checkpoint"
     assert_equal(checkpoint, read_truth(name.removeprefix("universal_")))
+
+
+@pytest.mark.parametrize("name", TRAINER_VARIANTS)
+def test_what_trainers_leave_equals_the_live_ranks_and_loads_by_from_pretrained(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoints() / name
+    folder = folder / "checkpoint-2" if name.startswith("trainer") else folder
+    assert_equal(open_checkpoint(folder), read_truth(name))
+    if name.startswith("trainer"):
+        # The configuration of bf16 training asks for bf16, in which fp32 weights would be rounded.
+        assert '"dtype": "bfloat16"' in (folder / "config.json").read_text()
+        consolidate(folder, tmp_path / "out", max_shard_bytes=10_000)
+        model = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+        assert all(torch.equal(tensor, read_truth(name)[key]) for key, tensor in model.state_dict().items())
 
 
 def test_a_universal_checkpoint_whose_parameters_the_conversion_mixed_up_is_refused() -> None:
@@ -100,8 +115,8 @@ def test_nothing_but_numpy_is_needed_to_consolidate(tmp_path: Path) -> None:
 
 
 def test_the_list_of_variants_is_whole() -> None:
-    script = "import json, train_zero; print(json.dumps([*train_zero.VARIANTS, *train_zero.UNIVERSAL]))"
+    script = "import json; from train_zero import *; print(json.dumps([*VARIANTS, *UNIVERSAL, *TRAINERS]))"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True, text=True, check=True
     )
-    assert set(json.loads(done.stdout.splitlines()[-1])) == {*ZERO_VARIANTS, *UNIVERSAL_VARIANTS}
+    assert set(json.loads(done.stdout.splitlines()[-1])) == {*ZERO_VARIANTS, *UNIVERSAL_VARIANTS, *TRAINER_VARIANTS}

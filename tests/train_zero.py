@@ -248,6 +248,9 @@ def join_ranks(rank: int, world_size: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    # DeepSpeed would compile an all-reduce over shared memory on first use; gloo needs no compiler. (The attribute
+    # `deepspeed.comm.torch` is torch itself.)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", verbose=False)
     # DeepSpeed asks for fp16 instructions; torch computes fp16 on any CPU, only slower.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
@@ -278,6 +281,84 @@ def fork_ranks(world_size: int, run: Callable[[int, int, int], None]) -> None:
     failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
     if failed:
         raise SystemExit(f"ranks {failed} of {world_size} failed")
+
+
+def make_deepspeed_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def make_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=101, n_positions=16, n_embd=12, n_layer=2, n_head=2))
+
+
+def train_by_trainer(out: Path, stage: int) -> Any:
+    """transformers' Trainer leaves OUT/checkpoint-2/; returns the engine."""
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(
+        output_dir=str(out),
+        max_steps=2,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        deepspeed=make_deepspeed_config(stage),
+        bf16=True,
+        use_cpu=True,
+        optim="adamw_torch",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    ids = [torch.arange(8) + index for index in range(16)]
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(model=make_gpt2(), args=args, train_dataset=data)
+    trainer.train()
+    return trainer.model_wrapped
+
+
+def train_by_accelerate(out: Path, stage: int) -> Any:
+    """Accelerate's `save_state` leaves OUT/latest and OUT/pytorch_model/; returns the engine."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=make_deepspeed_config(stage)))
+    model = make_gpt2()
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    ids = torch.arange(16).reshape(2, 8)
+    for _ in range(2):
+        accelerator.backward(engine(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(out))
+    return engine
+
+
+# Name → (what trains, ZeRO stage).
+TRAINERS = {
+    "trainer_z2": (train_by_trainer, 2),
+    "trainer_z3": (train_by_trainer, 3),
+    "accelerate_z2": (train_by_accelerate, 2),
+    "accelerate_z3": (train_by_accelerate, 3),
+}
+
+
+def run_trainer(out: Path, name: str) -> None:
+    train_by, stage = TRAINERS[name]
+
+    def run(rank: int, world_size: int, port: int) -> None:
+        join_ranks(rank, world_size, port)
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        truth = gather_truth(train_by(out / name, stage), Variant(stage=stage))
+        if rank == 0:
+            torch.save(truth, out / f"{name}.truth.pt")
+
+    fork_ranks(2, run)
 
 
 def convert(out: Path, name: str) -> None:
@@ -313,6 +394,8 @@ def launch(out: Path, names: list[str]) -> None:
 
 if __name__ == "__main__":
     launch(Path(sys.argv[1]), [name for name in sys.argv[2].split(",") if name in VARIANTS])
-    for universal in sys.argv[2].split(","):
-        if universal in UNIVERSAL:
-            convert(Path(sys.argv[1]), universal)
+    for chosen_name in sys.argv[2].split(","):
+        if chosen_name in UNIVERSAL:
+            convert(Path(sys.argv[1]), chosen_name)
+        elif chosen_name in TRAINERS:
+            run_trainer(Path(sys.argv[1]), chosen_name)

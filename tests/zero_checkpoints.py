@@ -19,15 +19,16 @@ ZERO_VARIANTS = (
     *("moe_z1", "moe_z2", "moe_z2_fp32", "moe_z2_world4"),
 )
 UNIVERSAL_VARIANTS = ("universal_z1_fp32", "universal_z2_bf16", "universal_z2_round_robin", "universal_z3_bf16")
+TRAINER_VARIANTS = ("trainer_z2", "trainer_z3", "accelerate_z2", "accelerate_z3")
 
 
 @functools.cache
 def make_checkpoints() -> Path:
-    """Return the folder with every variant's checkpoint and truth; takes half a minute the first time."""
+    """Return the folder with every variant's checkpoint and truth; takes a minute the first time."""
     out = Path(tempfile.mkdtemp(prefix="zero-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
     script = Path(__file__).parent / "train_zero.py"
-    names = ",".join((*ZERO_VARIANTS, *UNIVERSAL_VARIANTS))
+    names = ",".join((*ZERO_VARIANTS, *UNIVERSAL_VARIANTS, *TRAINER_VARIANTS))
     done = subprocess.run([sys.executable, str(script), str(out), names], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{script.name} failed; is deepspeed installed?\n{done.stderr[-4000:]}"
     return out

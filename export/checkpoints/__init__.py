@@ -29,7 +29,7 @@ class Reader(Protocol):
 
 
 # Trainers' own formats: they hold the fp32 weights and may have a gathered 16-bit copy in one of `_PLAIN` beside them.
-# A folder is of one of them at most.
+# A folder is of one of them at most. Megatron-DeepSpeed is a DeepSpeed folder, which hands it on by its content.
 _SHARDED: tuple[Reader, ...] = (deepspeed_zero, fsdp)
 # Formats of a whole model, the first that fits: a folder of Hugging Face often has a `.pt` of other things beside.
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)

@@ -9,7 +9,7 @@ from export.checkpoints import huggingface
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
 from export.checkpoints.deepspeed_partitions import join_sliced_group
 from export.checkpoints.deepspeed_states import ModelStates
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
@@ -56,7 +56,9 @@ def assemble(
     # In the order of the model, which `module` has kept.
     names = dict.fromkeys([*model.module, *frozen, *trained, *experts, *tied])
     whole = {name: tensors[name] for name in names if name in tensors}
-    masters = set(trained) | set(tied)
+    # What is not trained may share weights as well: at stage 0, or frozen.
+    tied |= find_tied({name: tensor for name, tensor in whole.items() if name not in tied})
+    masters = set(trained) | {name for name, holder in tied.items() if holder in trained}
     copies = {name: tensor for name, tensor in model.module.items() if name in masters and _is_whole(tensor)}
     copies |= {name: tensor for name, tensor in experts.items() if name in trained}
     gathered = huggingface.read_gathered(files.directory)
