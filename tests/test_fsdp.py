@@ -119,7 +119,7 @@ def test_a_folder_above_the_checkpoint_is_refused_naming_the_right_one(trained: 
         copy(trained / "w2/accelerate_sharded", tmp_path / f"checkpoint-{step}")
     message = refusal(lambda: open_checkpoint(tmp_path))
     assert "holds no checkpoint" in message
-    assert "it is the folder above; pass one of checkpoint-10, checkpoint-5" in message
+    assert "pass one of checkpoint-10/, checkpoint-5/" in message
 
 
 def test_two_models_in_one_folder_are_refused(trained: Path, tmp_path: Path) -> None:

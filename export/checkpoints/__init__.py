@@ -73,14 +73,15 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         if reader.recognises(directory):
             return reader.open_folder(directory, tag)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
-    inner = [entry.name for entry in directory.iterdir() if entry.is_dir() and _is_known(entry)]
+    # The usual slip is to name the folder above.
+    inner = [
+        name for name in found if name.endswith("/") and (name.startswith("checkpoint-") or _is_known(directory / name))
+    ]
     raise CheckpointError(
         f"{directory} holds no checkpoint",
         expected="one of " + ", ".join(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:])),
         got=list_some(found, 8) if found else "an empty folder",
-        remedy=f"it is the folder above; pass one of {list_some(inner, 4)}"
-        if inner
-        else "pass the folder that holds the weights",
+        remedy=f"pass one of {list_some(inner, 4)}" if inner else "pass the folder that holds the weights",
     )
 
 
