@@ -64,10 +64,28 @@ def copy(source: Path, target: Path) -> Path:
 
 
 READ_ALIKE = [
-    *("w2/dcp_raw", "w2/dcp_app", "w2/dcp_opt", "w2/dcp_hf", "w2/dcp_hf_files", "w2/rank_files", "w2/verl"),
+    *(
+        "w2/dcp_raw",
+        "w2/dcp_alone",
+        "w2/dcp_app",
+        "w2/dcp_opt",
+        "w2/dcp_hf",
+        "w2/dcp_hf_files",
+        "w2/rank_files",
+        "w2/verl",
+    ),
     *("w2/bf16_dcp", "w2/bf16_rank_files", "w2/bf16_hf", "w2/columns_dcp", "w2/columns_rank_files"),
     *("w2/fsdp1_dcp", "w2/fsdp1_rank_files", "w2/local", "w2/accelerate_full", "w2/accelerate_sharded"),
-    *("w4/dcp_raw", "w4/dcp_app", "w4/dcp_opt", "w4/dcp_hf", "w4/dcp_hf_files", "w4/rank_files", "w4/verl"),
+    *(
+        "w4/dcp_raw",
+        "w4/dcp_alone",
+        "w4/dcp_app",
+        "w4/dcp_opt",
+        "w4/dcp_hf",
+        "w4/dcp_hf_files",
+        "w4/rank_files",
+        "w4/verl",
+    ),
     *("w4/columns_dcp", "w4/columns_rank_files", "w4/hybrid_dcp", "w4/hybrid_rank_files"),
     *("w4/grid_dcp", "w4/grid_rank_files"),
 ]
@@ -122,6 +140,23 @@ def test_a_folder_above_the_checkpoint_is_refused_naming_the_right_one(trained: 
     assert "pass one of checkpoint-10/, checkpoint-5/" in message
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_prefix_of_a_wrapper_is_taken_off_where_every_name_has_it(tmp_path: Path) -> None:
+    dcp.save(
+        {"module.a.weight": torch.ones(2), "module.b": torch.ones(0)}, checkpoint_id=tmp_path / "all", no_dist=True
+    )
+    assert_equal(open_checkpoint(tmp_path / "all"), {"a.weight": torch.ones(2), "b": torch.ones(0)})
+    dcp.save({"module.a": torch.ones(2), "b": torch.ones(1)}, checkpoint_id=tmp_path / "one", no_dist=True)
+    assert_equal(open_checkpoint(tmp_path / "one"), {"module.a": torch.ones(2), "b": torch.ones(1)})
+
+
+def test_verls_configuration_is_found_in_its_folder(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "w2/verl", tmp_path / "actor")
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface/config.json").write_text("{}")
+    assert open_checkpoint(folder).directory == folder / "huggingface"
+
+
 def test_two_models_in_one_folder_are_refused(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "w2/accelerate_sharded", tmp_path / "both")
     copy(folder / "pytorch_model_fsdp_0", folder / "pytorch_model_fsdp_1")
@@ -160,6 +195,19 @@ def test_dcp_files_of_two_ranks_swapped_are_refused(trained: Path, tmp_path: Pat
     first.write_bytes(contents[1])
     second.write_bytes(contents[0])
     assert re.search("is (cut off|of another save)", refusal(lambda: open_checkpoint(folder)))
+
+
+def test_ranks_that_saved_alone_are_all_needed(trained: Path, tmp_path: Path) -> None:
+    cut = copy(trained / "w4/dcp_alone", tmp_path / "cut")
+    for path in cut.glob("__3*"):
+        path.unlink()
+    assert "do not make up the tensor" in refusal(lambda: open_checkpoint(cut))
+    unnamed = copy(trained / "w4/dcp_alone", tmp_path / "unnamed")
+    (unnamed / "__3.metadata").unlink()
+    assert "does not name: expected 3 files, got __3_0.distcp" in refusal(lambda: open_checkpoint(unnamed))
+    swapped = copy(trained / "w4/dcp_alone", tmp_path / "swapped")
+    shutil.copy(swapped / "__0.metadata", swapped / "__1.metadata")
+    assert "expected places in files __1_*, got __0_0.distcp" in refusal(lambda: open_checkpoint(swapped))
 
 
 def test_a_flipped_bit_in_a_tensor_is_found_by_its_checksum(trained: Path, tmp_path: Path) -> None:

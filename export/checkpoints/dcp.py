@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from export.checkpoints.assembled_tensor import Box, assemble
-from export.checkpoints.dcp_metadata import METADATA_FILE, DcpMetadata, DcpTensor, Region, read_metadata
+from export.checkpoints.dcp_metadata import METADATA_FILE, DcpMetadata, DcpTensor, Region, merge_metadata, read_metadata
 from export.checkpoints.dcp_subtree import select_model
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
@@ -25,6 +25,8 @@ from export.errors import CheckpointError, ExportError, list_some
 
 # torch 2.13, torch/distributed/checkpoint/filesystem.py: `_StoragePrefix(f"__{rank}_")`, then a number per file.
 _SHARD = re.compile(r"__(\d+)_(\d+)\.distcp")
+# The same, where each rank saved alone (`use_collectives=False`).
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _STEP_NAMES = ("step", "global_step", "iteration", "global_steps")
 _RECOPY = "copy the whole checkpoint again, from every node"
 
@@ -67,6 +69,11 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
 
 def _read_metadata(directory: Path) -> DcpMetadata:
     path = directory / METADATA_FILE
+    alone = {int(match[1]): entry for entry in directory.iterdir() if (match := _RANK_METADATA.fullmatch(entry.name))}
+    if alone and not path.exists():
+        for entry in alone.values():
+            check_inside(entry, directory)
+        return merge_metadata({rank: read_metadata(entry) for rank, entry in alone.items()})
     if not path.is_file():
         shards = _list_shards(directory)
         raise CheckpointError(

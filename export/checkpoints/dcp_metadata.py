@@ -8,7 +8,7 @@ that was saved. It is read as data, like any other pickle here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,35 @@ def read_metadata(path: Path) -> DcpMetadata:
         raise _unlike(path, "a place for what it names and nothing else", f"places for {list_some(regions)}")
     chunks = [chunk.region for tensor in tensors.values() for chunk in tensor.chunks if chunk.region is not None]
     return DcpMetadata(path=path, tensors=tensors, objects=objects, regions=(*chunks, *objects.values()))
+
+
+def merge_metadata(parts: Mapping[int, DcpMetadata]) -> DcpMetadata:
+    """Return the metadata of all ranks as one, where each rank saved its own (`__RANK.metadata`).
+
+    Without `use_collectives` no rank knows of the others, so what is replicated is there once for each rank; the first
+    one's is taken.
+
+    Args:
+        parts: Rank → its metadata.
+
+    Raises:
+        CheckpointError: The ranks contradict each other.
+    """
+    tensors: dict[str, DcpTensor] = {}
+    objects: dict[str, Region] = {}
+    for rank, part in sorted(parts.items()):
+        foreign = [region.file_name for region in part.regions if not region.file_name.startswith(f"__{rank}_")]
+        if foreign:
+            raise _unlike(part.path, f"places in files __{rank}_*", list_some(foreign))
+        for name, tensor in part.tensors.items():
+            known = tensors.setdefault(name, tensor)
+            if (known.shape, known.dtype, known.path) != (tensor.shape, tensor.dtype, tensor.path):
+                raise _unlike(part.path, f"{name} as on the ranks before", f"{list(tensor.shape)} {tensor.dtype.name}")
+            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in (*tensor.chunks, *known.chunks)}
+            tensors[name] = replace(known, chunks=tuple(chunks.values()))
+        objects = {**part.objects, **objects}
+    regions = tuple(region for part in parts.values() for region in part.regions)
+    return DcpMetadata(path=parts[min(parts)].path, tensors=tensors, objects=objects, regions=regions)
 
 
 def _read_regions(path: Path, stored: Mapping[Any, Any]) -> dict[str, dict[tuple[int, ...], Region]]:

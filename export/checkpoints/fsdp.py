@@ -24,7 +24,7 @@ from export.checkpoints.fsdp_ranks import Shapes, open_rank_files
 from export.checkpoints.model_shapes import read_model_shapes
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.checkpoints.torch_file import open_file
+from export.checkpoints.torch_file import PREFIXES, open_file, strip_prefixes
 from export.errors import CheckpointError, list_some
 
 LOOKED_FOR = "torch.distributed.checkpoint's .metadata, or FSDP's pytorch_model_fsdp*"
@@ -69,7 +69,7 @@ def open_folder(directory: Path, tag: str | None = None, *, shapes: Shapes | Non
         )
     kind = named or next(iter(kinds))
     sub_tree = None if named else tag
-    opened = _open(directory, kind, kinds[kind], sub_tree, shapes)
+    opened = _strip_wrappers(_open(directory, kind, kinds[kind], sub_tree, shapes))
     gathered = huggingface.read_gathered(opened.directory)
     return replace(opened, facts=_complete_facts(opened), copies=(gathered,) if gathered else ())
 
@@ -123,15 +123,31 @@ def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: 
     if path.is_file():
         return replace(open_file(path), format_name="FSDP full state dict, 1 file")
     ranks, world_size = _find_rank_files(directory, kind)
-    known = shapes if shapes is not None else read_model_shapes(directory)
-    return open_rank_files(directory, ranks, known, world_size)
+    home = _find_home(directory)
+    known = shapes if shapes is not None else read_model_shapes(home)
+    return replace(open_rank_files(directory, ranks, known, world_size), directory=home)
 
 
 def _find_home(directory: Path) -> Path:
-    """Return the folder with the model's `config.json`: for shards in a folder of their own it is the one above."""
-    outer = directory.parent
-    own = _MODEL_FOLDER.fullmatch(directory.name) or directory.name == _SHARDED_FOLDER
-    return outer if own and not (directory / "config.json").is_file() else directory
+    """Return the folder with the model's `config.json`.
+
+    For shards in a folder of their own it is the one above; verl keeps it in `huggingface` beside the rank files.
+    """
+    homes = [directory, directory / "huggingface"]
+    if _MODEL_FOLDER.fullmatch(directory.name) or directory.name == _SHARDED_FOLDER:
+        homes.append(directory.parent)
+    return next(
+        (home for home in homes if (home / "config.json").is_file()), homes[-1] if len(homes) > 2 else directory
+    )
+
+
+def _strip_wrappers(opened: StoredCheckpoint) -> StoredCheckpoint:
+    """Return `opened` without the names of DDP, Fabric or torch.compile, where every tensor has them."""
+    if not all(name.startswith(PREFIXES) for name in opened.tensors):
+        return opened
+    tensors, _ = strip_prefixes(opened.directory, opened.tensors)
+    renamed = dict(zip(opened.tensors, tensors, strict=True))
+    return replace(opened, tensors=tensors, zero_size=frozenset(renamed[name] for name in opened.zero_size))
 
 
 def _find_rank_files(directory: Path, kind: str) -> tuple[dict[int, Path], int | None]:
