@@ -31,7 +31,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
@@ -51,6 +51,10 @@ class Variant:
     hidden: int = 24
     heads: int = 4
     args: dict[str, Any] = field(default_factory=dict)
+    # Whether the head has weights of its own.
+    untied: bool = False
+    # Whether PipelineEngine runs it; else DeepSpeed's plain engine, with Megatron's nested state dict.
+    pipelined: bool = True
 
     @property
     def world_size(self) -> int:
@@ -67,6 +71,9 @@ VARIANTS = {
     "t1_stage0": Variant(stage=0),
     "t2_bf16": Variant(tensor=2, dtype="bf16"),
     "p2_stage1": Variant(pipe=2, layers=4),
+    "p2_untied_bf16": Variant(pipe=2, dtype="bf16", untied=True),
+    "t2_nested_stage1": Variant(tensor=2, pipelined=False),
+    "t2_nested_bf16": Variant(tensor=2, dtype="bf16", pipelined=False),
     "t2d2_stage1": Variant(tensor=2, data=2, hidden=32),
     "t4_stage0": Variant(tensor=4, stage=0),
     "p2t2d2_bf16": Variant(pipe=2, tensor=2, data=2, dtype="bf16", heads=6),
@@ -230,6 +237,46 @@ def compute_logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return _GatherLast.apply(logits, group)
 
 
+class Head(nn.Module):
+    """A head that is not tied: this rank's rows."""
+
+    def __init__(self, rows: int, hidden: int, group: Any) -> None:
+        super().__init__()
+        self.lm_head = Table(rows, hidden, group)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        group = self.lm_head.group
+        return _GatherLast.apply(nn.functional.linear(_SumBackward.apply(hidden, group), self.lm_head.weight), group)
+
+
+class Nested(nn.Module):
+    """The model without a pipeline, under the names of Megatron's modules."""
+
+    def __init__(self, variant: Variant, group: Any) -> None:
+        super().__init__()
+        self.language_model = nn.Module()
+        self.language_model.embedding = Embedding(variant.padded_vocabulary, variant.hidden, group)
+        encoder = self.language_model.encoder = nn.Module()
+        encoder.layers = nn.ModuleList(Block(variant.hidden, variant.heads, group) for _ in range(variant.layers))
+        encoder.final_layernorm = nn.LayerNorm(variant.hidden)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        embedding, encoder = self.language_model.embedding, self.language_model.encoder
+        hidden = embedding(ids)
+        for layer in encoder.layers:
+            hidden = layer(hidden)
+        return compute_loss(compute_logits(embedding, encoder.final_layernorm(hidden)), labels)
+
+    def nested_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """What Megatron saves in place of the plain one (`state_dict_for_save_checkpoint`)."""
+        embedding = self.language_model.embedding
+        tables = {
+            "word_embeddings": embedding.word_embeddings.state_dict(),
+            "position_embeddings": embedding.position_embeddings.state_dict(),
+        }
+        return {"language_model": {"embedding": tables, "encoder": self.language_model.encoder.state_dict()}}
+
+
 def compute_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
@@ -243,14 +290,18 @@ def make_specs(variant: Variant, group: Any) -> list[Any]:
     """Megatron's order: a function, embeddings, a function, blocks, a function, the last norm, the tied head."""
     table = (variant.padded_vocabulary, variant.hidden, group)
     tied = {"tied_weight_attr": "word_embeddings_weight"}
+    first = TiedLayerSpec("embed", Embedding, *table, **tied)
+    last = TiedLayerSpec("embed", Embedding, *table, forward_fn=compute_logits, **tied)
+    if variant.untied:
+        first, last = LayerSpec(Embedding, *table), LayerSpec(Head, *table)
     return [
         pass_on,
-        TiedLayerSpec("embed", Embedding, *table, **tied),
+        first,
         pass_on,
         *(LayerSpec(Block, variant.hidden, variant.heads, group) for _ in range(variant.layers)),
         pass_on,
         LayerSpec(nn.LayerNorm, variant.hidden),
-        TiedLayerSpec("embed", Embedding, *table, forward_fn=compute_logits, **tied),
+        last,
     ]
 
 
@@ -274,7 +325,7 @@ def make_args(variant: Variant) -> Namespace:
         "normalization": "layernorm",
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,
-        "untie_embeddings_and_output_weights": False,
+        "untie_embeddings_and_output_weights": variant.untied,
         "apply_residual_connection_post_layernorm": False,
         "num_experts": [1],
         "params_dtype": torch.float32,
@@ -308,8 +359,8 @@ def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor] | Non
     own = {}
     for name, parameter in engine.module.named_parameters():
         value = safe_get_full_fp32_param(parameter) if variant.stage or variant.dtype != "fp32" else parameter
-        own[name] = value.detach().float().clone()
-    coordinate = engine.grid._topo.get_coord(dist.get_rank())
+        own[name_as_in_pipeline(name, variant)] = value.detach().float().clone()
+    coordinate = engine.mpu._topo.get_coord(dist.get_rank())
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (coordinate.pipe, coordinate.model, coordinate.data, own))
     if dist.get_rank():
@@ -326,13 +377,51 @@ def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor] | Non
     return {name: join_parts(name, parts) for name, parts in truth.items()}
 
 
+def name_as_in_pipeline(name: str, variant: Variant) -> str:
+    """One set of names for the truth of all variants: that of the pipeline with tied embeddings."""
+    if variant.pipelined:
+        return name.replace("1.word_embeddings.", "tied_modules.embed.word_embeddings.").replace(
+            "1.position_embeddings.", "tied_modules.embed.position_embeddings."
+        )
+    name = name.removeprefix("language_model.").replace("embedding.", "tied_modules.embed.", 1)
+    name = name.replace("encoder.final_layernorm", str(4 + variant.layers))
+    if name.startswith("encoder.layers."):
+        layer, _, rest = name.removeprefix("encoder.layers.").partition(".")
+        name = f"{3 + int(layer)}.{rest}"
+    return name
+
+
 def join_parts(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     if name.endswith(("self_attention.dense.weight", "dense_4h_to_h.weight")):
         return torch.cat(parts, dim=1)
-    if "query_key_value" in name or "dense_h_to_4h" in name or "word_embeddings" in name:
+    if "query_key_value" in name or "dense_h_to_4h" in name or "word_embeddings" in name or "lm_head" in name:
         return torch.cat(parts)
     assert all(torch.equal(part, parts[0]) for part in parts), name
     return parts[0]
+
+
+def train_pipeline(variant: Variant, topology: Any, group: Any, batches: Any) -> Any:
+    module = PipelineModule(
+        make_specs(variant, group), topology=topology, loss_fn=compute_loss, partition_method="type:Block", base_seed=5
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=make_config(variant))
+    for _ in range(2):
+        engine.train_batch(batches)
+    return engine
+
+
+def train_nested(variant: Variant, topology: Any, group: Any, batches: Any) -> Any:
+    module = Nested(variant, group)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    config = {**make_config(variant), "gradient_accumulation_steps": 1}
+    grid = PipelineParallelGrid(topology)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mpu=grid)
+    for _ in range(2):
+        engine.backward(engine(*next(batches)))
+        engine.step()
+    engine.module.state_dict = module.nested_state_dict
+    return engine
 
 
 def train(variant: Variant, out: Path, name: str) -> None:
@@ -343,15 +432,8 @@ def train(variant: Variant, out: Path, name: str) -> None:
         group = dist.new_group(ranks)
         own = group if dist.get_rank() in ranks else own
     torch.manual_seed(5)
-    module = PipelineModule(
-        make_specs(variant, own), topology=topology, loss_fn=compute_loss, partition_method="type:Block", base_seed=5
-    )
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    config = make_config(variant)
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     batches = make_batches(topology.get_coord(dist.get_rank()).data)
-    for _ in range(2):
-        engine.train_batch(batches)
+    engine = (train_pipeline if variant.pipelined else train_nested)(variant, topology, own, batches)
     state = {"args": make_args(variant), "iteration": 2, "checkpoint_version": 3.0, "tokens": 80}
     engine.save_checkpoint(str(out / name), client_state=state)
     truth = gather_truth(engine, variant)
@@ -367,7 +449,7 @@ def run_rank(rank: int, world_size: int, port: int, out: Path, names: list[str])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     # DeepSpeed would compile a shared memory all-reduce in C++ first, for half a minute; gloo adds up the same.
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", verbose=False)
     for name in names:
         train(VARIANTS[name], out, name)
