@@ -127,6 +127,18 @@ def test_two_parts_that_may_be_the_model_are_refused_until_one_is_chosen(trained
     assert "expected tensors under teacher" in refusal(lambda: open_checkpoint(folder, tag="teacher"))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_counters_beside_a_model_at_the_root_are_no_candidates(tmp_path: Path) -> None:
+    state = {
+        "embed.weight": torch.ones(3, 2),
+        "train_state": {"step": torch.tensor(5), "loss": torch.ones(1)},
+        "rng": {"cpu": torch.ones(16, dtype=torch.uint8)},
+        "optimizer": {"state.embed.weight.exp_avg": torch.ones(3, 2)},
+    }
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    assert_equal(open_checkpoint(tmp_path), {"embed.weight": torch.ones(3, 2)})
+
+
 def test_an_optimizer_alone_is_no_model(trained: Path) -> None:
     assert "holds no model" in refusal(lambda: open_checkpoint(trained / "w2/dcp_moments"))
     assert "holds no model" in refusal(lambda: open_checkpoint(trained / "w2/accelerate_sharded/optimizer_0"))
@@ -195,6 +207,31 @@ def test_dcp_files_of_two_ranks_swapped_are_refused(trained: Path, tmp_path: Pat
     first.write_bytes(contents[1])
     second.write_bytes(contents[0])
     assert re.search("is (cut off|of another save)", refusal(lambda: open_checkpoint(folder)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_under_another_ranks_name_is_refused_where_its_size_fits(tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    dcp.save({"a": torch.randn(8), "b": torch.zeros(4)}, checkpoint_id=folder, no_dist=True)
+    first = folder / "__0_0.distcp"
+
+    def add_rank(metadata: Any) -> None:
+        for name, half in (("a", 8), ("b", 4)):
+            entry = metadata.state_dict_metadata[name]
+            entry.size = torch.Size([2 * half])
+            entry.chunks.append(type(entry.chunks[0])(torch.Size([half]), torch.Size([half])))
+            index = next(index for index in metadata.storage_data if index.fqn == name)
+            moved = type(index)(name, torch.Size([half]), 1)
+            place = metadata.storage_data[index]
+            metadata.storage_data[moved] = type(place)("__1_0.distcp", place.offset, place.length)
+
+    rewrite_metadata(folder, add_rank)
+    shutil.copy(first, folder / "__1_0.distcp")
+    assert "have the same contents" in refusal(lambda: open_checkpoint(folder))
+    dcp.save({"a": torch.zeros(8), "b": torch.zeros(4)}, checkpoint_id=folder, no_dist=True)
+    rewrite_metadata(folder, add_rank)
+    shutil.copy(first, folder / "__1_0.distcp")
+    assert_equal(open_checkpoint(folder), {"a": torch.zeros(16), "b": torch.zeros(8)})
 
 
 def test_ranks_that_saved_alone_are_all_needed(trained: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from export.checkpoints.dcp_metadata import METADATA_FILE, DcpMetadata, DcpTenso
 from export.checkpoints.dcp_subtree import select_model
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.stored_tensor import ByteRange, StoredTensor, read_range
 from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, ExportError, list_some
 
@@ -51,6 +51,7 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
     _check_files(directory, metadata)
     chosen = select_model(metadata.tensors, directory, sub_tree)
     tensors = {name: _assemble(directory, tensor) for name, tensor in chosen.items()}
+    _refuse_doubles(tensors.values())
     names = {region.file_name for region in metadata.regions}
     ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     return StoredCheckpoint(
@@ -140,6 +141,34 @@ def _assemble(directory: Path, tensor: DcpTensor) -> StoredTensor:
             )
         boxes.append(Box(chunk.offsets, part))
     return assemble(tensor.shape, tensor.dtype, boxes, name=tensor.name)
+
+
+def _refuse_doubles(tensors: Iterable[StoredTensor]) -> None:
+    """Refuse a file that is a copy of another under its name: every checksum is the same then.
+
+    Files of constant values are let pass, since shards of zeros or ones may well be equal.
+    """
+    parts: dict[Path, list[ByteRange]] = {}
+    for tensor in tensors:
+        for part in tensor.ranges:
+            parts.setdefault(part.block.path, []).append(part)
+    seen: dict[tuple[int | None, ...], Path] = {}
+    for path, found in parts.items():
+        checksums = tuple(part.block.crc32 for part in found)
+        first = seen.setdefault(checksums, path)
+        if first != path and None not in checksums and not all(map(_is_constant, found)):
+            raise CheckpointError(
+                f"{path} and {first} have the same contents",
+                expected="each rank's own part",
+                got="every checksum equal",
+                remedy="one is a copy under the other's name; " + _RECOPY,
+            )
+
+
+def _is_constant(part: ByteRange) -> bool:
+    """Tell whether the first bytes of `part`, taken as elements of up to 8 bytes, are all one value."""
+    head = next(read_range(part), b"")
+    return head[:8] * (len(head) // 8) == head[: len(head) // 8 * 8]
 
 
 def _open_region(directory: Path, region: Region) -> Any:

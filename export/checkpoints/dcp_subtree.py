@@ -50,7 +50,8 @@ def select_model(tensors: Mapping[str, DcpTensor], source: Path, sub_tree: str |
             got=f"an optimizer's state, such as {min(tensors)}" if tensors and sub_tree is None else _list(tensors),
             remedy="pass the folder that the model was saved in",
         )
-    return groups[_choose(groups, source)]
+    weighty = {prefix: group for prefix, group in groups.items() if any(map(_is_weight, group.values()))}
+    return groups[_choose(weighty or groups, source)]
 
 
 def _list(tensors: Mapping[str, DcpTensor]) -> str:
@@ -72,6 +73,11 @@ def _find_prefix(path: SubTree) -> SubTree:
 
 def _is_optimizer(path: SubTree) -> bool:
     return any(key in _OPTIMIZER_KEYS for key in path[:-1]) or path[-1].rpartition(".")[2] in _MOMENT_NAMES
+
+
+def _is_weight(tensor: DcpTensor) -> bool:
+    """Tell a weight from counters and states of random generators, which have no float or only one."""
+    return tensor.dtype.is_floating_point and tensor.shape not in ((), (1,))
 
 
 def _choose(groups: Mapping[SubTree, Mapping[str, DcpTensor]], source: Path) -> SubTree:

@@ -102,8 +102,8 @@ def _read_rank_file(path: Path, rank: int) -> RankFile:
 def _check_ranks(directory: Path, files: list[RankFile], named: int | None) -> int:
     """Check that each rank has its file and no file is another rank's; return how many ranks there are."""
     places = [(file, tensor.place) for file in files for tensor in file.sharded.values()]
-    known = {place.world_size for _, place in places if place.world_size is not None} | ({named} - {None})
-    world_size = max((size for size in known if size is not None), default=len(files))
+    known = {size for size in (named, *(place.world_size for _, place in places)) if size is not None}
+    world_size = max(known, default=len(files))
     found = {file.rank for file in files}
     missing = [rank for rank in range(world_size) if rank not in found]
     if missing:
@@ -116,7 +116,7 @@ def _check_ranks(directory: Path, files: list[RankFile], named: int | None) -> i
     if len(known) > 1 or len(files) > world_size:
         raise CheckpointError(
             f"{directory} has rank files of different runs",
-            expected=f"{min(size for size in (*known, world_size) if size is not None)} files",
+            expected=f"{min(known, default=world_size)} files",
             got=list_some((file.path.name for file in files), 4),
             remedy="remove those of the run with more ranks, or use a clean checkpoint",
         )

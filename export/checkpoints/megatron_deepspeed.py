@@ -9,11 +9,13 @@ Without a pipeline, the weights are nested in `module` of each `mp_rank_NN` file
 The fp32 pieces are the weights wherever there are any; the copies in training precision and the replicas on other
 tensor ranks must agree with them. The last stage's copy of the tied embeddings is not looked at: its position
 embeddings are not trained.
+
+What nothing shows: without ZeRO, all layer files of two tensor ranks swapped alike. Heads may stand in any order, but
+the parts of the vocabulary are exchanged then, too.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from export.checkpoints.deepspeed_checks import check_model_states
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
 from export.checkpoints.deepspeed_states import ModelStates, read_model_states
 from export.checkpoints.megatron_args import MegatronArgs, read_args
+from export.checkpoints.megatron_folder import check_config, find_vocab_size
 from export.checkpoints.megatron_parts import (
     Tensors,
     canonical_name,
@@ -35,13 +38,12 @@ from export.checkpoints.megatron_to_gpt2 import build_gpt2_config, convert_to_gp
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
-from export.errors import CheckpointError, VocabularyError, list_some
+from export.errors import CheckpointError, list_some
 
 # Given the files and model states of one model-parallel rank: its trained parameters, the stage, and the ranks.
 ReadTrained = Callable[[DeepSpeedFiles, Sequence[ModelStates]], tuple[dict[str, StoredTensor], int, int]]
 
 _RECOPY = "copy the whole checkpoint again, from every node"
-_MAX_JSON_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
     source = str(files.folder)
     merged = join_tensor_ranks(parts, source)
     positions = _check_shapes(merged, args, source)
-    vocab_size, unsure = _find_vocab_size(files.directory, args, merged["word_embeddings.weight"].shape[0])
+    vocab_size, unsure = find_vocab_size(files.directory, args, merged["word_embeddings.weight"].shape[0])
 
     def convert(tensors: Tensors) -> dict[str, StoredTensor]:
         return convert_to_gpt2(tensors, heads=args.heads, vocab_size=vocab_size)
@@ -107,7 +109,7 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
     tensors = convert(merged)
     dtype_name = merged["word_embeddings.weight"].dtype.name
     config = build_gpt2_config(args, vocab_size=vocab_size, positions=positions, dtype_name=dtype_name)
-    _check_config(files.directory, config)
+    check_config(files.directory, config)
     return StoredCheckpoint(
         directory=files.directory,
         format_name=f"Megatron-DeepSpeed GPT-2, tensor parallel {tensor_ranks}, pipeline {len(paths) // tensor_ranks}",
@@ -268,59 +270,6 @@ def _check_shapes(merged: Tensors, args: MegatronArgs, source: str) -> int:
             remedy="files of two runs are mixed, or the layout is not proven",
         )
     return positions
-
-
-def _find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int, str]:
-    """Return how many rows of the vocabulary are no padding, and what makes that unsure, if anything does."""
-    config, tokenizer = _read_json(directory / "config.json"), _read_json(directory / "tokenizer.json")
-    vocabulary = _read_json(directory / "vocab.json")
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
-    ids = list(model["vocab"].values()) if isinstance(model, dict) and isinstance(model.get("vocab"), dict) else []
-    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    known = {
-        "config.json": config.get("vocab_size"),
-        "tokenizer.json": 1 + max((i for i in ids if type(i) is int), default=-1),
-        "vocab.json": 1 + max((i for i in vocabulary.values() if type(i) is int), default=-1),
-        "the arguments": args.vocabulary,
-    }
-    for where, size in known.items():
-        if type(size) is int and size > 0:
-            if size > rows:
-                raise VocabularyError(
-                    f"{where} in {directory} has more tokens than the checkpoint has embeddings",
-                    expected=f"{rows} tokens at most",
-                    got=str(size),
-                    remedy="use the tokenizer that the checkpoint was trained with",
-                )
-            return size, ""
-    return (
-        rows,
-        f"the vocabulary's true size: all {rows} rows are kept, padding too; a tokenizer beside them would tell",
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            return {}
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _check_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a `config.json` beside the checkpoint that is of another model."""
-    found = _read_json(directory / "config.json")
-    sizes = ("model_type", "n_embd", "n_layer", "n_head", "n_positions")
-    wrong = [name for name in sizes if name in found and found[name] != config[name]]
-    if wrong:
-        raise CheckpointError(
-            f"{directory / 'config.json'} is not of the checkpoint beside it",
-            expected=", ".join(f"{name} {config[name]}" for name in wrong),
-            got=", ".join(str(found[name]) for name in wrong),
-            remedy="remove it: the checkpoint's own arguments tell the architecture",
-        )
 
 
 def _describe(ranks: Sequence[_Rank], unsure: str, args: MegatronArgs, low_dtype: str | None) -> CheckpointFacts:
