@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from zero_checkpoints import copy_checkpoint, make_checkpoints
+from zero_checkpoints import copy_checkpoint, find_checkpoint
 
 from export import consolidate, inspect_checkpoint
 from export.errors import CheckpointError
@@ -156,8 +156,20 @@ def forget_shared(folder: Path) -> None:
         rewrite(path, lambda content: content.update(shared_params={}))
 
 
+def forget_buffer(folder: Path) -> None:
+    rewrite(folder / TAG / "mp_rank_00_model_states.pt", lambda content: content["module"].pop("table"))
+
+
+def change_frozen(folder: Path) -> None:
+    def change(content: dict) -> None:
+        # Another tensor: in the file, this one and the module's are the same bytes.
+        content["frozen_param_fragments"]["frozen.bias"] = content["frozen_param_fragments"]["frozen.bias"] + 1
+
+    rewrite(folder / TAG / "mp_rank_00_model_states.pt", change)
+
+
 def mix_stages(folder: Path) -> None:
-    other = make_checkpoints() / "z2_bf16" / TAG / "mp_rank_00_model_states.pt"
+    other = find_checkpoint("z2_bf16") / TAG / "mp_rank_00_model_states.pt"
     shutil.copyfile(other, folder / TAG / other.name)
 
 
@@ -206,6 +218,8 @@ DAMAGE = [
     ("z1_fp32", change_copy, "disagree with the float32 copy in .*mp_rank_00_model_states.pt on outer.weight"),
     ("z3_gathered", change_gathered, "disagree with the bfloat16 copy in .*pytorch_model.bin on outer.weight"),
     ("z3_bf16", forget_shared, "lacks the weights of head.weight: expected fp32 pieces, frozen parameters or shared"),
+    ("z2_bf16", forget_buffer, "lacks the buffers table: expected 4 recorded buffers in its module, got 3; copy the"),
+    ("z2_bf16", change_frozen, "disagree with the bfloat16 copy in .*mp_rank_00_model_states.pt on frozen.bias"),
     ("z3_bf16", mix_stages, "holds the model states of stage 3 and of another stage"),
     ("moe_z2", lambda folder: next((folder / TAG).glob("layer_0_expert_3_*")).unlink(), "lacks experts: .*expert 3"),
 ]
@@ -255,7 +269,7 @@ def test_the_verbs_exit_with_0_and_say_what_they_did(tmp_path: Path, capsys: pyt
     subparsers = parser.add_subparsers()
     consolidate.add_parser(subparsers)
     inspect_checkpoint.add_parser(subparsers)
-    folder, out = make_checkpoints() / "z2_bf16", tmp_path / "out"
+    folder, out = find_checkpoint("z2_bf16"), tmp_path / "out"
     args = parser.parse_args(["consolidate", str(folder), str(out)])
     assert args.command(args) == 0
     assert capsys.readouterr().out.startswith(

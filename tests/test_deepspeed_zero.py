@@ -7,7 +7,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import GPT2LMHeadModel
-from zero_checkpoints import TRAINER_VARIANTS, UNIVERSAL_VARIANTS, ZERO_VARIANTS, copy_checkpoint, make_checkpoints
+from zero_checkpoints import (
+    MATRIX_ZERO,
+    SMALL_ZERO,
+    TRAINERS,
+    UNIVERSAL,
+    copy_checkpoint,
+    find_checkpoint,
+    mark_matrix,
+)
 
 from export.checkpoints import open_checkpoint
 from export.consolidate import consolidate
@@ -17,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def read_truth(name: str) -> dict[str, torch.Tensor]:
-    truth: dict[str, torch.Tensor] = torch.load(make_checkpoints() / f"{name}.truth.pt")
+    truth: dict[str, torch.Tensor] = torch.load(find_checkpoint(name).with_name(f"{name}.truth.pt"))
     return truth
 
 
@@ -31,21 +39,21 @@ def assert_equal(checkpoint, truth: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, expected), name
 
 
-@pytest.mark.parametrize("name", ZERO_VARIANTS)
+@pytest.mark.parametrize("name", mark_matrix(*SMALL_ZERO, *MATRIX_ZERO))
 def test_every_tensor_equals_the_live_ranks_bit_for_bit(name: str) -> None:
-    assert_equal(open_checkpoint(make_checkpoints() / name), read_truth(name))
+    assert_equal(open_checkpoint(find_checkpoint(name)), read_truth(name))
 
 
-@pytest.mark.parametrize("name", [name for name in UNIVERSAL_VARIANTS if "round_robin" not in name])
+@pytest.mark.parametrize("name", [name for name in UNIVERSAL if "round_robin" not in name])
 def test_a_universal_checkpoint_equals_the_live_ranks_bit_for_bit(name: str) -> None:
-    checkpoint = open_checkpoint(make_checkpoints() / name)
+    checkpoint = open_checkpoint(find_checkpoint(name))
     assert checkpoint.format_name == "DeepSpeed universal checkpoint"
     assert_equal(checkpoint, read_truth(name.removeprefix("universal_")))
 
 
-@pytest.mark.parametrize("name", TRAINER_VARIANTS)
+@pytest.mark.parametrize("name", mark_matrix(*TRAINERS))
 def test_what_trainers_leave_equals_the_live_ranks_and_loads_by_from_pretrained(name: str, tmp_path: Path) -> None:
-    folder = make_checkpoints() / name
+    folder = find_checkpoint(name)
     folder = folder / "checkpoint-2" if name.startswith("trainer") else folder
     assert_equal(open_checkpoint(folder), read_truth(name))
     if name.startswith("trainer"):
@@ -57,20 +65,20 @@ def test_what_trainers_leave_equals_the_live_ranks_and_loads_by_from_pretrained(
 
 
 def test_a_universal_checkpoint_whose_parameters_the_conversion_mixed_up_is_refused() -> None:
-    checkpoint = open_checkpoint(make_checkpoints() / "universal_z2_round_robin")
+    checkpoint = open_checkpoint(find_checkpoint("universal_z2_round_robin"))
     with pytest.raises(CheckpointError, match=r"disagree with the bfloat16 copy .* on .*inner\.weight"):
         checkpoint.read("inner.weight")
 
 
 def test_a_shared_parameter_is_the_same_bytes_as_its_holder() -> None:
     for name in ("z1_bf16", "z2_bf16", "z3_bf16", "universal_z2_bf16"):
-        checkpoint = open_checkpoint(make_checkpoints() / name)
+        checkpoint = open_checkpoint(find_checkpoint(name))
         assert checkpoint.tied == {"head.weight": "embed.weight"}
         assert checkpoint.tensors["head.weight"] == checkpoint.tensors["embed.weight"]
 
 
 def test_the_facts_are_those_of_the_run() -> None:
-    checkpoint = open_checkpoint(make_checkpoints() / "z3_world11")
+    checkpoint = open_checkpoint(find_checkpoint("z3_world11"))
     assert checkpoint.format_name == "DeepSpeed ZeRO stage 3, 11 ranks"
     facts = checkpoint.facts
     assert facts.trainer is not None and facts.trainer.startswith("DeepSpeed 0.")
@@ -88,8 +96,8 @@ def test_a_tag_is_taken_by_name_by_its_folder_and_by_latest(tmp_path: Path) -> N
 
 
 def test_a_gathered_copy_beside_the_pieces_is_not_what_is_read() -> None:
-    checkpoint = open_checkpoint(make_checkpoints() / "z3_gathered")
-    assert (make_checkpoints() / "z3_gathered" / "pytorch_model.bin").is_file()
+    checkpoint = open_checkpoint(find_checkpoint("z3_gathered"))
+    assert (find_checkpoint("z3_gathered") / "pytorch_model.bin").is_file()
     assert checkpoint.format_name == "DeepSpeed ZeRO stage 3, 2 ranks"
     assert checkpoint.specs()["embed.weight"].dtype == torch.float32
 
@@ -103,7 +111,7 @@ def test_nothing_but_numpy_is_needed_to_consolidate(tmp_path: Path) -> None:
         "from export.consolidate import consolidate\n"
         "consolidate(Path(sys.argv[1]), Path(sys.argv[2]))\n"
     )
-    source = make_checkpoints() / "z3_world3"
+    source = find_checkpoint("z3_world3")
     command = [sys.executable, "-c", script, str(source), str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -119,4 +127,4 @@ def test_the_list_of_variants_is_whole() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True, text=True, check=True
     )
-    assert set(json.loads(done.stdout.splitlines()[-1])) == {*ZERO_VARIANTS, *UNIVERSAL_VARIANTS, *TRAINER_VARIANTS}
+    assert set(json.loads(done.stdout.splitlines()[-1])) == {*SMALL_ZERO, *MATRIX_ZERO, *UNIVERSAL, *TRAINERS}

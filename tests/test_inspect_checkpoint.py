@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from zero_checkpoints import make_checkpoints
+from zero_checkpoints import find_checkpoint
 
 from export import inspect_checkpoint as verb
 from export.checkpoints import stored_tensor
@@ -12,7 +12,7 @@ from export.inspect_checkpoint import format_inspection, inspect_checkpoint
 
 
 def test_it_says_what_the_run_was() -> None:
-    found = inspect_checkpoint(make_checkpoints() / "z3_bf16")
+    found = inspect_checkpoint(find_checkpoint("z3_bf16"))
     assert found.format == "DeepSpeed ZeRO stage 3, 2 ranks"
     assert found.trainer is not None and found.trainer.startswith("DeepSpeed 0.")
     assert (found.world_size, found.stage, found.step) == (2, 3, 2)
@@ -27,7 +27,7 @@ def test_it_says_what_the_run_was() -> None:
 
 
 def test_the_text_names_every_fact_and_tensor() -> None:
-    lines = format_inspection(inspect_checkpoint(make_checkpoints() / "z2_fp32")).splitlines()
+    lines = format_inspection(inspect_checkpoint(find_checkpoint("z2_fp32"))).splitlines()
     assert lines[1] == "format       DeepSpeed ZeRO stage 2, 2 ranks"
     assert "tied         embed.weight = head.weight" in lines
     assert "parameters   702" in lines
@@ -38,7 +38,7 @@ def test_the_text_names_every_fact_and_tensor() -> None:
 def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     verb.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["inspect", str(make_checkpoints() / "z0_fp32"), "--json"])
+    args = parser.parse_args(["inspect", str(find_checkpoint("z0_fp32")), "--json"])
     assert args.command(args) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stage"] == 0

@@ -38,7 +38,7 @@ class Variant:
     world_size: int = 2
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe".
+    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "wrapped".
     parts: frozenset[str] = frozenset()
     steps: int = 2
     tag: str | None = None
@@ -73,6 +73,8 @@ VARIANTS = {
     "z3_world3": Variant(stage=3, dtype="bf16", world_size=3, parts=ALL_PARTS),
     "z2_world11": Variant(stage=2, dtype="bf16", world_size=11, parts=ALL_PARTS),
     "z3_world11": Variant(stage=3, dtype="bf16", world_size=11, parts=ALL_PARTS),
+    "z2_wrapped": Variant(stage=2, dtype="bf16", parts=frozenset({"tied", "buffers", "wrapped"})),
+    "z3_wrapped": Variant(stage=3, dtype="bf16", parts=frozenset({"tied", "buffers", "wrapped"})),
     "moe_z1": Variant(stage=1, dtype="bf16", parts=frozenset({"moe"})),
     "moe_z2": Variant(stage=2, dtype="bf16", parts=frozenset({"moe"})),
     "moe_z2_fp32": Variant(stage=2, parts=frozenset({"moe"})),
@@ -132,7 +134,18 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-def make_groups(model: Net, parts: frozenset[str]) -> list[dict[str, Any]]:
+class Wrapper(nn.Module):
+    """Names the model within it as Lightning's `_LightningModuleWrapperBase` does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._forward_module(ids)
+
+
+def make_groups(model: nn.Module, parts: frozenset[str]) -> list[dict[str, Any]]:
     """The optimizer's parameter groups: one, two (matrices, the rest), or with the experts apart."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if "moe" in parts:
@@ -224,7 +237,12 @@ def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor]:
 def train(variant: Variant, out: Path, name: str) -> None:
     """Train on this rank, save, and leave the truth beside the checkpoint."""
     torch.manual_seed(7)
-    model = Net(variant.parts)
+    model: nn.Module = Net(variant.parts)
+    if "wrapped" in variant.parts:
+        # As Lightning's strategy does; with a part that is compiled, which stage 3 cannot train.
+        if variant.stage < 3:
+            model.inner = torch.compile(model.inner, backend="eager")
+        model = Wrapper(model)
     optimizer = torch.optim.AdamW(make_groups(model, variant.parts), lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(variant))
     for step in range(variant.steps):
@@ -237,6 +255,8 @@ def train(variant: Variant, out: Path, name: str) -> None:
     if variant.save_16bit:
         engine.save_16bit_model(str(out / name))
     truth = gather_truth(engine, variant)
+    if "wrapped" in variant.parts:
+        truth = {name.replace("_forward_module.", "").replace("_orig_mod.", ""): truth[name] for name in truth}
     if "moe" in variant.parts:
         truth = merge_experts(truth, engine.global_rank, variant.world_size)
     if engine.global_rank == 0:

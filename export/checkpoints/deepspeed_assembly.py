@@ -13,6 +13,11 @@ from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoi
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
+# Never an attribute of anybody's own model: Lightning's `_LightningModuleWrapperBase` and torch.compile's
+# `OptimizedModule` name the model within them so.
+_LIGHTNING_PREFIX = "_forward_module."
+_COMPILED_PART = "_orig_mod."
+
 
 def assemble(
     files: DeepSpeedFiles,
@@ -37,42 +42,66 @@ def assemble(
         CheckpointError: A name has no data anywhere.
     """
     model = models[0]
+    _check_buffers(model)
     frozen = _join_frozen(files, models)
-    tensors: dict[str, StoredTensor] = {}
-    open_names: list[str] = []
-    for name in dict.fromkeys([*model.module, *frozen, *trained, *experts]):
-        own = model.module.get(name)
-        if name in trained:
-            tensors[name] = trained[name]
-        elif name in frozen:
-            tensors[name] = frozen[name]
-        elif name in experts:
-            tensors[name] = experts[name]
-        elif own is not None and (name in model.buffer_names or _is_whole(own)):
-            tensors[name] = own
-        else:
-            open_names.append(name)
-    tied = _tie(model, trained, tensors, open_names)
+    # From the most exact place to the least. At stage 3 the module holds placeholders, and buffers.
+    whole_module = {
+        name: tensor for name, tensor in model.module.items() if name in model.buffer_names or _is_whole(tensor)
+    }
+    found = {**whole_module, **experts, **frozen, **trained}
+    tied = _tie(model, trained, found)
     # In the order of the model, which `module` has kept.
-    names = dict.fromkeys([*model.module, *frozen, *trained, *experts, *tied])
-    whole = {name: tensors[name] for name in names if name in tensors}
+    names = dict.fromkeys([*model.module, *found, *tied])
+    tensors = {name: found[tied.get(name, name)] for name in names}
     # What is not trained may share weights as well: at stage 0, or frozen.
-    tied |= find_tied({name: tensor for name, tensor in whole.items() if name not in tied})
-    masters = set(trained) | {name for name, holder in tied.items() if holder in trained}
-    copies = {name: tensor for name, tensor in model.module.items() if name in masters and _is_whole(tensor)}
-    copies |= {name: tensor for name, tensor in experts.items() if name in trained}
+    tied |= find_tied({name: tensor for name, tensor in tensors.items() if name not in tied})
+    masters = trained.keys() | {name for name, holder in tied.items() if holder in trained}
+    second = {name: tensor for name, tensor in whole_module.items() if name in masters | frozen.keys()}
+    second |= {name: tensor for name, tensor in experts.items() if name in trained}
     gathered = huggingface.read_gathered(files.directory)
-    untrained = [name for name in whole if name not in masters and name not in model.buffer_names]
+    untrained = [name for name in tensors if name not in masters and name not in model.buffer_names]
+    plain = _unwrap_names(tensors, model)
     return StoredCheckpoint(
         directory=files.directory,
         format_name=format_name,
-        tensors=whole,
-        tied=tied,
-        copies=tuple(copy for copy in (copies, gathered) if copy),
-        buffer_names=model.buffer_names & whole.keys(),
-        zero_size=frozenset(name for name, tensor in whole.items() if tensor.numel == 0),
-        facts=_with_missing(facts, whole, untrained),
+        tensors={plain[name]: tensor for name, tensor in tensors.items()},
+        tied={plain[name]: plain[holder] for name, holder in tied.items()},
+        copies=tuple(copies for copies in ({plain[name]: second[name] for name in second}, gathered) if copies),
+        buffer_names=frozenset(plain[name] for name in model.buffer_names),
+        zero_size=frozenset(plain[name] for name, tensor in tensors.items() if tensor.numel == 0),
+        facts=_with_missing(facts, tensors, untrained),
     )
+
+
+def _unwrap_names(tensors: Mapping[str, StoredTensor], model: ModelStates) -> dict[str, str]:
+    """Return each name → the name without what Lightning's strategy and torch.compile put into it.
+
+    Raises:
+        CheckpointError: Two names become one.
+    """
+    wrapped = all(name.startswith(_LIGHTNING_PREFIX) for name in tensors)
+    plain = {
+        name: (name[len(_LIGHTNING_PREFIX) :] if wrapped else name).replace(_COMPILED_PART, "") for name in tensors
+    }
+    if len(set(plain.values())) != len(plain):
+        raise CheckpointError(
+            f"names in {model.path} fall together without {_COMPILED_PART}",
+            expected="one weight under each name",
+            got=f"{len(set(plain.values()))} names for {len(plain)} tensors",
+            remedy="save the model without torch.compile's wrapper",
+        )
+    return plain
+
+
+def _check_buffers(model: ModelStates) -> None:
+    lost = model.buffer_names - model.module.keys()
+    if lost:
+        raise CheckpointError(
+            f"{model.path} lacks the buffers {list_some(lost)}",
+            expected=f"{len(model.buffer_names)} recorded buffers in its module",
+            got=str(len(model.buffer_names - lost)),
+            remedy="copy the checkpoint again",
+        )
 
 
 def _is_whole(tensor: StoredTensor) -> bool:
@@ -100,29 +129,22 @@ def _join_frozen(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict[s
     return frozen
 
 
-def _tie(
-    model: ModelStates, trained: Mapping[str, StoredTensor], tensors: dict[str, StoredTensor], open_names: list[str]
-) -> dict[str, str]:
-    """Add every shared name to `tensors`, with the bytes of its holder, and return name → holder.
+def _tie(model: ModelStates, trained: Mapping[str, StoredTensor], found: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return each shared name → the name that holds its bytes.
 
     Shared are the names that DeepSpeed recorded, unless the optimizer trained them apart (0.9.0 and 0.9.1 recorded too
-    many: deepspeedai/DeepSpeed#3407), and those that are one tensor in the module's own file.
+    many: deepspeedai/DeepSpeed#3407), and those that are one tensor with a trained one in the module's own file.
 
     Raises:
-        CheckpointError: A name has no holder, so no data anywhere.
+        CheckpointError: A name of the module has neither data nor a holder.
     """
-    tied = {
-        name: holder
-        for name, holder in model.shared.items()
-        if name not in trained and _holder(model, holder) in tensors
-    }
-    tied = {name: _holder(model, holder) for name, holder in tied.items()}
     holders = {tensor: name for name, tensor in model.module.items() if name in trained and tensor.numel}
-    for name, tensor in model.module.items():
-        holder = holders.get(tensor)
-        if holder is not None and name not in trained and name not in tied:
+    tied = {name: holders[tensor] for name, tensor in model.module.items() if tensor in holders and name not in trained}
+    for name in model.shared:
+        holder = _holder(model, name)
+        if name not in trained and holder in found:
             tied[name] = holder
-    lost = [name for name in open_names if name not in tied]
+    lost = [name for name in model.module if name not in found and name not in tied]
     if lost:
         raise CheckpointError(
             f"{model.path.parent} lacks the weights of {list_some(lost)}",
@@ -130,7 +152,6 @@ def _tie(
             got="only placeholders of size 0",
             remedy="saved before DeepSpeed 0.9.1, or without the file of rank 0; save again with a newer DeepSpeed",
         )
-    tensors.update({name: tensors[holder] for name, holder in tied.items()})
     return tied
 
 

@@ -8,6 +8,7 @@ unless a gathered 16-bit copy lies beside them.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,8 @@ def check_ranks(found: Mapping[int, Path], world_size: int, *, kind: str, folder
     Raises:
         CheckpointError: Ranks are missing or too many.
     """
-    missing = [rank for rank in range(world_size) if rank not in found]
+    # A damaged file may claim any number of ranks: no more of them are listed than a message shows.
+    missing = list(itertools.islice((rank for rank in range(world_size) if rank not in found), 11))
     extra = [path.name for rank, path in found.items() if rank >= world_size]
     if missing:
         raise CheckpointError(
@@ -86,7 +88,8 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
     Raises:
         CheckpointError: They are of different steps or stages, or two are the same file.
     """
-    if len({(state.sliced, len(state.pieces), state.partition_counts) for state in states}) > 1:
+    kinds = {(state.sliced, len(state.pieces), state.partition_counts, state.alignment_paddings) for state in states}
+    if len(kinds) > 1:
         raise CheckpointError(
             f"the optimizer states in {files.folder} are of different runs",
             expected="one stage and one number of ranks",
@@ -118,13 +121,16 @@ def check_contiguous_owners(index: int, shapes: Shapes, states: Sequence[Optimiz
         if padding and padding[0] and sum(other.pieces[index].numel for other in states[rank + 1 :]):
             raise _swapped(state.path, f"rank {rank}", "the padding of the last rank")
     piece_numel = max(state.pieces[index].numel for state in states)
-    owners = [map_fragments(shapes, state.alignment(index), rank, piece_numel) for rank, state in enumerate(states)]
+    paddings = states[0].alignment(index)
     for rank, state in enumerate(states):
         saved = state.fragments[index] if state.fragments and index < len(state.fragments) else None
         # With round-robin gradients the record follows another order than the pieces (DeepSpeed, stage_1_and_2.py);
         # then it matches no rank, and the copy in training precision has to tell.
-        if saved and saved != owners[rank] and saved in owners:
-            raise _swapped(state.path, f"rank {rank}", f"the piece of rank {owners.index(saved)}")
+        if not saved or saved == map_fragments(shapes, paddings, rank, piece_numel):
+            continue
+        for owner in range(len(states)):
+            if saved == map_fragments(shapes, paddings, owner, piece_numel):
+                raise _swapped(state.path, f"rank {rank}", f"the piece of rank {owner}")
 
 
 def check_sliced_owners(groups: Sequence[Shapes], states: Sequence[OptimizerStates]) -> None:

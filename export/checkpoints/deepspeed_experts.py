@@ -7,6 +7,7 @@ trains the experts of expert rank R mod ep, and splits its optimizer's pieces wi
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,12 +33,13 @@ def read_experts(files: DeepSpeedFiles, num_experts: Sequence[int]) -> dict[str,
     Raises:
         CheckpointError: The file of an expert is missing, or is not of its expert.
     """
-    expected = {(layer, expert) for layer, count in enumerate(num_experts) for expert in range(count)}
-    missing = expected - files.experts.keys()
+    expected = ((layer, expert) for layer, count in enumerate(num_experts) for expert in range(count))
+    # A damaged file may claim any number of experts: no more of them are listed than a message shows.
+    missing = list(itertools.islice((key for key in expected if key not in files.experts), 11))
     if missing:
         raise CheckpointError(
             f"{files.folder} lacks experts",
-            expected=f"{len(expected)} files layer_*_expert_*_mp_rank_00_model_states.pt",
+            expected=f"{sum(num_experts)} files layer_*_expert_*_mp_rank_00_model_states.pt",
             got=f"none of {list_some(f'layer {layer} expert {expert}' for layer, expert in missing)}",
             remedy="each node may have kept only its own experts: copy the whole checkpoint again, from every node",
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
-from export.errors import CheckpointError
+from export.errors import CheckpointError, list_some
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -100,15 +100,22 @@ def read_model_states(path: Path) -> ModelStates:
     module = content["module"]
     if module is not None and not isinstance(module, dict):
         raise _unlike(path, "a state dict under module")
+    other = [name for name, value in (module or {}).items() if not isinstance(value, StoredTensor)]
+    refuse_foreign_tensors(path, module or {})
+    # What a module keeps beside its tensors (torch.nn.Module.get_extra_state) is no weight.
+    if any(not str(name).endswith("_extra_state") for name in other):
+        raise _unlike(path, f"tensors under module, not {list_some(other)}")
     groups = content.get("param_shapes")
     if isinstance(groups, dict):
         # One dict for all before DeepSpeed 0.5.4.
         groups = [groups]
+    if groups is not None and not isinstance(groups, list):
+        raise _unlike(path, "lists of shapes under param_shapes")
     frozen_shapes, config = content.get("frozen_param_shapes"), content.get("ds_config")
     return ModelStates(
         path=path,
         module=_tensors(path, module or {}),
-        buffer_names=frozenset(name for name in content.get("buffer_names") or () if isinstance(name, str)),
+        buffer_names=frozenset(name for name in _items(content.get("buffer_names")) if isinstance(name, str)),
         groups=None if groups is None else [_shapes(path, group) for group in groups],
         frozen_shapes=None if frozen_shapes is None else _shapes(path, frozen_shapes),
         frozen=_tensors(path, content.get("frozen_param_fragments") or {}),
@@ -158,7 +165,7 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
         pieces=tuple(pieces),
         partition_counts=_numbers(counts if isinstance(counts, (list, tuple)) else [counts]) or (),
         group_paddings=_numbers(state.get("group_paddings")),
-        alignment_paddings=tuple(_numbers(group) or () for group in state.get("param_alignment_paddings") or ()),
+        alignment_paddings=tuple(_numbers(group) or () for group in _items(state.get("param_alignment_paddings"))),
         fragments=_fragments(state.get("param_slice_mappings")),
         second_moments=_second_moments(inner, len(pieces)),
         steps=frozenset(_steps(inner)),
@@ -251,6 +258,10 @@ def _numbers(values: Any) -> tuple[int, ...] | None:
     if not isinstance(values, (list, tuple)) or any(_count(value) is None for value in values):
         return None
     return tuple(values)
+
+
+def _items(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, (list, tuple)) else []
 
 
 def _count(value: Any) -> int | None:

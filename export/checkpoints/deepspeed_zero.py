@@ -147,5 +147,6 @@ def _join_group(
         return join_sliced_group(shapes, pieces, source=source)
     if is_expert_group(shapes):
         return join_expert_group(shapes, states, index, model.config, source=source)
+    joined = join_contiguous_group(shapes, pieces, states[0].alignment(index), source=source)
     check_contiguous_owners(index, shapes, states)
-    return join_contiguous_group(shapes, pieces, states[0].alignment(index), source=source)
+    return joined

@@ -7,6 +7,7 @@ promises. This machine knows only the opcodes that picklers emit for data (proto
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,11 +119,17 @@ class InertUnpickler:
         """
         if len(self._data) > MAX_PICKLE_BYTES:
             raise self.refuse(f"a pickle of at most {MAX_PICKLE_BYTES} bytes", f"{len(self._data)} bytes")
+        # Nothing is freed while loading, so looking for cycles again and again only makes it three times as slow.
+        collecting = gc.isenabled()
+        gc.disable()
         try:
             return self._run()
         # What damaged bytes lead to inside the opcodes below: too few bytes, too few values, values of other types.
         except (IndexError, ValueError, TypeError, KeyError, OverflowError, struct.error) as exc:
             raise self.refuse("a whole pickle", f"nonsense at byte {self._position} ({type(exc).__name__})") from exc
+        finally:
+            if collecting:
+                gc.enable()
 
     def charge(self, steps: int) -> None:
         """Count work that a builder does for one call, so that no pickle can ask for more than the limit."""

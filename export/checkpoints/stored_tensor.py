@@ -73,7 +73,15 @@ class StoredTensor:
         Raises:
             CheckpointError: `shape` has another number of elements, or the tensor is not row-major.
         """
-        return StoredTensor(dtype=self.dtype, shape=shape, ranges=self.cut(0, prod(shape)))
+        if prod(shape) != self.numel:
+            where = f" in {self.ranges[0].block.path}" if self.ranges else ""
+            raise CheckpointError(
+                f"a tensor{where} is of another size than recorded",
+                expected=f"{prod(shape)} elements, {list(shape)}",
+                got=f"{self.numel}, {list(self.shape)}",
+                remedy="copy the checkpoint again, or use the one before it",
+            )
+        return StoredTensor(dtype=self.dtype, shape=shape, ranges=self.cut(0, self.numel))
 
     def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         """Yield the tensor's bytes, row-major, at most `chunk_bytes` at a time (one element at least).
