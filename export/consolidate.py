@@ -111,6 +111,12 @@ def consolidate(
             checkpoint.stream(output.write)
         output.write_index()
         _carry_over(checkpoint.directory, staged, output.dtype_names)
+        if checkpoint.config is not None and not (staged / "config.json").exists():
+            config = dict(checkpoint.config)
+            if len(output.dtype_names) == 1:
+                _set_dtype(config, min(output.dtype_names))
+            text = json.dumps(config, indent=2) + "\n"
+            (staged / "config.json").write_text(text, encoding="utf-8")
         files = tuple(sorted(path.name for path in staged.iterdir()))
     return Consolidated(
         format_name=checkpoint.format_name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from export.checkpoints import megatron_deepspeed
 from export.checkpoints.deepspeed_assembly import assemble
 from export.checkpoints.deepspeed_checks import (
     check_contiguous_owners,
@@ -45,7 +46,9 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         CheckpointError: Files are missing, too many, damaged, or not of one save.
     """
     files = find_files(directory, tag)
-    _refuse_model_parallel(files)
+    _refuse_without_models(files)
+    if megatron_deepspeed.recognises_files(files):
+        return megatron_deepspeed.open_files(files, _read_trained)
     models = [read_model_states(path) for path in files.models.values()]
     check_model_states(files, models)
     experts = read_experts(files, models[0].num_experts)
@@ -68,22 +71,13 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts)
 
 
-def _refuse_model_parallel(files: DeepSpeedFiles) -> None:
+def _refuse_without_models(files: DeepSpeedFiles) -> None:
     if not files.models:
         raise CheckpointError(
             f"{files.folder} lacks its model states",
             expected="mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt",
             got=list_some(path.name for path in files.optimizers.values()) or "none",
             remedy="copy the whole checkpoint",
-        )
-    ranks = {rank for _, rank in (*files.models, *files.optimizers)}
-    if ranks != {0} or files.pipeline_layers:
-        layers = f" and {len(files.pipeline_layers)} pipeline layer files" if files.pipeline_layers else ""
-        raise CheckpointError(
-            f"{files.folder} was trained with tensor or pipeline parallelism",
-            expected="one model-parallel rank",
-            got=f"mp_rank {list_some(f'{rank:02d}' for rank in ranks)}{layers}",
-            remedy="only the layouts of Megatron-DeepSpeed are read",
         )
 
 
