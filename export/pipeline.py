@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export import vocabulary
-from export.checkpoints import Checkpoint, StateDict, open_checkpoint
+from export.checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from export.errors import VerificationError
 from export.model_config import EnsembleNames
 from export.onnx_export import export_onnx
@@ -29,7 +29,7 @@ STEPS = 5
 class Source:
     """The checkpoint as it is to be served: the truth that the ONNX file is compared with."""
 
-    checkpoint: Checkpoint
+    checkpoint: StoredCheckpoint
     tokenizer: PreTrainedTokenizerBase
     module: SentenceEmbedding
     signature: ModelSignature
@@ -60,7 +60,7 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
     with progress.step("reading checkpoint and vocabulary"):
         checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
         directory = request.base or checkpoint.directory
-        config = load_config(directory)
+        config = load_config(directory, checkpoint.config)
         tokenizer = vocabulary.load_tokenizer(directory)
         weights: StateDict = CastToFloat32(source=checkpoint)
         table = find_input_embedding(config, weights.specs())
