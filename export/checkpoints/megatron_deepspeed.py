@@ -177,7 +177,7 @@ def _read_rank(files: DeepSpeedFiles, index: int, path: Path, read_trained: Read
         models={(0, index): path},
         optimizers={key: file for key, file in files.optimizers.items() if key[1] == index},
     )
-    states = read_model_states(path)
+    states = read_model_states(path, nested=True)
     check_model_states(own, [states])
     if own.optimizers:
         trained, _, _ = read_trained(own, [states])
