@@ -91,6 +91,10 @@ def age_model(folder: Path) -> None:
     rewrite(sorted((folder / TAG).glob("*_model_states.pt"))[-1], lambda content: content.update(global_steps=1))
 
 
+def renew_model(folder: Path) -> None:
+    rewrite(folder / TAG / "mp_rank_00_model_states.pt", lambda content: content.update(global_steps=3))
+
+
 def truncate(folder: Path) -> None:
     path = optimizer_file(folder, 1)
     path.write_bytes(path.read_bytes()[:-1000])
@@ -104,6 +108,15 @@ def flip_bit(folder: Path) -> None:
     position = content.find(pieces[0].detach().numpy().tobytes())
     assert position > 0
     content[position + 101] ^= 1
+    path.write_bytes(content)
+
+
+def flip_bit_beside(folder: Path) -> None:
+    path = optimizer_file(folder, 0)
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+    content = bytearray(path.read_bytes())
+    content[content.find(inner["state"][0]["exp_avg"].numpy().tobytes()) + 50] ^= 4
     path.write_bytes(content)
 
 
@@ -194,7 +207,10 @@ DAMAGE = [
     ("z3_bf16", double_model, "have the same contents"),
     ("z2_bf16", age_optimizer, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
     ("z3_bf16", age_optimizer, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
-    ("z2_bf16", age_model, "is from another step than its folder: expected step 2, got step 1"),
+    ("z2_bf16", age_model, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
+    ("z2_bf16", renew_model, "are from different steps: expected one step, got step 2 in .*, step 3 in "),
+    ("z2_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
+    ("z3_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     ("z3_bf16", age_model, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
     ("z2_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
     ("z3_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),

@@ -70,6 +70,7 @@ def assemble(
         buffer_names=frozenset(plain[name] for name in model.buffer_names),
         zero_size=frozenset(plain[name] for name, tensor in tensors.items() if tensor.numel == 0),
         facts=_with_missing(facts, tensors, untrained),
+        archives=(*files.models.values(), *files.optimizers.values(), *files.experts.values()),
     )
 
 

@@ -49,7 +49,7 @@ def check_ranks(found: Mapping[int, Path], world_size: int, *, kind: str, folder
 
 
 def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> None:
-    """Check that the model states are of one save, the one that the tag names.
+    """Check that the model states are of one save.
 
     Raises:
         CheckpointError: They are of different steps, or two ranks' files are the same.
@@ -57,16 +57,6 @@ def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> 
     steps = {model.path.name: model.step for model in models}
     if len(set(steps.values())) > 1:
         raise _different_steps(files, steps)
-    match = _DEFAULT_TAG.fullmatch(files.folder.name)
-    step = models[0].step
-    # The tag is DeepSpeed's own default, so the number in it was the step of the save.
-    if match and step is not None and int(match[1]) != step:
-        raise CheckpointError(
-            f"{models[0].path} is from another step than its folder",
-            expected=f"step {match[1]}",
-            got=f"step {step}",
-            remedy=_RECOPY,
-        )
     if len({repr(model.groups) for model in models}) > 1:
         raise CheckpointError(
             f"the model states in {files.folder} are of different models",
@@ -100,8 +90,13 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
     if len({state.steps for state in states if any(piece.numel for piece in state.pieces)}) > 1:
         raise _different_steps(files, steps)
     last = max((step for step in steps.values() if step is not None), default=None)
-    if last is not None and model.step is not None and last > model.step:
-        raise _different_steps(files, {model.path.name: model.step, **steps})
+    if last is not None and model.step is not None:
+        # A step that overflowed is counted, but not by the optimizer. Trainers may count from elsewhere in the tag, and
+        # an optimizer may have started anew; but where tag and optimizer agree, it is the model states that are wrong.
+        match = _DEFAULT_TAG.fullmatch(files.folder.name)
+        tagged = int(match[1]) if match else model.step
+        if last > model.step or (tagged != model.step and tagged == last + model.skipped_steps):
+            raise _different_steps(files, {model.path.name: model.step, **steps})
     # Ranks that hold nothing but padding may well be equal.
     _refuse_doubles([(state.path, state.checksums) for state in states if _holds_elements(state)])
 
@@ -151,6 +146,21 @@ def check_sliced_owners(groups: Sequence[Shapes], states: Sequence[OptimizerStat
                 raise _swapped(
                     state.path, f"rank {rank}", f"values in its padding, where {candidate.path.name} has none"
                 )
+
+
+def describe_unproven(groups: Sequence[Shapes], states: Sequence[OptimizerStates]) -> tuple[str, ...]:
+    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which."""
+    world_size = len(states)
+    alike: dict[str, list[int]] = {}
+    for rank, state in enumerate(states):
+        known = all(moments is not None for moments in state.second_moments)
+        padding = [find_slice_padding(shapes, rank, world_size) for shapes in groups] if known else []
+        alike.setdefault(repr(padding), []).append(rank)
+    return tuple(
+        f"proof of the order of ranks {list_some(f'{rank:03d}' for rank in ranks)}: no gathered copy lies beside them"
+        for ranks in alike.values()
+        if len(ranks) > 1
+    )
 
 
 def _is_clean(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world_size: int) -> bool:

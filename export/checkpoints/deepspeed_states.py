@@ -88,8 +88,12 @@ class OptimizerStates:
         return self.alignment_paddings[group] if group < len(self.alignment_paddings) else ()
 
 
-def read_model_states(path: Path) -> ModelStates:
+def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
     """Parse a model states file; reads no tensor data.
+
+    Args:
+        path: The file.
+        nested: Leave `module` out, since Megatron keeps state dicts within each other there.
 
     Raises:
         CheckpointError: The file is damaged, or lacks what every such file has.
@@ -100,6 +104,8 @@ def read_model_states(path: Path) -> ModelStates:
     module = content["module"]
     if module is not None and not isinstance(module, dict):
         raise _unlike(path, "a state dict under module")
+    if nested:
+        module = None
     other = [name for name, value in (module or {}).items() if not isinstance(value, StoredTensor)]
     refuse_foreign_tensors(path, module or {})
     # What a module keeps beside its tensors (torch.nn.Module.get_extra_state) is no weight.

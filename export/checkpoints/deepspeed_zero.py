@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from export.checkpoints import megatron_deepspeed
+from export.checkpoints import huggingface, megatron_deepspeed
 from export.checkpoints.deepspeed_assembly import assemble
 from export.checkpoints.deepspeed_checks import (
     check_contiguous_owners,
@@ -17,6 +17,7 @@ from export.checkpoints.deepspeed_checks import (
     check_optimizer_states,
     check_ranks,
     check_sliced_owners,
+    describe_unproven,
 )
 from export.checkpoints.deepspeed_experts import is_expert_group, join_expert_group, read_experts
 from export.checkpoints.deepspeed_files import DeepSpeedFiles, find_files, recognises_folder
@@ -52,11 +53,15 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     models = [read_model_states(path) for path in files.models.values()]
     check_model_states(files, models)
     experts = read_experts(files, models[0].num_experts)
+    unproven: tuple[str, ...] = ()
     if files.universal:
         trained, stage, world_size = read_universal(files, models), models[0].stage, models[0].dp_world_size
         format_name = "DeepSpeed universal checkpoint"
     elif files.optimizers:
-        trained, stage, world_size = _read_trained(files, models)
+        trained, states = _read_trained(files, models)
+        stage, world_size = 3 if states[0].sliced else models[0].stage or 1, len(states)
+        if stage == 3 and not huggingface.recognises(files.directory):
+            unproven = describe_unproven(models[0].groups or [], states)
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
     else:
         _refuse_lost_optimizer(files, models[0])
@@ -67,6 +72,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         world_size=world_size,
         stage=stage,
         step=models[0].step,
+        missing=unproven,
     )
     return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts)
 
@@ -91,8 +97,10 @@ def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
         )
 
 
-def _read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> tuple[dict[str, StoredTensor], int, int]:
-    """Return every trained parameter, the stage and the number of ranks."""
+def _read_trained(
+    files: DeepSpeedFiles, models: Sequence[ModelStates]
+) -> tuple[dict[str, StoredTensor], list[OptimizerStates]]:
+    """Return every trained parameter, and the optimizer states by rank."""
     paths = {rank: path for (rank, _), path in files.optimizers.items()}
     first = read_optimizer_states(next(iter(paths.values())))
     counts = [count for count in (*first.partition_counts, models[0].dp_world_size) if count]
@@ -110,8 +118,7 @@ def _read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> tuple
         )
     states = [read_optimizer_states(path) for path in paths.values()]
     check_optimizer_states(files, states, models[0])
-    trained = _join_groups(files, models[0], states)
-    return trained, 3 if first.sliced else models[0].stage or 1, world_size
+    return _join_groups(files, models[0], states), states
 
 
 def _join_groups(

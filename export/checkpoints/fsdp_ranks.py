@@ -70,6 +70,7 @@ def open_rank_files(
         tensors=tensors,
         zero_size=frozenset(name for name, tensor in tensors.items() if 0 in tensor.shape),
         facts=CheckpointFacts(trainer="FSDP", world_size=world_size),
+        archives=tuple(file.path for file in files),
     )
 
 

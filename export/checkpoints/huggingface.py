@@ -59,6 +59,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         tied=find_tied(tensors),
         zero_size=zero_size,
         facts=read_facts(directory),
+        archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
     )
 
 

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -39,15 +39,21 @@ class _Use:
     dtype: ElementType
 
 
-def scan(tensors: Mapping[str, StoredTensor], *, allow_non_finite: bool = False, sink: Sink | None = None) -> None:
+def scan(
+    tensors: Mapping[str, StoredTensor],
+    *,
+    beside: Iterable[StoredBlock] = (),
+    allow_non_finite: bool = False,
+    sink: Sink | None = None,
+) -> None:
     """Read every block that `tensors` lie in, check it, and hand every part of every tensor to `sink`.
 
-    Parts of one tensor may arrive in any order and from several threads at once.
+    Parts of one tensor may arrive in any order and from several threads at once. Blocks `beside` are checked as well.
 
     Raises:
         CheckpointError: A checksum is wrong, a file ends early, or a weight is not finite.
     """
-    uses: dict[StoredBlock, list[_Use]] = {}
+    uses: dict[StoredBlock, list[_Use]] = {block: [] for block in beside}
     strided: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         if tensor.stride is not None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from export.checkpoints.deepspeed_checks import check_model_states
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
-from export.checkpoints.deepspeed_states import ModelStates, read_model_states
+from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates, read_model_states
 from export.checkpoints.megatron_args import MegatronArgs, read_args
 from export.checkpoints.megatron_folder import check_config, find_vocab_size
 from export.checkpoints.megatron_parts import (
@@ -40,8 +40,10 @@ from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, list_some
 
-# Given the files and model states of one model-parallel rank: its trained parameters, the stage, and the ranks.
-ReadTrained = Callable[[DeepSpeedFiles, Sequence[ModelStates]], tuple[dict[str, StoredTensor], int, int]]
+# Given the files and model states of one model-parallel rank: its trained parameters, and where they come from.
+ReadTrained = Callable[
+    [DeepSpeedFiles, Sequence[ModelStates]], tuple[dict[str, StoredTensor], Sequence[OptimizerStates]]
+]
 
 _RECOPY = "copy the whole checkpoint again, from every node"
 
@@ -116,6 +118,7 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
         tensors=tensors,
         copies=tuple(copies),
         config=config,
+        archives=(*paths, *files.pipeline_layers.values(), *files.optimizers.values()),
         facts=_describe(ranks, unsure, args, dtype_name if not exact else None),
     )
 
@@ -177,10 +180,10 @@ def _read_rank(files: DeepSpeedFiles, index: int, path: Path, read_trained: Read
         models={(0, index): path},
         optimizers={key: file for key, file in files.optimizers.items() if key[1] == index},
     )
-    states = read_model_states(path)
+    states = read_model_states(path, nested=True)
     check_model_states(own, [states])
     if own.optimizers:
-        trained, _, _ = read_trained(own, [states])
+        trained, _ = read_trained(own, [states])
         return _Rank(states=states, trained=trained)
     if states.stage or files.optimizers:
         raise CheckpointError(

@@ -79,6 +79,7 @@ def open_file(path: Path) -> StoredCheckpoint:
         tensors=stripped,
         tied=find_tied(stripped),
         facts=_read_facts(content),
+        archives=(path,),
     )
 
 
