@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from export.checkpoints import deepspeed_zero, huggingface, torch_file
+from export.checkpoints import deepspeed_zero, fsdp, huggingface, torch_file
 from export.checkpoints.base import Checkpoint, StateDict, TensorSpec
 from export.checkpoints.stored_checkpoint import StoredCheckpoint
 from export.errors import CheckpointError, list_some
@@ -29,8 +29,8 @@ class Reader(Protocol):
 
 
 # Trainers' own formats: they hold the fp32 weights and may have a gathered 16-bit copy in one of `_PLAIN` beside them.
-# A folder is of one of them at most.
-_SHARDED: tuple[Reader, ...] = (deepspeed_zero,)
+# A folder is of one of them at most. Megatron-DeepSpeed is a DeepSpeed folder, which hands it on by its content.
+_SHARDED: tuple[Reader, ...] = (deepspeed_zero, fsdp)
 # Formats of a whole model, the first that fits: a folder of Hugging Face often has a `.pt` of other things beside.
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 
@@ -73,10 +73,17 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         if reader.recognises(directory):
             return reader.open_folder(directory, tag)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
-    inner = [name for name in found if name.startswith("checkpoint-")]
+    # The usual slip is to name the folder above.
+    inner = [
+        name for name in found if name.endswith("/") and (name.startswith("checkpoint-") or _is_known(directory / name))
+    ]
     raise CheckpointError(
         f"{directory} holds no checkpoint",
         expected="one of " + ", ".join(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:])),
         got=list_some(found, 8) if found else "an empty folder",
         remedy=f"pass one of {list_some(inner, 4)}" if inner else "pass the folder that holds the weights",
     )
+
+
+def _is_known(directory: Path) -> bool:
+    return any(reader.recognises(directory) for reader in (*_SHARDED, *_PLAIN))

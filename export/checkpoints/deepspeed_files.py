@@ -18,7 +18,8 @@ _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim
 _PARTITIONED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_PIPELINE_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+# The tensor parallel rank is left out where the topology has no such dimension (runtime/pipe/topology.py).
+_PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _LATEST_FILES = ("latest", "latest_universal")
 
 
@@ -69,7 +70,7 @@ def find_files(directory: Path, tag: str | None = None) -> DeepSpeedFiles:
         for pattern, table in tables.items():
             if match := pattern.fullmatch(path.name):
                 check_inside(path, directory)
-                numbers = [int(number) for number in match.groups()]
+                numbers = [int(number or 0) for number in match.groups()]
                 _add(table, (0, numbers[0]) if pattern is _MODEL else (numbers[0], numbers[1]), path)
     if tables[_MODEL] and tables[_PARTITIONED_MODEL]:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from export.checkpoints import huggingface
+from export.checkpoints import huggingface, megatron_deepspeed
 from export.checkpoints.deepspeed_assembly import assemble
 from export.checkpoints.deepspeed_checks import (
     check_contiguous_owners,
@@ -47,7 +47,9 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         CheckpointError: Files are missing, too many, damaged, or not of one save.
     """
     files = find_files(directory, tag)
-    _refuse_model_parallel(files)
+    _refuse_without_models(files)
+    if megatron_deepspeed.recognises_files(files):
+        return megatron_deepspeed.open_files(files, _read_trained)
     models = [read_model_states(path) for path in files.models.values()]
     check_model_states(files, models)
     experts = read_experts(files, models[0].num_experts)
@@ -56,8 +58,8 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         trained, stage, world_size = read_universal(files, models), models[0].stage, models[0].dp_world_size
         format_name = "DeepSpeed universal checkpoint"
     elif files.optimizers:
-        trained, states = _read_trained(files, models)
-        stage, world_size = 3 if states[0].sliced else models[0].stage or 1, len(states)
+        states = _read_states(files, models)
+        trained, stage, world_size = _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
         if stage == 3 and not huggingface.recognises(files.directory):
             unproven = describe_unproven(models[0].groups or [], states)
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
@@ -75,22 +77,13 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts)
 
 
-def _refuse_model_parallel(files: DeepSpeedFiles) -> None:
+def _refuse_without_models(files: DeepSpeedFiles) -> None:
     if not files.models:
         raise CheckpointError(
             f"{files.folder} lacks its model states",
             expected="mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt",
             got=list_some(path.name for path in files.optimizers.values()) or "none",
             remedy="copy the whole checkpoint",
-        )
-    ranks = {rank for _, rank in (*files.models, *files.optimizers)}
-    if ranks != {0} or files.pipeline_layers:
-        layers = f" and {len(files.pipeline_layers)} pipeline layer files" if files.pipeline_layers else ""
-        raise CheckpointError(
-            f"{files.folder} was trained with tensor or pipeline parallelism",
-            expected="one model-parallel rank",
-            got=f"mp_rank {list_some(f'{rank:02d}' for rank in ranks)}{layers}",
-            remedy="only the layouts of Megatron-DeepSpeed are read",
         )
 
 
@@ -104,10 +97,19 @@ def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
         )
 
 
-def _read_trained(
-    files: DeepSpeedFiles, models: Sequence[ModelStates]
-) -> tuple[dict[str, StoredTensor], list[OptimizerStates]]:
-    """Return every trained parameter, and the optimizer states by rank."""
+def _read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> tuple[dict[str, StoredTensor], int, int]:
+    """Return every trained parameter, the stage and the number of ranks."""
+    states = _read_states(files, models)
+    return _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
+
+
+def _find_stage(model: ModelStates, states: Sequence[OptimizerStates]) -> int:
+    # The pieces tell; BF16_Optimizer does not record the stage, which is 1.
+    return 3 if states[0].sliced else model.stage or 1
+
+
+def _read_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> list[OptimizerStates]:
+    """Return the optimizer states of every rank, checked against each other."""
     paths = {rank: path for (rank, _), path in files.optimizers.items()}
     first = read_optimizer_states(next(iter(paths.values())))
     counts = [count for count in (*first.partition_counts, models[0].dp_world_size) if count]
@@ -125,7 +127,7 @@ def _read_trained(
         )
     states = [read_optimizer_states(path) for path in paths.values()]
     check_optimizer_states(files, states, models[0])
-    return _join_groups(files, models[0], states), states
+    return states
 
 
 def _join_groups(

@@ -206,15 +206,25 @@ def compare_copies(tensors: Mapping[str, StoredTensor], copies: Mapping[str, Sto
 def _agree(tensor: StoredTensor, copy: StoredTensor) -> bool:
     if tensor.shape != copy.shape:
         return False
-    if copy.stride is not None or tensor.stride is not None:
-        # Rare, and only where a whole model was saved beside its pieces: compared in one piece each.
-        return cast_bytes(b"".join(tensor.chunks()), tensor.dtype, copy.dtype) == b"".join(copy.chunks())
-    for start in range(0, tensor.numel, _WINDOW_ELEMENTS):
-        stop = min(tensor.numel, start + _WINDOW_ELEMENTS)
-        ours, theirs = _read_window(tensor, start, stop), _read_window(copy, start, stop)
-        if cast_bytes(ours, tensor.dtype, copy.dtype) != theirs:
-            return False
-    return True
+    windows = zip(_read_windows(tensor), _read_windows(copy), strict=True)
+    return all(cast_bytes(ours, tensor.dtype, copy.dtype) == theirs for ours, theirs in windows)
+
+
+def _read_windows(tensor: StoredTensor) -> Iterator[bytes]:
+    """Yield the tensor's bytes, row-major, `_WINDOW_ELEMENTS` elements at a time."""
+    if tensor.stride is None:
+        for start in range(0, tensor.numel, _WINDOW_ELEMENTS):
+            yield _read_window(tensor, start, min(tensor.numel, start + _WINDOW_ELEMENTS))
+        return
+    size = _WINDOW_ELEMENTS * tensor.dtype.itemsize
+    waiting = bytearray()
+    for chunk in tensor.chunks():
+        waiting += chunk
+        while len(waiting) >= size:
+            yield bytes(waiting[:size])
+            del waiting[:size]
+    if waiting:
+        yield bytes(waiting)
 
 
 def _read_window(tensor: StoredTensor, start: int, stop: int) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from export.checkpoints import integrity
 from export.checkpoints.base import TensorSpec
@@ -46,6 +46,7 @@ class StoredCheckpoint:
         copies: Second copies of the model, each name → tensor, of the same or lower precision, that must agree.
         zero_size: Names that the trainer itself recorded as having no elements.
         buffer_names: Names that the trainer recorded as buffers, which no optimizer trains.
+        config: What `config.json` would say, where the trainer's own files tell the architecture; None as a rule.
         facts: What the files say about themselves.
         archives: The files by `torch.save` among those that it was read from.
         allow_non_finite: Whether NaN and infinity are let through.
@@ -58,6 +59,7 @@ class StoredCheckpoint:
     copies: tuple[Mapping[str, StoredTensor], ...] = ()
     zero_size: frozenset[str] = frozenset()
     buffer_names: frozenset[str] = frozenset()
+    config: Mapping[str, Any] | None = None
     facts: CheckpointFacts = CheckpointFacts()
     archives: tuple[Path, ...] = ()
     allow_non_finite: bool = False

@@ -36,7 +36,7 @@ _OTHER_STATE = (
 _OUTER_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 
 # What wrappers put before every name: DDP and DataParallel, Lightning Fabric, torch.compile, Lightning modules.
-_PREFIXES = ("module.", "_forward_module.", "_orig_mod.")
+PREFIXES = ("module.", "_forward_module.", "_orig_mod.")
 _INNER_MODEL = "model."
 
 
@@ -92,7 +92,7 @@ def strip_prefixes(path: Path, state: Mapping[str, StoredTensor]) -> tuple[dict[
     names = {name: name for name in state}
     removed = ""
     while not removed.endswith(_INNER_MODEL):
-        prefix = next((prefix for prefix in (*_PREFIXES, _INNER_MODEL) if all(n.startswith(prefix) for n in names)), "")
+        prefix = next((prefix for prefix in (*PREFIXES, _INNER_MODEL) if all(n.startswith(prefix) for n in names)), "")
         if not prefix:
             break
         names = {name[len(prefix) :]: old for name, old in names.items()}

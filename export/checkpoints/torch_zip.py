@@ -304,12 +304,15 @@ def _build_bytes(machine: InertUnpickler, args: tuple[Any, ...]) -> bytes:
     return text.encode("latin-1")
 
 
-def _build_member(_: InertUnpickler, args: tuple[Any, ...]) -> Record:
-    """`getattr(Class, "NAME")` is how Python 3.11 writes a member of an enumeration. Nothing is looked up."""
+def _build_member(_: InertUnpickler, args: tuple[Any, ...]) -> GlobalName:
+    """`getattr(Class, "NAME")` is how protocols below 4 and Python 3.11 write what a class holds. Nothing is looked up.
+
+    It may be a member of an enumeration or a class of its own (ShardedTensor's `ProcessGroupState`).
+    """
     owner, name = args
     if not isinstance(owner, GlobalName) or not isinstance(name, str):
         raise ValueError("an attribute of what is no class")
-    return Record(f"{owner.name}.{name}", ())
+    return GlobalName(f"{owner.name}.{name}")
 
 
 _BUILDERS: dict[str, Builder] = {
