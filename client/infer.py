@@ -25,10 +25,12 @@ except ImportError as missing:
 
 DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 TEXT_INPUT = "TEXT"
+PAIR_INPUT = "TEXT_PAIR"
 
 _EXAMPLES = """
 examples:
   python client/infer.py --url localhost:8000 --text "A cat sleeps." "A kitten naps."
+  python client/infer.py --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
   python client/infer.py --url localhost:8001 --protocol grpc --file sentences.txt
   printf 'one\\ntwo\\n' | python client/infer.py --file - --json
 
@@ -48,12 +50,14 @@ class Model:
         name: As the server knows it.
         version: That answers; the newest where the server serves several.
         outputs: Names of its outputs.
+        takes_pairs: Whether every text goes with a second one.
         max_batch_size: Texts that one request may hold.
     """
 
     name: str
     version: str
     outputs: tuple[str, ...]
+    takes_pairs: bool
     max_batch_size: int
 
 
@@ -84,7 +88,7 @@ class Server:
         # The gRPC client wraps the configuration once more.
         config = config.get("config", config)
         inputs = [tensor["name"] for tensor in metadata["inputs"]]
-        if inputs != [TEXT_INPUT]:
+        if inputs not in ([TEXT_INPUT], [TEXT_INPUT, PAIR_INPUT]):
             raise ClientError(
                 f"{name} takes no texts: expected one input {TEXT_INPUT}, got {', '.join(inputs)}; "
                 f"ask the ensemble it belongs to."
@@ -93,33 +97,46 @@ class Server:
             name=name,
             version=max(metadata["versions"], key=int),
             outputs=tuple(tensor["name"] for tensor in metadata["outputs"]),
+            takes_pairs=PAIR_INPUT in inputs,
             max_batch_size=int(config.get("max_batch_size", 0)) or 1,
         )
 
-    def infer(self, model: Model, texts: list[bytes], *, binary: bool = True) -> dict[str, npt.NDArray[Any]]:
+    def infer(
+        self, model: Model, texts: list[bytes], *, pairs: list[bytes] | None = None, binary: bool = True
+    ) -> dict[str, npt.NDArray[Any]]:
         """Return output name → answers, one row a text, asking in batches as large as the model takes.
 
         Args:
             model: Whom to ask.
             texts: UTF-8.
+            pairs: The second text of each, where the model takes pairs.
             binary: Over HTTP, whether tensors travel as bytes behind the JSON or inside it.
+
+        Returns:
+            Where one text has more answers than another, the shorter rows are filled up with empty texts, scores of
+            0 and places of -1, as the server does within a batch.
 
         Raises:
             ClientError: The server refuses a text or does not answer.
         """
+        _check_pairs(model, texts, pairs)
+        columns = {TEXT_INPUT: texts} | ({PAIR_INPUT: pairs} if pairs else {})
         answers: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in model.outputs}
         for start in range(0, len(texts), model.max_batch_size):
-            batch = np.array(texts[start : start + model.max_batch_size], dtype=np.object_).reshape(-1, 1)
+            batch = {name: values[start : start + model.max_batch_size] for name, values in columns.items()}
             result = self._infer_batch(model, batch, {} if self.protocol == "grpc" else {"binary_data": binary})
             for name in model.outputs:
                 answers[name].append(result.as_numpy(name))
-        return {name: np.concatenate(arrays) for name, arrays in answers.items()}
+        return {name: _join(arrays) for name, arrays in answers.items()}
 
-    def _infer_batch(self, model: Model, batch: npt.NDArray[np.object_], encoding: dict[str, bool]) -> Any:
-        tensor = self._library.InferInput(TEXT_INPUT, list(batch.shape), "BYTES")
-        tensor.set_data_from_numpy(batch, **encoding)
+    def _infer_batch(self, model: Model, batch: dict[str, list[bytes]], encoding: dict[str, bool]) -> Any:
+        tensors = []
+        for name, values in batch.items():
+            tensor = self._library.InferInput(name, [len(values), 1], "BYTES")
+            tensor.set_data_from_numpy(np.array(values, dtype=np.object_).reshape(-1, 1), **encoding)
+            tensors.append(tensor)
         outputs = [self._library.InferRequestedOutput(name, **encoding) for name in model.outputs]
-        return self._call("infer", model.name, [tensor], model_version=model.version, outputs=outputs)
+        return self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
 
     def _find_ensemble(self) -> str:
         statistics = self._call("get_inference_statistics")["model_stats"]
@@ -173,24 +190,52 @@ class Server:
         )
 
 
+def _check_pairs(model: Model, texts: list[bytes], pairs: list[bytes] | None) -> None:
+    if model.takes_pairs and len(pairs or ()) != len(texts):
+        raise ClientError(
+            f"{model.name} takes pairs: expected a second text for each of {len(texts)}, got {len(pairs or ())}; "
+            f"pass as many --pair as --text."
+        )
+    if pairs and not model.takes_pairs:
+        raise ClientError(f"{model.name} takes single texts: expected none for {PAIR_INPUT}, got {len(pairs)}.")
+
+
+def _join(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return the rows of all batches, each filled up to the most answers that one has."""
+    shape = np.array([array.shape[1:] for array in arrays]).max(axis=0)
+    filling: Any = {"O": b"", "f": 0.0}.get(arrays[0].dtype.kind, -1)
+    padded = [
+        np.pad(
+            array,
+            [(0, 0), *((0, most - got) for most, got in zip(shape, array.shape[1:], strict=True))],
+            constant_values=filling,
+        )
+        for array in arrays
+    ]
+    return np.concatenate(padded)
+
+
 def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
     try:
         texts = _collect_texts(arguments)
+        # One second text goes with every first one, such as one context with many questions.
+        pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
         server = Server(arguments.url or DEFAULT_URLS[arguments.protocol], arguments.protocol, arguments.timeout)
         model = server.find_model(arguments.model)
         start = time.perf_counter()
-        answers = server.infer(model, texts)
+        answers = server.infer(model, texts, pairs=pairs)
         seconds = time.perf_counter() - start
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         return 130
-    shown = [text.decode("utf-8", errors="replace") for text in texts]
+    shown = [_decode(text) for text in texts]
+    shown_pairs = [_decode(text) for text in pairs]
     if arguments.json:
-        print(json.dumps(_to_json(model, shown, answers), ensure_ascii=False))  # noqa: T201
+        print(json.dumps(_to_json(model, shown, shown_pairs, answers), ensure_ascii=False))  # noqa: T201
     else:
         head = f"{model.name}, version {model.version}, at {server.url} over {server.protocol}"
         print(f"{head}: {len(texts)} texts in {seconds * 1000:.1f} ms\n")  # noqa: T201
@@ -199,8 +244,7 @@ def main() -> int:
 
 
 def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
-    # What is no UTF-8 on the command line goes out as the bytes it came in, and the server says what it thinks of it.
-    texts = [text.encode("utf-8", errors="surrogateescape") for text in arguments.text]
+    texts = [_encode(text) for text in arguments.text]
     if arguments.file:
         try:
             content = sys.stdin.buffer.read() if arguments.file == "-" else Path(arguments.file).read_bytes()
@@ -214,26 +258,69 @@ def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
     return texts
 
 
-def _to_json(model: Model, texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+def _encode(text: str) -> bytes:
+    # What is no UTF-8 on the command line goes out as the bytes it came in, and the server says what it thinks of it.
+    return text.encode("utf-8", errors="surrogateescape")
+
+
+def _decode(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
+
+
+def _to_json(model: Model, texts: list[str], pairs: list[str], answers: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
     rows = [
-        {"text": text} | {name: _to_plain(array[index]) for name, array in answers.items()}
+        {"text": text}
+        | ({"pair": pairs[index]} if pairs else {})
+        | {name: _to_plain(array[index]) for name, array in answers.items()}
         for index, text in enumerate(texts)
     ]
     return {"model": model.name, "version": model.version, "results": rows}
 
 
 def _to_plain(values: npt.NDArray[Any]) -> list[Any]:
-    return [value.decode("utf-8") if isinstance(value, bytes) else value for value in values.tolist()]
+    return [_to_plain(value) if isinstance(value, np.ndarray) else _to_value(value) for value in values]
+
+
+def _to_value(value: Any) -> Any:
+    return _decode(value) if isinstance(value, bytes) else value.item()
 
 
 def _to_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
     if list(answers) == ["EMBEDDING"]:
         return _to_similarity_table(texts, answers["EMBEDDING"])
-    rows = [f"{'':>4}  {'  '.join(answers)}  text"]
+    return _to_answer_table(texts, answers)
+
+
+def _to_answer_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
+    """Return one line an answer: the text, then what was found in it, best first or in the order of the text."""
+    headings: list[str] = [
+        name for name in ("SCORE", "REWARD", "START", "END", "LABEL", "ANSWER", "TOKEN") if name in answers
+    ]
+    rows = ["".join(f"{name:>9}" if name not in _WORDS else f"  {name:<24}" for name in headings).rstrip()]
     for index, text in enumerate(texts):
-        values = "  ".join(" ".join(map(str, _to_plain(array[index]))) for array in answers.values())
-        rows.append(f"{index + 1:>4}  {values}  {_shorten(text)}")
+        rows.append(f"\n{index + 1:>4}  {_shorten(text)}")
+        columns = [answers[name][index].reshape(-1) for name in headings]
+        found = [line for line in zip(*columns, strict=True) if not _is_absent(headings, line)]
+        rows += ["".join(_format(name, value) for name, value in zip(headings, line, strict=True)) for line in found]
+        if not found:
+            rows.append("           nothing found")
     return rows
+
+
+_NUMBERS = ("SCORE", "REWARD")
+_WORDS = ("LABEL", "ANSWER", "TOKEN")
+
+
+def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:
+    """Tell whether an answer only fills up a row that has fewer than another."""
+    values = dict(zip(headings, line, strict=True))
+    return values.get("START") == -1 or ("TOKEN" in values and values["TOKEN"] == b"" and values["SCORE"] == 0)
+
+
+def _format(name: str, value: Any) -> str:
+    if name in _WORDS:
+        return f"  {_shorten(_decode(value)):<24}".rstrip()
+    return f"{value:9.4f}" if name in _NUMBERS else f"{value:>9}"
 
 
 def _to_similarity_table(texts: list[str], embeddings: npt.NDArray[np.float32]) -> list[str]:
@@ -271,6 +358,14 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--protocol", choices=tuple(DEFAULT_URLS), default="http", help="default: %(default)s")
     parser.add_argument("--model", help="model to ask (default: the one ensemble there is)")
     parser.add_argument("--text", nargs="+", action="extend", default=[], metavar="T", help="one or more texts")
+    parser.add_argument(
+        "--pair",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="T",
+        help="the second text of each, such as the context of a question; one alone goes with every text",
+    )
     parser.add_argument("--file", help="file with one text a line; - reads standard input")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")

@@ -26,12 +26,22 @@ exit codes: 0 equal, 1 different or no answer, 2 wrong usage
 
 @dataclass(frozen=True, kw_only=True)
 class ParityResult:
-    """The worst errors over one transport, on vectors of length 1."""
+    """The worst errors over one transport; those of vectors at length 1.
+
+    Attributes:
+        transport: How the answers came.
+        texts: How many there were.
+        max_abs_error: Of the values.
+        min_cosine: Of vectors; None for other answers.
+        different: Texts whose labels, answers or places are others than the recorded ones.
+        passed: Whether all of this is within the recorded tolerances.
+    """
 
     transport: str
     texts: int
     max_abs_error: float
-    min_cosine: float
+    min_cosine: float | None
+    different: int
     passed: bool
 
 
@@ -64,41 +74,86 @@ def check_parity(golden: dict[str, Any], model_name: str, http_url: str, grpc_ur
     Raises:
         ClientError: The server refuses or does not answer.
     """
-    texts = [sample["text"].encode("utf-8") for sample in golden["samples"]]
-    expected = np.array([sample["expected"] for sample in golden["samples"]], dtype=np.float64)
+    samples = golden["samples"]
+    texts = [sample["text"].encode("utf-8") for sample in samples]
+    pairs = [sample["pair"].encode("utf-8") for sample in samples if "pair" in sample]
     http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
     results = []
     for transport, server, binary in (("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)):
         model = server.find_model(model_name)
-        together = server.infer(model, texts, binary=binary)[golden["output"]]
-        alone = np.concatenate([server.infer(model, [text], binary=binary)[golden["output"]] for text in texts])
-        got = np.concatenate([together, alone]).astype(np.float64)
-        results.append(_compare(transport, np.concatenate([expected, expected]), got, golden["tolerances"]))
+        together = server.infer(model, texts, pairs=pairs, binary=binary)
+        rows = [{name: array[index] for name, array in together.items()} for index in range(len(texts))]
+        for index, text in enumerate(texts):
+            alone = server.infer(model, [text], pairs=pairs[index : index + 1], binary=binary)
+            rows.append({name: array[0] for name, array in alone.items()})
+        results.append(_compare(transport, [*samples, *samples], rows, golden))
     return results
 
 
 def _compare(
-    transport: str, expected: npt.NDArray[np.float64], got: npt.NDArray[np.float64], bounds: dict[str, float]
+    transport: str, samples: list[dict[str, Any]], rows: list[dict[str, npt.NDArray[Any]]], golden: dict[str, Any]
 ) -> ParityResult:
-    want = expected / np.linalg.norm(expected, axis=1, keepdims=True)
-    have = got / np.linalg.norm(got, axis=1, keepdims=True)
-    error, cosine = float(np.abs(want - have).max()), float((want * have).sum(axis=1).min())
+    bounds = golden["tolerances"]
+    # Vectors have a direction; scores are compared as they are.
+    is_vector = "min_cosine" in bounds
+    errors, cosines, different = [], [], 0
+    for sample, row in zip(samples, rows, strict=True):
+        want = np.array(sample["expected"], dtype=np.float64)
+        have, is_filled_well = _split(row[golden["output"]], len(want), (0.0,))
+        if is_vector:
+            want, have = want / np.linalg.norm(want), have / np.linalg.norm(have)
+            cosines.append(float((want * have).sum()))
+        errors.append(np.abs(want - have).max() if have.shape == want.shape else np.inf)
+        different += not (is_filled_well and _are_same(sample.get("others", {}), row, want, bounds["max_abs_error"]))
+    # np.max keeps a NaN, and the comparisons are written so that it fails.
+    error, cosine = float(np.max(errors)), float(np.min(cosines)) if is_vector else None
     return ParityResult(
         transport=transport,
-        texts=len(got),
+        texts=len(rows),
         max_abs_error=error,
         min_cosine=cosine,
-        # Written so that NaN fails.
-        passed=error <= bounds["max_abs_error"] and cosine >= bounds["min_cosine"],
+        different=different,
+        passed=error <= bounds["max_abs_error"]
+        and (cosine is None or cosine >= bounds["min_cosine"])
+        and not different,
+    )
+
+
+def _split(values: npt.NDArray[Any], count: int, filling: tuple[Any, ...]) -> tuple[npt.NDArray[Any], bool]:
+    """Return the first `count` values, and whether the others are the filling of a row with fewer answers."""
+    flat = values.reshape(-1)
+    return flat[:count], all(value in filling for value in flat[count:].tolist())
+
+
+def _are_same(
+    expected: dict[str, list[Any]], row: dict[str, npt.NDArray[Any]], scores: npt.NDArray[Any], tolerance: float
+) -> bool:
+    """Tell whether labels and places are the recorded ones; answers of equal score may stand in either order."""
+    names = list(expected)
+    columns = []
+    for name in names:
+        # JSON brings text, the binary encodings bring bytes.
+        filling: tuple[Any, ...] = (-1,) if row[name].dtype.kind == "i" else (b"", "")
+        values, is_filled_well = _split(row[name], len(expected[name]), filling)
+        columns.append([value.decode("utf-8") if isinstance(value, bytes) else value for value in values.tolist()])
+        if not is_filled_well or len(columns[-1]) != len(expected[name]):
+            return False
+    have = list(zip(*columns, strict=True))
+    want = list(zip(*(expected[name] for name in names), strict=True))
+    return all(
+        any(have[index] == want[other] for other in np.flatnonzero(np.abs(scores - scores[index]) <= 2 * tolerance))
+        for index in range(len(have))
     )
 
 
 def _to_table(results: list[ParityResult]) -> list[str]:
-    rows = [f"{'transport':<12}{'texts':>6}{'max abs error':>15}{'min cosine':>12}"]
+    rows = [f"{'transport':<12}{'texts':>6}{'max abs error':>15}{'min cosine':>12}{'different':>11}"]
     for result in results:
         verdict = "ok" if result.passed else "FAILED"
+        cosine = "-" if result.min_cosine is None else f"{result.min_cosine:.7f}"
         rows.append(
-            f"{result.transport:<12}{result.texts:>6}{result.max_abs_error:>15.1e}{result.min_cosine:>12.7f}  {verdict}"
+            f"{result.transport:<12}{result.texts:>6}{result.max_abs_error:>15.1e}{cosine:>12}"
+            f"{result.different:>11}  {verdict}"
         )
     return rows
 

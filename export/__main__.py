@@ -16,13 +16,12 @@ from rich.table import Table
 from export import consolidate, inspect_checkpoint
 from export.errors import ExportError, list_some
 from export.progress import Progress
-from export.request import TASKS, AddedToken, ExportRequest
+from export.request import AGGREGATIONS, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
+from export.settings import build_request, read_settings
 
 if TYPE_CHECKING:
     from export.pipeline import ExportResult
     from export.verify import VerificationReport
-
-_CHECKOUT = Path(__file__).resolve().parent.parent
 
 _EXAMPLES = """
 examples:
@@ -69,22 +68,22 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="what the trainer or save_pretrained left")
     run.add_argument("--name", required=True, help="name that clients will use")
-    run.add_argument("--task", choices=TASKS, default=TASKS[0], help="what it is served as (default: %(default)s)")
+    run.add_argument("--task", choices=TASKS, help="what it is served as (default: what it was trained for)")
     run.add_argument(
         "--repository",
         type=Path,
-        default=_CHECKOUT / "model_repository",
         metavar="DIR",
         help="Triton model repository (default: model_repository of this checkout)",
     )
+    run.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
     run.add_argument(
-        "--add-special-token",
-        type=_parse_added_token,
+        "--adapter",
+        type=Path,
         nargs="+",
         action="extend",
         default=[],
-        metavar="TOKEN=DESCRIPTION",
-        help="special tokens to add, each starting as the mean of its description's embeddings",
+        metavar="DIR",
+        help="LoRA adapters to merge, each the folder that peft saved, one after another",
     )
     run.add_argument("--tag", help="which checkpoint of several in the folder (default: the trainer's own latest)")
     run.add_argument(
@@ -94,6 +93,14 @@ def _build_parser() -> argparse.ArgumentParser:
         help="folder with config.json and tokenizer, where the checkpoint's own has none",
     )
     run.add_argument("--allow-non-finite", action="store_true", help="let NaN and infinite weights through")
+    run.add_argument(
+        "--lora-scaling",
+        type=float,
+        metavar="S",
+        help="lora_scaling of DeepSpeed-Chat, to merge its LoRA",
+    )
+    _add_vocabulary_options(run.add_argument_group("options of the vocabulary"))
+    _add_task_options(run.add_argument_group("options of some tasks"))
     run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     run.set_defaults(command=_run)
     inspect_checkpoint.add_parser(verbs)
@@ -101,11 +108,48 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_task_options(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--top-k", type=_parse_count, metavar="N", help="answers a text gets at most")
+    group.add_argument("--aggregation", choices=AGGREGATIONS, help="how tokens become entities (default: simple)")
+    group.add_argument("--pooling", choices=POOLINGS, help="how token vectors become one (default: as recorded)")
+    group.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, help="scale vectors to length 1 (default: as recorded)"
+    )
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _add_vocabulary_options(group: "argparse._ArgumentGroup") -> None:
+    for name, kind in (("--add-special-token", "kept in their case and never split"), ("--add-token", "ordinary")):
+        group.add_argument(
+            name,
+            type=_parse_added_token,
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="TOKEN=INITIALIZER",
+            help=f"tokens to add, {kind}; each starts as zeros, mean, random, copy:TOKEN or the mean of a description",
+        )
+    group.add_argument("--pad-vocab-to-multiple-of", type=_parse_count, metavar="N", help="pad the number of rows")
+    group.add_argument("--unused-rows", choices=UNUSED_ROWS, help="rows beyond the tokenizer (default: keep)")
+    group.add_argument("--seed", type=int, help="of random rows (default: 0)")
+    group.add_argument(
+        "--allow-other-tokenizer",
+        action="store_true",
+        default=None,
+        help="take a tokenizer whose special ids or vocabulary are others than config.json says",
+    )
+
+
 def _parse_added_token(text: str) -> AddedToken:
-    token, separator, description = text.partition("=")
-    if not separator or not token.strip() or not description.strip():
-        raise argparse.ArgumentTypeError(f"expected TOKEN=DESCRIPTION, got {text!r}")
-    return AddedToken(token=token, description=description)
+    token, separator, initializer = text.partition("=")
+    if not separator or not token.strip() or not initializer.strip():
+        raise argparse.ArgumentTypeError(f"expected TOKEN=INITIALIZER, got {text!r}")
+    return AddedToken(token=token, initializer=initializer)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -113,45 +157,51 @@ def _run(arguments: argparse.Namespace) -> int:
     from export.pipeline import STEPS, run_export
 
     console = Console(stderr=True)
-    request = ExportRequest(
-        checkpoint=arguments.checkpoint,
-        tag=arguments.tag,
-        base=arguments.base,
-        allow_non_finite=arguments.allow_non_finite,
-        name=arguments.name,
-        task=arguments.task,
-        repository=arguments.repository,
-        added_tokens=tuple(arguments.add_special_token),
-    )
+    request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
     result = run_export(request, Progress(console, STEPS), lambda report: _print_report(report, console))
     if arguments.json:
         print(json.dumps(_to_json(result), indent=2))  # noqa: T201
     else:
-        _print_summary(result, arguments.repository, Console(highlight=False, soft_wrap=True))
+        _print_summary(result, request.repository, Console(highlight=False, soft_wrap=True))
     return 0
 
 
 def _print_report(report: "VerificationReport", console: Console) -> None:
+    from export.comparison import describe_errors
+
     table = Table(title=f"ONNX Runtime {report.versions['onnxruntime']} against torch {report.versions['torch']}, fp32")
-    table.add_column("case")
-    for heading in ("rows", "tokens", "max abs error", "min cosine"):
+    # What was tried is never broken over lines.
+    table.add_column("case", no_wrap=True)
+    short = {"max_relative_length_error": "length error", "min_label_agreement": "labels agree"}
+    for heading in ("rows", "tokens", *(short.get(key, key.replace("_", " ")) for key in report.tolerances)):
         table.add_column(heading, justify="right")
     table.add_column("")
     for case in report.cases:
         verdict = "ok" if case.passed else "[bold red]FAILED[/]"
-        figures = (str(case.rows), str(case.seq_len), f"{case.max_abs_error:.1e}", f"{case.min_cosine:.8f}")
+        figures = [
+            f"{case.errors[key]:.8f}" if key.startswith("min_") else f"{case.errors[key]:.1e}"
+            for key in report.tolerances
+        ]
         # A case may bear a token in brackets, which is no style.
-        table.add_row(case.name.replace("[", r"\["), *figures, verdict)
-    bounds = report.to_json()["tolerances"]
-    table.caption = f"bounds: {bounds['max_abs_error']:.0e} on vectors of length 1, cosine {bounds['min_cosine']}"
+        table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
+    table.caption = f"bounds: {describe_errors(report.tolerances, bounds=True)}"
     console.print(table)
 
 
 def _print_summary(result: "ExportResult", repository: Path, console: Console) -> None:
+    from export.comparison import describe_errors
+
     source, publication, worst = result.source, result.publication, result.report.worst
-    vocabulary = f"{source.rows_after} rows"
-    if source.tokens_added:
-        vocabulary += f" ({source.rows_before} before; added {', '.join(source.tokens_added)})"
+    rows = source.rows
+    vocabulary = f"{rows.after} rows"
+    if rows.added:
+        vocabulary += f" ({rows.before} before; added {', '.join(rows.added)})"
+    elif rows.after != rows.before:
+        vocabulary += f" ({rows.before} before)"
+    if rows.unused:
+        vocabulary += f", {rows.unused} beyond the tokenizer"
+    if rows.recorded != rows.before:
+        vocabulary += f"; config.json said {rows.recorded}"
     written = {
         "created": f"version {publication.version}, new",
         "switched": f"version {publication.version}, which was there already and is served again",
@@ -160,16 +210,17 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
     lines = {
         "checkpoint": f"{source.checkpoint.format_name}, {source.parameters / 1e6:.1f} M parameters",
         "vocabulary": vocabulary,
-        "pooling": str(source.pooling),
+        "served as": f"{source.task.name}: {source.task.description}",
         "text": f"up to {source.signature.max_length} tokens, longer is truncated",
         "model": f"{result.model_bytes / 1e6:.1f} MB ONNX, fp32, for Triton {result.report.target}",
-        "equal to": f"the checkpoint within {worst.max_abs_error:.1e}, cosine >= {worst.min_cosine:.7f}, "
-        f"in {len(result.report.cases)} cases",
+        "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",
         "published": f"{publication.ensemble} in {repository}, {written}",
         "report": str(publication.report_file),
     }
-    if source.left_out:
-        lines["left out"] = list_some(source.left_out)
+    if source.adapters:
+        lines["adapters"] = ", ".join(str(folder) for folder in source.adapters)
+    if source.task.left_out:
+        lines["left out"] = list_some(source.task.left_out)
     console.print()
     for label, text in lines.items():
         console.print(f"{label:>10}  {text}", markup=False)
@@ -182,13 +233,24 @@ def _to_json(result: "ExportResult") -> dict[str, Any]:
         "checkpoint": source.checkpoint.format_name,
         "parameters": source.parameters,
         "vocabulary": {
-            "rows_before": source.rows_before,
-            "rows_after": source.rows_after,
-            "tokens_added": source.tokens_added,
+            "rows_before": source.rows.before,
+            "rows_after": source.rows.after,
+            "rows_unused": source.rows.unused,
+            "rows_in_config": source.rows.recorded,
+            "tokens": source.rows.tokens,
+            "tokens_added": source.rows.added,
+            "tables": source.rows.tables,
+            "sha256": source.rows.sha256,
         },
-        "pooling": asdict(source.pooling),
+        "task": source.task.name,
+        "served_as": source.task.description,
+        "contract": {
+            "inputs": source.signature.contract.texts,
+            "outputs": [tensor.name for tensor in source.signature.contract.answers],
+        },
+        "adapters": [str(folder) for folder in source.adapters],
         "max_length": source.signature.max_length,
-        "left_out": source.left_out,
+        "left_out": source.task.left_out,
         "model_bytes": result.model_bytes,
         "report": result.report.to_json(),
         "publication": asdict(publication) | {"report_file": str(publication.report_file)},

@@ -1,7 +1,9 @@
 """Every reason for which the export refuses to go on.
 
 ExportError                 exit code 1, one line on stderr
+├── SettingsError           the file of options says something that means nothing
 ├── CheckpointError         the folder or a file in it cannot be read as a checkpoint
+├── AdapterError            a low-rank adapter is empty, of another kind, or of another model
 ├── VocabularyError         tokenizer and embedding rows do not belong together
 ├── ModelError              the weights do not fit the architecture, or the task is not supported
 ├── GraphError              the ONNX file is not what was asked for
@@ -35,8 +37,16 @@ class ExportError(Exception):
         super().__init__(" ".join(sentence.split()) + ".")
 
 
+class SettingsError(ExportError):
+    """The file of options says something that means nothing."""
+
+
 class CheckpointError(ExportError):
     """The folder or a file in it cannot be read as a checkpoint."""
+
+
+class AdapterError(ExportError):
+    """A low-rank adapter is empty, of another kind, or of another model."""
 
 
 class VocabularyError(ExportError):

@@ -10,9 +10,10 @@ import torch
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.signature import ModelSignature, TensorSignature
+from export.signature import SEQ_LEN, STRING, ModelSignature, TensorSignature
 
 PREPROCESS_BACKEND = "python_preprocess"
+POSTPROCESS_BACKEND = "python_postprocess"
 MODEL_BACKEND = "onnxruntime"
 
 # Rows in one execution. 32 rows keep the ONNX Runtime busy on every CPU and GPU; a request may bring as many itself.
@@ -30,11 +31,7 @@ PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 MODEL_INSTANCES = 2
 INTRA_OP_THREADS = 1
 
-_TRITON_DTYPES = {torch.int64: pb.TYPE_INT64, torch.float32: pb.TYPE_FP32}
-
-# Contract names, in clients' eyes; inside the ensemble the graph's own names are used.
-TEXT_INPUT = "TEXT"
-EMBEDDING_OUTPUT = "EMBEDDING"
+_TRITON_DTYPES = {torch.int64: pb.TYPE_INT64, torch.float32: pb.TYPE_FP32, STRING: pb.TYPE_STRING}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +39,7 @@ class EnsembleNames:
     """The names under which one published model appears in the repository."""
 
     ensemble: str
+    has_postprocess: bool = False
 
     @property
     def preprocess(self) -> str:
@@ -54,9 +52,15 @@ class EnsembleNames:
         return f"{self.ensemble}_model"
 
     @property
+    def postprocess(self) -> str:
+        """The step that makes answers of the graph's outputs, where the task has one."""
+        return f"{self.ensemble}_postprocess"
+
+    @property
     def all(self) -> tuple[str, ...]:
         """Every name, steps first, the ensemble last."""
-        return (self.preprocess, self.model, self.ensemble)
+        postprocess = (self.postprocess,) if self.has_postprocess else ()
+        return (self.preprocess, self.model, *postprocess, self.ensemble)
 
 
 def build_configs(
@@ -71,11 +75,13 @@ def build_configs(
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
     """
     served = sorted(set(served))
-    return {
+    configs = {
         names.preprocess: _build_preprocess(names.preprocess, signature, served),
         names.model: _build_model(names.model, signature, served),
-        names.ensemble: _build_ensemble(names, signature, version),
     }
+    if signature.contract.has_postprocess:
+        configs[names.postprocess] = _build_postprocess(names.postprocess, signature, served)
+    return configs | {names.ensemble: _build_ensemble(names, signature, version)}
 
 
 def render_config(config: pb.ModelConfig) -> str:
@@ -99,11 +105,27 @@ def _build_preprocess(name: str, signature: ModelSignature, served: list[int]) -
         backend=PREPROCESS_BACKEND,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
-        input=[pb.ModelInput(name=TEXT_INPUT, data_type=pb.TYPE_STRING, dims=[1])],
-        output=[_output(tensor) for tensor in signature.inputs],
+        input=_text_inputs(signature),
+        output=[_output(tensor) for tensor in signature.inputs + signature.contract.carried],
         # tokenizers spreads one batch over all cores by itself.
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(PREPROCESS_QUEUE_DELAY_MICROSECONDS),
+    )
+
+
+def _build_postprocess(name: str, signature: ModelSignature, served: list[int]) -> pb.ModelConfig:
+    return pb.ModelConfig(
+        name=name,
+        backend=POSTPROCESS_BACKEND,
+        max_batch_size=MAX_BATCH_SIZE,
+        version_policy=_serve(served),
+        input=[
+            *[_input(tensor) for tensor in signature.outputs + signature.contract.carried],
+            *_text_inputs(signature),
+        ],
+        output=[_output(tensor) for tensor in signature.contract.answers],
+        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
+        dynamic_batching=_batching(0),
     )
 
 
@@ -114,7 +136,7 @@ def _build_model(name: str, signature: ModelSignature, served: list[int]) -> pb.
         max_batch_size=MAX_BATCH_SIZE,
         default_model_filename="model.onnx",
         version_policy=_serve(served),
-        input=[pb.ModelInput(name=t.name, data_type=_TRITON_DTYPES[t.dtype], dims=_dims(t)) for t in signature.inputs],
+        input=[_input(tensor) for tensor in signature.inputs],
         output=[_output(tensor) for tensor in signature.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_AUTO, count=MODEL_INSTANCES)],
         dynamic_batching=_batching(0),
@@ -125,27 +147,35 @@ def _build_model(name: str, signature: ModelSignature, served: list[int]) -> pb.
 
 
 def _build_ensemble(names: EnsembleNames, signature: ModelSignature, version: int) -> pb.ModelConfig:
-    output = signature.outputs[0]
-    preprocess = pb.ModelEnsembling.Step(
-        model_name=names.preprocess,
-        model_version=version,
-        input_map={TEXT_INPUT: TEXT_INPUT},
-        output_map={tensor.name: tensor.name for tensor in signature.inputs},
-    )
-    model = pb.ModelEnsembling.Step(
-        model_name=names.model,
-        model_version=version,
-        input_map={tensor.name: tensor.name for tensor in signature.inputs},
-        output_map={output.name: EMBEDDING_OUTPUT},
-    )
+    contract = signature.contract
+    texts = {name: name for name in contract.texts}
+    answers = {tensor.name: tensor.name for tensor in contract.answers}
+    ids = {tensor.name: tensor.name for tensor in signature.inputs}
+    carried = {tensor.name: tensor.name for tensor in contract.carried}
+    # Without a postprocess step the graph's outputs are the answers, under the names that clients use.
+    inner = [tensor.name for tensor in (signature.outputs if contract.has_postprocess else contract.answers)]
+    outputs = {tensor.name: name for tensor, name in zip(signature.outputs, inner, strict=True)}
+    steps = [
+        pb.ModelEnsembling.Step(
+            model_name=names.preprocess, model_version=version, input_map=texts, output_map=ids | carried
+        ),
+        pb.ModelEnsembling.Step(model_name=names.model, model_version=version, input_map=ids, output_map=outputs),
+    ]
+    if contract.has_postprocess:
+        inputs = outputs | carried | texts
+        steps.append(
+            pb.ModelEnsembling.Step(
+                model_name=names.postprocess, model_version=version, input_map=inputs, output_map=answers
+            )
+        )
     return pb.ModelConfig(
         name=names.ensemble,
         platform="ensemble",
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve([version]),
-        input=[pb.ModelInput(name=TEXT_INPUT, data_type=pb.TYPE_STRING, dims=[1])],
-        output=[pb.ModelOutput(name=EMBEDDING_OUTPUT, data_type=_TRITON_DTYPES[output.dtype], dims=_dims(output))],
-        ensemble_scheduling=pb.ModelEnsembling(step=[preprocess, model]),
+        input=_text_inputs(signature),
+        output=[_output(tensor) for tensor in contract.answers],
+        ensemble_scheduling=pb.ModelEnsembling(step=steps),
     )
 
 
@@ -165,10 +195,22 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
 def _warmup(label: str, seq_len: int, signature: ModelSignature) -> pb.ModelWarmup:
     # Zeros, not random values: a random id lies outside the vocabulary.
     inputs = {
-        tensor.name: pb.ModelWarmup.Input(data_type=_TRITON_DTYPES[tensor.dtype], dims=[seq_len], zero_data=True)
+        tensor.name: pb.ModelWarmup.Input(
+            data_type=_TRITON_DTYPES[tensor.dtype],
+            dims=[seq_len if dim == SEQ_LEN else 1 for dim in tensor.dims[1:]],
+            zero_data=True,
+        )
         for tensor in signature.inputs
     }
     return pb.ModelWarmup(name=f"{label}, {seq_len} tokens", batch_size=1, inputs=inputs)
+
+
+def _text_inputs(signature: ModelSignature) -> list[pb.ModelInput]:
+    return [pb.ModelInput(name=name, data_type=pb.TYPE_STRING, dims=[1]) for name in signature.contract.texts]
+
+
+def _input(tensor: TensorSignature) -> pb.ModelInput:
+    return pb.ModelInput(name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor))
 
 
 def _output(tensor: TensorSignature) -> pb.ModelOutput:

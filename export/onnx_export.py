@@ -10,7 +10,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
 from export.errors import GraphError
-from export.signature import BATCH, ModelSignature, TensorSignature
+from export.signature import BATCH, WINDOWS, ModelSignature, TensorSignature
 from export.targets import Target
 
 # Every target from Triton 24.03 on loads opset 18, and it is the lowest that the exporter writes natively.
@@ -19,6 +19,7 @@ OPSET = 18
 # Sizes of the example that is traced: distinct, and none of them 1, for a size of 1 may be taken for a constant.
 _EXAMPLE_BATCH = 2
 _EXAMPLE_SEQ_LEN = 7
+_EXAMPLE_WINDOWS = 3
 
 
 def export_onnx(module: nn.Module, signature: ModelSignature, path: Path, target: Target) -> None:
@@ -67,10 +68,9 @@ def _trace(module: nn.Module, signature: ModelSignature) -> torch.onnx.ONNXProgr
 
 
 def _example(tensor: TensorSignature) -> Tensor:
-    sizes = [
-        _EXAMPLE_BATCH if dim == BATCH else _EXAMPLE_SEQ_LEN if isinstance(dim, str) else dim for dim in tensor.dims
-    ]
-    return torch.ones(sizes, dtype=tensor.dtype)
+    symbols = {BATCH: _EXAMPLE_BATCH, WINDOWS: _EXAMPLE_WINDOWS}
+    sizes = [symbols.get(dim, _EXAMPLE_SEQ_LEN) if isinstance(dim, str) else dim for dim in tensor.dims]
+    return torch.ones(sizes, dtype=tensor.torch_dtype)
 
 
 def check_graph(path: Path, signature: ModelSignature, target: Target) -> None:
@@ -101,7 +101,7 @@ def check_graph(path: Path, signature: ModelSignature, target: Target) -> None:
 def _check_tensors(
     file_name: str, what: str, expected: tuple[TensorSignature, ...], got: "list[onnx.ValueInfoProto]"
 ) -> None:
-    wanted = [f"{t.name} {_dtype_name(t.dtype)} {list(t.dims)}" for t in expected]
+    wanted = [f"{t.name} {_dtype_name(t.torch_dtype)} {list(t.dims)}" for t in expected]
     found = []
     for value in got:
         tensor_type = value.type.tensor_type

@@ -1,5 +1,6 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +9,11 @@ from pathlib import Path
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export import vocabulary
+from export.artefacts import Artefacts
 from export.checkpoints import StateDict, StoredCheckpoint, open_checkpoint
+from export.comparison import describe_errors
 from export.errors import VerificationError
+from export.lora import merge_adapters
 from export.model_config import EnsembleNames
 from export.onnx_export import export_onnx
 from export.progress import Progress
@@ -17,10 +21,11 @@ from export.repository import Publication, check_contract, check_name, publish
 from export.request import ExportRequest
 from export.signature import ModelSignature
 from export.targets import DEFAULT_TARGET
-from export.tasks import PoolingSettings, SentenceEmbedding, build_signature, read_pooling
-from export.torch_model import find_input_embedding, load_config, load_model
+from export.tasks import Task, TaskSource, build_task, find_task_name
+from export.torch_model import load_config
 from export.transforms import CastToFloat32
 from export.verify import VerificationReport, verify
+from export.vocabulary_rows import VocabularyRows, fit_vocabulary
 
 STEPS = 5
 
@@ -30,15 +35,20 @@ class Source:
     """The checkpoint as it is to be served: the truth that the ONNX file is compared with."""
 
     checkpoint: StoredCheckpoint
-    tokenizer: PreTrainedTokenizerBase
-    module: SentenceEmbedding
-    signature: ModelSignature
-    pooling: PoolingSettings
+    task: Task
     parameters: int
-    rows_before: int
-    rows_after: int
-    tokens_added: list[str]
-    left_out: list[str]
+    rows: VocabularyRows
+    adapters: tuple[Path, ...]
+
+    @property
+    def signature(self) -> ModelSignature:
+        """Of the model, and of the ensemble around it."""
+        return self.task.signature
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The checkpoint's own, with the added tokens."""
+        return self.task.tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +62,7 @@ class ExportResult:
 
 
 def load_source(request: ExportRequest, progress: Progress) -> Source:
-    """Read a checkpoint, bring tokenizer and embedding rows together, and build the module around the model.
+    """Read a checkpoint, bring tokenizer and embedding rows together, and build the task's module around the model.
 
     Raises:
         ExportError: With the one reason.
@@ -63,30 +73,29 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
         config = load_config(directory, checkpoint.config)
         tokenizer = vocabulary.load_tokenizer(directory)
         weights: StateDict = CastToFloat32(source=checkpoint)
-        table = find_input_embedding(config, weights.specs())
-        rows_before = weights.specs()[table].shape[0]
-        vocabulary.check_ids_have_rows(tokenizer, rows_before, table)
-        new_tokens = vocabulary.add_special_tokens(tokenizer, request.added_tokens)
-        weights = vocabulary.assign_new_rows(weights, table, tokenizer, new_tokens)
-        config.vocab_size = weights.specs()[table].shape[0]
-        pooling = read_pooling(directory)
+        weights = merge_adapters(weights, directory, request.adapters, request.lora_scaling)
+        if not request.vocabulary.allow_other_tokenizer:
+            vocabulary.check_special_ids(directory, tokenizer)
+        weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
+        task_name = request.task or find_task_name(directory, config, weights.specs())
         max_length = vocabulary.read_max_length(directory, tokenizer, config)
     parameters = sum(spec.numel for spec in weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
-        model, left_out = load_model(config, weights)
-        signature = build_signature(tokenizer, model, config, max_length)
-        module = SentenceEmbedding(model, pooling, tuple(tensor.name for tensor in signature.inputs))
+        source = TaskSource(
+            directory=directory,
+            config=config,
+            weights=weights,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            options=request.task_options,
+        )
+        task = build_task(task_name, source)
     return Source(
         checkpoint=checkpoint,
-        tokenizer=tokenizer,
-        module=module.eval(),
-        signature=signature,
-        pooling=pooling,
+        task=task,
         parameters=parameters,
-        rows_before=rows_before,
-        rows_after=config.vocab_size,
-        tokens_added=[item.token for item in new_tokens],
-        left_out=left_out,
+        rows=rows,
+        adapters=request.adapters,
     )
 
 
@@ -104,41 +113,48 @@ def run_export(
         ExportError: With the one reason.
     """
     check_name(request.name)
-    names = EnsembleNames(ensemble=request.name)
     source = load_source(request, progress)
-    check_contract(request.repository, names, source.signature)
+    task = source.task
+    names = EnsembleNames(ensemble=request.name, has_postprocess=task.signature.contract.has_postprocess)
+    check_contract(request.repository, names, task.signature)
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
-        model_file, tokenizer_file = Path(folder, "model", "model.onnx"), Path(folder, "tokenizer.json")
-        model_file.parent.mkdir()
         with progress.step("exporting to ONNX"):
-            max_length = source.signature.max_length
-            vocabulary.build_server_tokenizer(source.tokenizer, max_length).save(str(tokenizer_file))
-            export_onnx(source.module, source.signature, model_file, DEFAULT_TARGET)
+            files = write_files(task, Path(folder))
         with progress.step("verifying against the checkpoint") as tell:
             report = verify(
-                module=source.module,
-                signature=source.signature,
-                model_file=model_file,
-                tokenizer=source.tokenizer,
-                tokenizer_file=tokenizer_file,
-                added_tokens=[item.token for item in request.added_tokens],
+                task=task,
+                files=files,
+                added_tokens=[item.token for item in request.vocabulary.added_tokens],
                 target=DEFAULT_TARGET,
                 on_case=tell,
             )
         on_report(report)
         _require_passed(report)
-        model_files = sorted(model_file.parent.iterdir())
-        model_bytes = sum(path.stat().st_size for path in model_files)
+        model_bytes = sum(path.stat().st_size for path in files.model)
         with progress.step("publishing"):
             publication = publish(
-                repository=request.repository,
-                names=names,
-                signature=source.signature,
-                model_files=model_files,
-                tokenizer_file=tokenizer_file,
-                report=report,
+                repository=request.repository, names=names, signature=task.signature, files=files, report=report
             )
     return ExportResult(source=source, model_bytes=model_bytes, report=report, publication=publication)
+
+
+def write_files(task: Task, directory: Path) -> Artefacts:
+    """Write everything that a version of `task` is made of into `directory`, and return what lies where.
+
+    Raises:
+        GraphError: The module cannot be exported.
+    """
+    tokenizer_file, model_file = directory / "tokenizer.json", directory / "model" / "model.onnx"
+    model_file.parent.mkdir()
+    task.encoder.build_server_tokenizer().save(str(tokenizer_file))
+    export_onnx(task.module, task.signature, model_file, DEFAULT_TARGET)
+    postprocess_file = None
+    if task.settings is not None:
+        postprocess_file = directory / "postprocess.json"
+        postprocess_file.write_text(json.dumps(task.settings, ensure_ascii=False) + "\n", encoding="utf-8")
+    return Artefacts(
+        model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file, postprocess=postprocess_file
+    )
 
 
 def _require_passed(report: VerificationReport) -> None:
@@ -147,7 +163,7 @@ def _require_passed(report: VerificationReport) -> None:
         raise VerificationError(
             f"the ONNX model is not equal to the checkpoint in {len(failed)} of {len(report.cases)} cases, "
             f"worst in {report.worst.name!r}",
-            expected="a maximum absolute error <= 1e-05 and a cosine >= 0.999999",
-            got=f"{report.worst.max_abs_error:.2e} and {report.worst.min_cosine:.7f}",
+            expected=describe_errors(report.tolerances, bounds=True),
+            got=describe_errors(report.worst.errors),
             remedy="nothing was published; see every case in the table above",
         )

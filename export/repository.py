@@ -22,24 +22,18 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
+from export.artefacts import Artefacts
 from export.errors import RepositoryError
-from export.model_config import (
-    EMBEDDING_OUTPUT,
-    TEXT_INPUT,
-    EnsembleNames,
-    build_configs,
-    parse_config,
-    render_config,
-)
-from export.signature import ModelSignature
-from export.verify import VerificationReport, hash_file, tolerances
+from export.model_config import EnsembleNames, build_configs, parse_config, render_config
+from export.signature import TEXT, ModelSignature
+from export.verify import VerificationReport, hash_file
 
 REPORT_FILE = "verification.json"
 GOLDEN_FILE = "golden.json"
@@ -121,8 +115,7 @@ def publish(
     repository: Path,
     names: EnsembleNames,
     signature: ModelSignature,
-    model_files: list[Path],
-    tokenizer_file: Path,
+    files: Artefacts,
     report: VerificationReport,
 ) -> Publication:
     """Add a version to the repository, or find that the newest one has the same content.
@@ -131,27 +124,28 @@ def publish(
         repository: Is made if it is not there.
         names: Of the ensemble and its steps.
         signature: Of the ONNX file.
-        model_files: `model.onnx` and whatever belongs to it.
-        tokenizer_file: `tokenizer.json`.
+        files: What the export wrote.
         report: Of exactly these files.
 
     Raises:
         RepositoryError: The report does not vouch for these bytes, the name is taken, the disk is full, or another
             publication is at work.
     """
-    files = {names.preprocess: [tokenizer_file], names.model: model_files, names.ensemble: []}
-    _check_report(report, [tokenizer_file, *model_files])
+    _check_report(report, files.all)
+    homes = {names.preprocess: [files.tokenizer], names.model: list(files.model), names.ensemble: []}
+    if files.postprocess:
+        homes[names.postprocess] = [files.postprocess]
     with contextlib.ExitStack() as undo:
         _make_directory(repository, undo)
         with _lock(repository):
             check_contract(repository, names, signature)
             _remove_leftovers(repository, names)
             version = max(_list_versions(repository / names.ensemble), default=0)
-            created = not version or not _holds_files(repository, names, version, files, report)
+            created = not version or not _holds_files(repository, names, version, homes, report)
             try:
                 if created:
                     version += 1
-                    _add_version(_stage(repository, names, files, report, undo), version, undo)
+                    _add_version(_stage(repository, names, homes, report, undo), version, undo)
                 switched = _switch(repository, names, signature, version, undo)
             except OSError as exc:
                 raise RepositoryError(
@@ -173,7 +167,7 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
         raise RepositoryError(
             "a model that failed its verification is not published",
             expected="every case within the tolerances",
-            got=f"an error of {report.worst.max_abs_error:.2e} in {report.worst.name!r}",
+            got=f"an error of {report.worst.max_abs_error:.2g} in {report.worst.name!r}",
         )
     hashes = {path.name: hash_file(path) for path in files}
     if hashes != report.sha256:
@@ -221,10 +215,10 @@ def _stage(
 def _golden(report: VerificationReport) -> dict[str, object]:
     """Return texts and expected answers, in the names that clients use."""
     return {
-        "input": TEXT_INPUT,
-        "output": EMBEDDING_OUTPUT,
-        "tolerances": tolerances(),
-        "samples": [asdict(sample) for sample in report.golden],
+        "input": TEXT,
+        "output": report.golden_output,
+        "tolerances": dict(report.golden_tolerances),
+        "samples": [sample.to_json() for sample in report.golden],
     }
 
 

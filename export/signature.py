@@ -2,12 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 
-# The two symbolic dimensions of a text model. Every other dimension is a number.
+# The symbolic dimensions of a text model. Every other dimension is a number.
 BATCH = "batch"
 SEQ_LEN = "seq_len"
+# The pieces that a long text is cut into, each of them a sequence.
+WINDOWS = "windows"
+# How many answers one text has, such as entities; a dimension of the ensemble only.
+ANSWERS = "answers"
+
+# What a tensor holds that torch has no dtype for.
+STRING: Final = "string"
+
+# Contract names, in clients' eyes; inside the ensemble the graph's own names are used.
+TEXT = "TEXT"
+TEXT_PAIR = "TEXT_PAIR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,18 +28,41 @@ class TensorSignature:
 
     Attributes:
         name: Its name in the ONNX graph and in Triton.
-        dtype: Its dtype, the same in every step of the ensemble.
+        dtype: Its dtype, the same in every step of the ensemble; `STRING` for text.
         dims: All dimensions, the batch first; a string is symbolic.
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | Literal["string"]
     dims: tuple[str | int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype where it is a tensor of the graph, which holds no text."""
+        assert isinstance(self.dtype, torch.dtype), f"Bug: {self.name} is text, which no graph here takes"
+        return self.dtype
 
     @property
     def dynamic_axes(self) -> dict[int, str]:
         """Axis → symbol, as torch.onnx takes dynamic shapes."""
         return {axis: dim for axis, dim in enumerate(self.dims) if isinstance(dim, str)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What clients of the ensemble send and get, and what the steps pass on besides the graph's own tensors.
+
+    Attributes:
+        texts: Names of the inputs, each of shape [batch, 1].
+        answers: The outputs. Without a postprocess step they are the graph's outputs under other names.
+        carried: Made by the preprocess step for the postprocess step, past the graph.
+        has_postprocess: Whether a step makes the answers of the graph's outputs, the carried tensors and the texts.
+    """
+
+    texts: tuple[str, ...]
+    answers: tuple[TensorSignature, ...]
+    carried: tuple[TensorSignature, ...] = ()
+    has_postprocess: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +73,13 @@ class ModelSignature:
         inputs: In the order of the module's `forward`.
         outputs: In the order of the tuple that `forward` returns.
         max_length: The longest sequence, in tokens, special tokens included.
+        contract: Of the ensemble around the model.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
     max_length: int
+    contract: Contract
 
     def __iter__(self) -> Iterator[TensorSignature]:
         return iter(self.inputs + self.outputs)

@@ -1,11 +1,19 @@
 """From configuration and weights to the torch model, strictly: every weight is placed, or the load is refused."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from export.checkpoints import StateDict, TensorSpec
@@ -13,7 +21,19 @@ from export.errors import CheckpointError, ModelError, list_some
 
 # What a checkpoint may hold beyond the model that is exported: the heads of another task, the pooler of a model whose
 # embedding is not pooled by it, and buffers that older transformers releases saved and newer ones compute.
-_HEAD_NAMES = ("cls", "lm_head", "classifier", "score", "qa_outputs", "pooler", "vocab_projector", "vocab_transform")
+_HEAD_NAMES = (
+    "cls",
+    "lm_head",
+    "classifier",
+    "pre_classifier",
+    "score",
+    "qa_outputs",
+    "pooler",
+    "vocab_projector",
+    "vocab_transform",
+    "vocab_layer_norm",
+    "v_head",
+)
 _COMPUTED_BUFFERS = ("position_ids", "token_type_ids", "masked_bias", "attn.bias", "inv_freq")
 
 
@@ -56,7 +76,10 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     Raises:
         ModelError: The checkpoint has no such tensor, or several.
     """
-    model = build_on_meta(config)
+    # Broken trainers write a vocabulary of 0, of which no embedding can be built; here only its name matters.
+    probe = copy.deepcopy(config)
+    probe.vocab_size = max(config.vocab_size or 0, (getattr(config, "pad_token_id", None) or 0) + 1)
+    model = build_on_meta(probe)
     embedding = model.get_input_embeddings().weight
     local_name = next(name for name, parameter in model.named_parameters() if parameter is embedding)
     found = [name for name in specs if name == local_name or name.endswith("." + local_name)]
@@ -70,15 +93,44 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     return found[0]
 
 
-def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec], rows: int) -> list[str]:
+    """Return the checkpoint's names of the output embedding and its bias, each with one row a token.
+
+    Those of a language-model head, tied ones included where the checkpoint stores them a second time; none where
+    there is no such head.
+    """
+    names: set[str] = set()
+    for auto_class in (AutoModelForMaskedLM, AutoModelForCausalLM):
+        if type(config) not in auto_class._model_mapping:
+            continue
+        model = build_on_meta(config, auto_class)
+        head = model.get_output_embeddings()
+        if head is None:
+            continue
+        wanted = {id(parameter) for parameter in head.parameters(recurse=False)}
+        every = model.named_parameters(remove_duplicate=False)
+        inputs = model.get_input_embeddings()
+        names |= {name for name, parameter in every if id(parameter) in wanted}
+        table = next(f"{name}.weight" for name, module in model.named_modules() if module is inputs)
+        names.discard(table)
+    # BERT and its kin save the bias beside the decoder as well.
+    names |= {f"{name.rsplit('.', 2)[0]}.bias" for name in names if name.endswith(".decoder.bias")}
+    return sorted(name for name in names if name in specs and specs[name].shape[:1] == (rows,))
+
+
+def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
     """Return the architecture on the meta device: names and shapes, no memory.
+
+    Args:
+        config: Of the checkpoint.
+        auto_class: transformers' `AutoModel` or one of its kind with a head.
 
     Raises:
         ModelError: transformers cannot build it.
     """
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModel.from_config(config, attn_implementation="eager")
+            model: PreTrainedModel = auto_class.from_config(config, attn_implementation="eager")
     except (ValueError, TypeError, AttributeError) as exc:
         raise ModelError(
             "the architecture cannot be built",
@@ -89,7 +141,9 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
-def load_model(config: PretrainedConfig, weights: StateDict) -> tuple[PreTrainedModel, list[str]]:
+def load_model(
+    config: PretrainedConfig, weights: StateDict, auto_class: Any = AutoModel
+) -> tuple[PreTrainedModel, list[str]]:
     """Return the model with `weights` in it, ready to be traced, and the names of the tensors it has no place for.
 
     Eager attention, because its graph is correct for every architecture and every mask that was tried; `use_cache`
@@ -98,6 +152,7 @@ def load_model(config: PretrainedConfig, weights: StateDict) -> tuple[PreTrained
     Args:
         config: Of the checkpoint, already as large as the vocabulary.
         weights: In fp32.
+        auto_class: As `build_on_meta` takes it.
 
     Raises:
         ModelError: A weight is missing, has another shape, or belongs to no part of this architecture.
@@ -105,7 +160,7 @@ def load_model(config: PretrainedConfig, weights: StateDict) -> tuple[PreTrained
     config.use_cache = False
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    empty = build_on_meta(config)
+    empty = build_on_meta(config, auto_class)
     try:
         # Its annotation does not know output_loading_info, with which it returns a pair.
         loaded: Any = type(empty).from_pretrained(
@@ -125,21 +180,23 @@ def load_model(config: PretrainedConfig, weights: StateDict) -> tuple[PreTrained
         ) from exc
     model: PreTrainedModel = loaded[0]
     info: Mapping[str, Any] = loaded[1]
-    _check_loading_info(type(empty).__name__, info)
+    _check_loading_info(empty, info)
     left_out = sorted(info["unexpected_keys"])
     return model.eval().requires_grad_(False), left_out
 
 
-def _check_loading_info(architecture: str, info: Mapping[str, Any]) -> None:
+def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    architecture = type(model).__name__
+    # The pooler of a model without a head is no part of what is served.
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         raise ModelError(
             f"the checkpoint lacks weights of {architecture}",
             expected="every parameter",
             got=f"none for {list_some(missing)}",
-            remedy="use the config.json that the checkpoint was trained with",
+            remedy="use the config.json that the checkpoint was trained with, or pass the --task it was trained for",
         )
-    unplaced = [name for name in info["unexpected_keys"] if not _may_be_left_out(name)]
+    unplaced = [name for name in info["unexpected_keys"] if not _may_be_left_out(name, model.base_model_prefix)]
     if unplaced:
         raise ModelError(
             f"the checkpoint has weights that {architecture} has no place for",
@@ -149,8 +206,9 @@ def _check_loading_info(architecture: str, info: Mapping[str, Any]) -> None:
         )
 
 
-def _may_be_left_out(name: str) -> bool:
-    return name.split(".", 1)[0] in _HEAD_NAMES or name.endswith(_COMPUTED_BUFFERS)
+def _may_be_left_out(name: str, base_model_prefix: str) -> bool:
+    local_name = name.removeprefix(f"{base_model_prefix}.")
+    return local_name.split(".", 1)[0] in _HEAD_NAMES or name.endswith(_COMPUTED_BUFFERS)
 
 
 def _first_mismatch(weights: StateDict, model: PreTrainedModel) -> str:

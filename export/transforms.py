@@ -32,16 +32,16 @@ class CastToFloat32:
 
 @dataclass(frozen=True, kw_only=True)
 class AssignRows:
-    """The matrix `name` with `rows` written from row `start` on; every other tensor as it is.
+    """The tensor `name` with `rows` written from row `start` on; every other tensor as it is.
 
-    The matrix grows where the rows reach beyond its end, and keeps its other rows to the bit. Checkpoints whose table
+    It grows where the rows reach beyond its end, and keeps its other rows to the bit. Checkpoints whose table
     was padded already own the rows of the next few tokens, so adding a token need not add a row.
 
     Attributes:
         source: The state dict to change.
-        name: A matrix [rows, columns] in `source`.
-        start: The first row to write, at most the matrix's number of rows.
-        rows: What is written, [new rows, columns], in the matrix's dtype.
+        name: A matrix [rows, columns] in `source`, or a bias [rows].
+        start: The first row to write, at most the number of rows.
+        rows: What is written, [new rows, columns] or [new rows], in the tensor's dtype.
     """
 
     source: StateDict
@@ -52,8 +52,8 @@ class AssignRows:
     def specs(self) -> Mapping[str, TensorSpec]:
         """See `StateDict`."""
         specs = dict(self.source.specs())
-        old_rows, columns = specs[self.name].shape
-        specs[self.name] = replace(specs[self.name], shape=(max(old_rows, self.start + self.rows.shape[0]), columns))
+        old_rows, *columns = specs[self.name].shape
+        specs[self.name] = replace(specs[self.name], shape=(max(old_rows, self.start + self.rows.shape[0]), *columns))
         return specs
 
     def read(self, name: str) -> torch.Tensor:
@@ -62,3 +62,54 @@ class AssignRows:
         if name != self.name:
             return tensor
         return torch.cat([tensor[: self.start], self.rows, tensor[self.start + self.rows.shape[0] :]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRows:
+    """The tensor `name` without the rows from `rows` on; every other tensor as it is.
+
+    Attributes:
+        source: The state dict to change.
+        name: A tensor [rows, ...] in `source`.
+        rows: How many stay, at most as many as there are.
+    """
+
+    source: StateDict
+    name: str
+    rows: int
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
+        specs = dict(self.source.specs())
+        specs[self.name] = replace(specs[self.name], shape=(self.rows, *specs[self.name].shape[1:]))
+        return specs
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
+        tensor = self.source.read(name)
+        return tensor[: self.rows] if name == self.name else tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectPrefix:
+    """The tensors whose names begin with `prefix`, named without it; no others.
+
+    Attributes:
+        source: The state dict to change.
+        prefix: With its dot.
+    """
+
+    source: StateDict
+    prefix: str
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
+        return {
+            name.removeprefix(self.prefix): spec
+            for name, spec in self.source.specs().items()
+            if name.startswith(self.prefix)
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
+        return self.source.read(self.prefix + name)

@@ -2,32 +2,24 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 import torch
 from tokenizers import Tokenizer
-from torch import nn
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from export.artefacts import Artefacts
+from export.comparison import is_within
+from export.encoding import Question, Row
 from export.errors import VerificationError
-from export.signature import ModelSignature
+from export.signature import SEQ_LEN, WINDOWS
 from export.targets import Target
-
-FloatArray = npt.NDArray[np.float32]
-
-# fp32 sums in another order differ in the 7th digit; through a dozen layers that stays below 1e-6 on a vector of
-# length 1. A wrong weight, mask or pooling is far above 1e-5.
-MAX_ABS_ERROR = 1e-5
-MIN_COSINE = 0.999999
-# Vectors that are not normalised are compared at length 1 above; this holds their lengths together as well.
-MAX_RELATIVE_LENGTH_ERROR = 1e-5
+from export.tasks import Outputs, Task
 
 # Lengths in tokens that are tried besides the maximum: the two at which axes like to become constants, odd ones, one
 # beyond the traced 7, and long ones.
@@ -39,31 +31,51 @@ _GOLDEN_TEXTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """One case that was tried: `rows` sequences of at most `seq_len` tokens, and the worst error among them."""
+    """One case that was tried: `rows` sequences of at most `seq_len` tokens.
+
+    Attributes:
+        errors: The worst among the rows, by the names of the task's tolerances.
+        passed: Whether every error is within its tolerance; NaN is not.
+    """
 
     name: str
     rows: int
     seq_len: int
-    max_abs_error: float
-    min_cosine: float
-    max_relative_length_error: float
+    errors: Mapping[str, float]
+    passed: bool
 
     @property
-    def passed(self) -> bool:
-        """Whether every error is within the tolerances; NaN is not."""
-        return (
-            self.max_abs_error <= MAX_ABS_ERROR
-            and self.min_cosine >= MIN_COSINE
-            and self.max_relative_length_error <= MAX_RELATIVE_LENGTH_ERROR
-        )
+    def max_abs_error(self) -> float:
+        """The largest difference, as the task counts it."""
+        return self.errors["max_abs_error"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything in one flat object."""
+        return {"name": self.name, "rows": self.rows, "seq_len": self.seq_len, "passed": self.passed, **self.errors}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoldenSample:
-    """A text and what the checkpoint itself answers to it, fp32, [hidden]."""
+    """A text, or a pair, and what the checkpoint itself answers to it.
+
+    Attributes:
+        text: The first text.
+        expected: Every value of the output that is compared by number, flat.
+        pair: The second text, where the task takes pairs.
+        others: Output name → every value of the other outputs, flat.
+    """
 
     text: str
     expected: list[float]
+    pair: str | None = None
+    others: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a `golden.json` holds of it; what does not apply is left out."""
+        content: dict[str, Any] = {"text": self.text, "expected": self.expected}
+        if self.pair is not None:
+            content["pair"] = self.pair
+        return content | ({"others": dict(self.others)} if self.others else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +86,9 @@ class VerificationReport:
         sha256: File name → hash of the bytes that were verified.
         cases: Everything that was tried.
         golden: Texts and expected answers, for the same check through a running server.
+        golden_output: The output that is compared by number there.
+        golden_tolerances: And how far it may be off.
+        tolerances: Error → bound that every case must keep.
         texts_tokenized: Texts whose ids were equal in transformers and in the server's tokenizer.
         target: The Triton release.
         versions: Distribution → version of what made and ran the file.
@@ -82,6 +97,9 @@ class VerificationReport:
     sha256: dict[str, str]
     cases: list[CaseResult]
     golden: list[GoldenSample]
+    golden_output: str
+    golden_tolerances: Mapping[str, float]
+    tolerances: Mapping[str, float]
     texts_tokenized: int
     target: str
     versions: dict[str, str] = field(default_factory=dict)
@@ -93,58 +111,54 @@ class VerificationReport:
 
     @property
     def worst(self) -> CaseResult:
-        """The case with the largest error; NaN counts as the largest."""
-        return max(self.cases, key=lambda case: math.inf if math.isnan(case.max_abs_error) else case.max_abs_error)
+        """A failed case before any other, then the one with the largest error; NaN counts as the largest."""
+        return max(
+            self.cases,
+            key=lambda case: (not case.passed, math.inf if math.isnan(case.max_abs_error) else case.max_abs_error),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the golden samples, which have a file of their own."""
-        content = asdict(self)
-        del content["golden"]
-        content["passed"] = self.passed
-        content["tolerances"] = tolerances()
-        return content
-
-
-def tolerances() -> dict[str, float]:
-    """Return the bounds that every case must keep."""
-    return {
-        "max_abs_error": MAX_ABS_ERROR,
-        "min_cosine": MIN_COSINE,
-        "max_relative_length_error": MAX_RELATIVE_LENGTH_ERROR,
-    }
+        return {
+            "sha256": self.sha256,
+            "cases": [case.to_json() for case in self.cases],
+            "texts_tokenized": self.texts_tokenized,
+            "target": self.target,
+            "versions": self.versions,
+            "passed": self.passed,
+            "tolerances": dict(self.tolerances),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """Token ids of some rows, run as batches of `batch_size`, padded to the longest of each batch."""
+    """Some sequences, run as batches of `batch_size`, padded to the longest of each batch.
+
+    With `as_windows` each batch is one row of several windows.
+    """
 
     name: str
-    rows: list[list[int]]
+    rows: list[Row]
     batch_size: int
+    as_windows: bool = False
 
 
 def verify(
     *,
-    module: nn.Module,
-    signature: ModelSignature,
-    model_file: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    tokenizer_file: Path,
+    task: Task,
+    files: Artefacts,
     added_tokens: Sequence[str],
     target: Target,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> VerificationReport:
-    """Compare `model_file` with `module` on real text, at every shape that matters. Does not judge: see `passed`.
+    """Compare the ONNX file with the task's module on real text, at every shape that matters. Does not judge.
 
     Expected values come from the torch module, one row at a time and without padding, on the ids that transformers'
     own tokenizer makes. So an error of the graph, of its mask, of batching or of the server's tokenizer all show.
 
     Args:
-        module: The source of truth, fp32, in eval mode.
-        signature: Of both.
-        model_file: The ONNX file.
-        tokenizer: As the checkpoint came, with the added tokens.
-        tokenizer_file: The `tokenizer.json` that the server will load.
+        task: The source of truth.
+        files: What the export wrote.
         added_tokens: Tokens that the export added, to be tried one by one.
         target: Whose ONNX Runtime this must be.
         on_case: Called with the name of each case before it runs.
@@ -155,28 +169,46 @@ def verify(
     """
     _check_runtime(target)
     texts = read_verification_texts() + [f"{token} between words {token}" for token in added_tokens]
-    check_tokenizers_agree(tokenizer, Tokenizer.from_file(str(tokenizer_file)), texts, signature.max_length)
-    session = _open_session(model_file)
+    questions = task.build_questions(texts)
+    task.encoder.check_agrees(Tokenizer.from_file(str(files.tokenizer)), questions)
+    session = _open_session(files.graph)
     results = []
-    for case in _build_cases(tokenizer, texts, added_tokens, signature.max_length):
+    for case in _build_cases(task, questions, added_tokens):
         on_case(case.name)
-        results.append(_run_case(case, module, session, signature, tokenizer))
-    golden_texts = texts[: _GOLDEN_TEXTS - 2] + texts[-2:]
-    ids = _tokenize(tokenizer, golden_texts, signature.max_length)
-    golden = [
-        GoldenSample(text=text, expected=[float(x) for x in _run_torch(module, row, signature)])
-        for text, row in zip(golden_texts, ids, strict=True)
-    ]
+        results.append(_run_case(case, task, session))
+    output = next(tensor.name for tensor in task.signature.contract.answers if tensor.dtype == torch.float32)
     return VerificationReport(
-        sha256={path.name: hash_file(path) for path in sorted([*model_file.parent.iterdir(), tokenizer_file])},
+        sha256={path.name: hash_file(path) for path in sorted(files.all)},
         cases=results,
-        golden=golden,
-        texts_tokenized=len(texts),
+        golden=_answer_golden(task, questions, output),
+        golden_output=output,
+        golden_tolerances=task.golden_tolerances,
+        tolerances=task.tolerances,
+        texts_tokenized=len(questions),
         target=target.release,
         versions={
             name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx", "onnxruntime")
         },
     )
+
+
+def _answer_golden(task: Task, questions: Sequence[Question], output: str) -> list[GoldenSample]:
+    """Return what the checkpoint answers to the first questions and the last two, one with numbers first.
+
+    A server asks the first one when it starts; an answer of nothing but zeros would prove little.
+    """
+    samples = []
+    for question in [*questions[: _GOLDEN_TEXTS - 2], *questions[-2:]]:
+        answer = dict(task.answer(question))
+        samples.append(
+            GoldenSample(
+                text=question.text,
+                pair=question.pair,
+                expected=[float(value) for value in answer.pop(output)],
+                others=answer,
+            )
+        )
+    return sorted(samples, key=lambda sample: not any(sample.expected))
 
 
 def read_verification_texts() -> list[str]:
@@ -191,25 +223,6 @@ def hash_file(path: Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def check_tokenizers_agree(
-    tokenizer: PreTrainedTokenizerBase, served: Tokenizer, texts: Sequence[str], max_length: int
-) -> None:
-    """Refuse a server tokenizer that makes other ids than transformers does.
-
-    Raises:
-        VerificationError: Naming the first text on which they differ.
-    """
-    for text, ids in zip(texts, _tokenize(tokenizer, texts, max_length), strict=True):
-        got = served.encode(text).ids
-        if got != ids:
-            raise VerificationError(
-                f"the server's tokenizer reads {text[:40]!r} otherwise than transformers",
-                expected=f"ids {ids[:12]}",
-                got=f"ids {got[:12]}",
-                remedy="save the tokenizer with the transformers release that the checkpoint was trained with",
-            )
 
 
 def _check_runtime(target: Target) -> None:
@@ -232,43 +245,39 @@ def _open_session(model_file: Path) -> onnxruntime.InferenceSession:
         ) from exc
 
 
-def _build_cases(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], added_tokens: Sequence[str], max_length: int
-) -> Iterator[_Case]:
-    sentences = _tokenize(tokenizer, texts, max_length)
-    flow = [token_id for row in sentences for token_id in row]
+def _build_cases(task: Task, questions: Sequence[Question], added_tokens: Sequence[str]) -> Iterator[_Case]:
+    encoder, max_length = task.encoder, task.signature.max_length
+    windows = [encoder.encode(question) for question in questions]
+    sentences = [row for rows in windows for row in rows]
+    flow = [token_id for row in sentences for token_id in row["input_ids"]]
     flow *= -(-max_length // len(flow))
     lengths = sorted({length for length in _LENGTHS if length < max_length} | {max_length})
-    for length in lengths:
-        yield _Case(name=f"{length} tokens" if length > 1 else "1 token", rows=[flow[:length]], batch_size=1)
-    yield _Case(name="mixed lengths in one batch", rows=[flow[:n] for n in lengths], batch_size=len(lengths))
+    flows = [_build_row(flow[:length]) for length in lengths]
+    for length, row in zip(lengths, flows, strict=True):
+        yield _Case(name=f"{length} tokens" if length > 1 else "1 token", rows=[row], batch_size=1)
+    yield _Case(name="mixed lengths in one batch", rows=flows, batch_size=len(lengths))
     yield _Case(name="sentences one by one", rows=sentences, batch_size=1)
     yield _Case(name="sentences in one batch", rows=sentences, batch_size=len(sentences))
     # Neighbours and padding of another batch must change nothing: the same rows in another order, eight at a time.
     yield _Case(name="sentences in batches of 8", rows=sentences[::-1], batch_size=8)
+    if WINDOWS in task.signature.inputs[0].dims:
+        rows = max(windows, key=len)
+        yield _Case(name="windows of one text", rows=rows, batch_size=len(rows), as_windows=True)
     for token in added_tokens:
-        rows = _tokenize(
-            tokenizer, [token, f"{token} at the start", f"in the {token} middle, in a longer one"], max_length
-        )
+        texts = [token, f"{token} at the start", f"in the {token} middle, in a longer one"]
+        rows = [row for question in task.build_questions(texts) for row in encoder.encode(question)]
         yield _Case(name=f"new token {token}", rows=rows, batch_size=len(rows))
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_length: int) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
-    return ids
+def _build_row(ids: list[int]) -> Row:
+    return {"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
 
 
-def _run_case(
-    case: _Case,
-    module: nn.Module,
-    session: onnxruntime.InferenceSession,
-    signature: ModelSignature,
-    tokenizer: PreTrainedTokenizerBase,
-) -> CaseResult:
-    expected = np.stack([_run_torch(module, row, signature) for row in case.rows])
+def _run_case(case: _Case, task: Task, session: onnxruntime.InferenceSession) -> CaseResult:
+    expected = [run_torch(task, row) for row in case.rows]
     batches = [case.rows[start : start + case.batch_size] for start in range(0, len(case.rows), case.batch_size)]
     try:
-        got = np.concatenate([_run_onnx(session, rows, signature, tokenizer) for rows in batches])
+        got = [outputs for rows in batches for outputs in _run_onnx(session, rows, task, as_windows=case.as_windows)]
     # As above: no common base class.
     except Exception as exc:
         raise VerificationError(
@@ -276,63 +285,48 @@ def _run_case(
             got=str(exc).strip().split("\n", 1)[0],
             remedy="a dimension was probably fixed by the model's own code",
         ) from exc
+    errors = task.compare(expected, got)
     return CaseResult(
         name=case.name,
         rows=len(case.rows),
-        seq_len=max(len(row) for row in case.rows),
-        **compare_embeddings(expected, got),
+        seq_len=max(len(row["input_ids"]) for row in case.rows),
+        errors=errors,
+        passed=is_within(errors, task.tolerances),
     )
 
 
-def compare_embeddings(expected: FloatArray, got: FloatArray) -> dict[str, float]:
-    """Return the worst errors between two sets of vectors, each scaled to length 1 for the first two.
-
-    Args:
-        expected: [rows, hidden], fp32.
-        got: The same shape.
-
-    Returns:
-        `max_abs_error`, `min_cosine` and `max_relative_length_error`; NaN where `got` holds one.
-    """
-    if expected.shape != got.shape:
-        return {"max_abs_error": math.inf, "min_cosine": -1.0, "max_relative_length_error": math.inf}
-    want, have = expected.astype(np.float64), got.astype(np.float64)
-    want_length, have_length = np.linalg.norm(want, axis=1), np.linalg.norm(have, axis=1)
-    # A vector of length 0 or with a NaN makes every error NaN, which no tolerance admits.
-    with np.errstate(all="ignore"):
-        want_unit, have_unit = want / want_length[:, None], have / have_length[:, None]
-        length_error = np.abs(have_length / want_length - 1.0)
-    return {
-        "max_abs_error": float(np.abs(want_unit - have_unit).max()),
-        "min_cosine": float((want_unit * have_unit).sum(axis=1).min()),
-        "max_relative_length_error": float(length_error.max()),
-    }
-
-
-def _run_torch(module: nn.Module, ids: list[int], signature: ModelSignature) -> FloatArray:
-    """Return the embedding of one row without any padding, [hidden], fp32."""
-    row = torch.tensor([ids], dtype=torch.int64)
-    values = {"input_ids": row, "attention_mask": torch.ones_like(row), "token_type_ids": torch.zeros_like(row)}
+def run_torch(task: Task, row: Row) -> Outputs:
+    """Return the module's outputs for one sequence without any padding, each without batch and windows."""
+    shape = [1] * (len(task.signature.inputs[0].dims) - 1) + [-1]
     with torch.no_grad():
-        output = module(*(values[tensor.name] for tensor in signature.inputs))
-    embedding: FloatArray = output[0].numpy()
-    return embedding
+        outputs = task.module(*(torch.tensor(row[tensor.name]).reshape(shape) for tensor in task.signature.inputs))
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple(output.numpy()[(0,) * (len(shape) - 1)] for output in several)
 
 
-def _run_onnx(
-    session: onnxruntime.InferenceSession,
-    rows: list[list[int]],
-    signature: ModelSignature,
-    tokenizer: PreTrainedTokenizerBase,
-) -> FloatArray:
-    """Return the embeddings of `rows` as one batch padded to the longest, [rows, hidden], fp32."""
-    longest = max(len(row) for row in rows)
-    ids = np.full((len(rows), longest), tokenizer.pad_token_id or 0, dtype=np.int64)
-    mask = np.zeros_like(ids)
+def _run_onnx(session: onnxruntime.InferenceSession, rows: list[Row], task: Task, *, as_windows: bool) -> list[Outputs]:
+    """Return the graph's outputs for `rows` as one batch padded to the longest, each cut to its row's own tokens."""
+    signature, tokenizer = task.signature, task.tokenizer
+    longest = max(len(row["input_ids"]) for row in rows)
+    filling = {"input_ids": tokenizer.pad_token_id or 0}
+    places = []
+    values = {t.name: np.full((len(rows), longest), filling.get(t.name, 0), dtype=np.int64) for t in signature.inputs}
     for index, row in enumerate(rows):
-        place = slice(longest - len(row), None) if tokenizer.padding_side == "left" else slice(0, len(row))
-        ids[index, place] = row
-        mask[index, place] = 1
-    values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
-    output: FloatArray = session.run(None, {tensor.name: values[tensor.name] for tensor in signature.inputs})[0]
-    return output
+        length = len(row["input_ids"])
+        place = slice(longest - length, None) if tokenizer.padding_side == "left" else slice(0, length)
+        places.append(place)
+        for name, array in values.items():
+            array[index, place] = row[name]
+    has_windows = len(signature.inputs[0].dims) > 2
+    if has_windows:
+        values = {name: array[None] if as_windows else array[:, None] for name, array in values.items()}
+    outputs = session.run([tensor.name for tensor in signature.outputs], values)
+    if has_windows:
+        outputs = [output[0] if as_windows else output[:, 0] for output in outputs]
+    return [
+        tuple(
+            output[index, place] if SEQ_LEN in tensor.dims else output[index]
+            for tensor, output in zip(signature.outputs, outputs, strict=True)
+        )
+        for index, place in enumerate(places)
+    ]

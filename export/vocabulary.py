@@ -1,20 +1,20 @@
 """The tokenizer, its special tokens, and the embedding rows that its ids reach."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.checkpoints import StateDict
 from export.errors import CheckpointError, VocabularyError
+from export.initializers import check_initializer
+from export.json_file import read_json
 from export.request import AddedToken
-from export.transforms import AssignRows
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
 # (transformers, modeling_roberta.py, create_position_ids_from_input_ids).
@@ -58,54 +58,27 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def add_special_tokens(tokenizer: PreTrainedTokenizerBase, added: Sequence[AddedToken]) -> list[AddedToken]:
-    """Add the special tokens to `tokenizer` and return those it did not have yet, in the order of their ids.
+def add_tokens(tokenizer: PreTrainedTokenizerBase, added: Sequence[AddedToken]) -> list[AddedToken]:
+    """Add tokens to `tokenizer` and return those it did not have yet, in the order of their ids.
 
-    Special tokens keep their case and are never split.
+    As transformers does: special ones keep their case and are never split; one that is an ordinary token already is
+    no longer split either, and adds no row.
 
     Raises:
-        VocabularyError: A token or its description is empty, or the description holds nothing but unknown words.
+        VocabularyError: A token has no text, or its initializer names nothing that the tokenizer knows.
     """
-    new: list[AddedToken] = []
+    known = tokenizer.get_vocab()
     for item in added:
         if not item.token.strip():
             raise VocabularyError(
-                "an added token has no text", expected="TOKEN=DESCRIPTION", got=f"={item.description}"
+                "an added token has no text", expected="TOKEN=INITIALIZER", got=f"={item.initializer}"
             )
-        if item.token in tokenizer.get_vocab():
-            continue
-        if not _description_ids(tokenizer, item.description):
-            raise VocabularyError(
-                f"the description of {item.token} has no known token",
-                expected="words that the tokenizer knows",
-                got=repr(item.description),
-                remedy="describe the token in the words of the model's language",
-            )
-        new.append(item)
-    for item in new:
+        check_initializer(tokenizer, item)
+    for item in added:
         # One at a time: the ids then follow the order given.
-        tokenizer.add_tokens([item.token], special_tokens=True)
-    return new
-
-
-def assign_new_rows(
-    weights: StateDict, table: str, tokenizer: PreTrainedTokenizerBase, new: Sequence[AddedToken]
-) -> StateDict:
-    """Return `weights` with the embedding row of each new token set to the mean of its description's rows.
-
-    Args:
-        weights: The state dict, embeddings in fp32.
-        table: Name of the input embedding, [rows, hidden].
-        tokenizer: Already knows the new tokens.
-        new: What `add_special_tokens` returned.
-    """
-    if not new:
-        return weights
-    embedding = weights.read(table)
-    rows = [embedding[_description_ids(tokenizer, item.description)].mean(dim=0) for item in new]
-    vocabulary = tokenizer.get_vocab()
-    start = min(vocabulary[item.token] for item in new)
-    return AssignRows(source=weights, name=table, start=start, rows=torch.stack(rows))
+        tokenizer.add_tokens([item.token], special_tokens=item.special)
+    # Each once, however often it was named.
+    return list({item.token: item for item in reversed(added) if item.token not in known}.values())[::-1]
 
 
 def check_ids_have_rows(tokenizer: PreTrainedTokenizerBase, rows: int, table: str) -> None:
@@ -156,39 +129,34 @@ def read_max_length(directory: Path, tokenizer: PreTrainedTokenizerBase, config:
     return min(limits)
 
 
-def build_server_tokenizer(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Tokenizer:
-    """Return the tokenizer as the server loads it: truncation and padding set inside `tokenizer.json`.
+def check_special_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that belongs to another model, as far as the checkpoint recorded what belongs to it.
 
-    The file is then complete: whoever loads it with the `tokenizers` library gets the ids that were verified.
-    """
-    backend: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
-    backend.enable_padding(
-        direction=tokenizer.padding_side,
-        pad_id=tokenizer.pad_token_id or 0,
-        pad_type_id=tokenizer.pad_token_type_id,
-        pad_token=tokenizer.pad_token or "",
-    )
-    return backend
-
-
-def read_json(path: Path) -> Mapping[str, Any] | list[Any] | None:
-    """Return what the JSON file holds, or None where there is no such file.
+    Compared are the ids of special tokens that `config.json` itself names, and `vocabulary_sha256` if it is there.
 
     Raises:
-        CheckpointError: The file is not JSON.
+        VocabularyError: Naming every id that differs.
     """
-    if not path.is_file():
-        return None
-    try:
-        content: Mapping[str, Any] | list[Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as exc:
-        raise CheckpointError(
-            f"{path} cannot be read", expected="JSON", got=str(exc), remedy="copy the checkpoint again"
-        ) from exc
-    return content
+    recorded = read_json(directory / "config.json")
+    assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
+    different = []
+    for kind in ("pad", "bos", "eos", "cls", "sep", "mask"):
+        wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
+        if isinstance(wanted, int) and isinstance(got, int) and wanted != got:
+            different.append(f"{kind}_token_id {got} where config.json says {wanted}")
+    digest = hash_vocabulary(tokenizer)
+    if recorded.get("vocabulary_sha256", digest) != digest:
+        different.append(f"a vocabulary of SHA-256 {digest} where config.json says {recorded['vocabulary_sha256']}")
+    if different:
+        raise VocabularyError(
+            f"the tokenizer in {directory} belongs to another model",
+            expected="the special ids and the vocabulary that config.json names",
+            got="; ".join(different),
+            remedy="copy the tokenizer that the checkpoint was trained with, or pass --allow-other-tokenizer",
+        )
 
 
-def _description_ids(tokenizer: PreTrainedTokenizerBase, description: str) -> list[int]:
-    ids: list[int] = tokenizer(description, add_special_tokens=False)["input_ids"]
-    return [token_id for token_id in ids if token_id != tokenizer.unk_token_id]
+def hash_vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of every token with its id, in the order of ids."""
+    ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(ordered, ensure_ascii=False).encode()).hexdigest()

@@ -65,8 +65,9 @@ def check_answer(url: str, repository: Path, model: ModelState) -> float | None:
         return None
     golden = json.loads(path.read_text(encoding="utf-8"))
     sample = golden["samples"][0]
+    texts = {golden["input"]: sample["text"]} | ({"TEXT_PAIR": sample["pair"]} if "pair" in sample else {})
     body = {
-        "inputs": [{"name": golden["input"], "shape": [1, 1], "datatype": "BYTES", "data": [sample["text"]]}],
+        "inputs": [{"name": k, "shape": [1, 1], "datatype": "BYTES", "data": [text]} for k, text in texts.items()],
         "outputs": [{"name": golden["output"]}],
     }
     answer = _post(f"{url}/v2/models/{model.name}/versions/{model.version}/infer", body)

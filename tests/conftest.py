@@ -16,13 +16,12 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import ADDED_TOKENS, Addresses, serve
 from export.__main__ import main as run_export_cli
-from export.onnx_export import export_onnx
-from export.pipeline import Source, load_source
+from export.artefacts import Artefacts
+from export.pipeline import Source, load_source, write_files
 from export.progress import Progress
-from export.request import AddedToken, ExportRequest
+from export.request import AddedToken, ExportRequest, VocabularyOptions
 from export.targets import DEFAULT_TARGET
 from export.verify import VerificationReport, verify
-from export.vocabulary import build_server_tokenizer
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -118,22 +117,22 @@ class Exported:
     """The small checkpoint's source of truth and its exported files, verified."""
 
     source: Source
-    model_file: Path
-    tokenizer_file: Path
+    files: Artefacts
     report: VerificationReport
+
+    @property
+    def model_file(self) -> Path:
+        return self.files.graph
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.files.tokenizer
 
 
 def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> VerificationReport:
     """Run the parity gate on files that may differ from what the source would export."""
-    return verify(
-        module=source.module,
-        signature=source.signature,
-        model_file=model_file,
-        tokenizer=source.tokenizer,
-        tokenizer_file=tokenizer_file,
-        added_tokens=["[NEW]"],
-        target=DEFAULT_TARGET,
-    )
+    files = Artefacts(model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file)
+    return verify(task=source.task, files=files, added_tokens=["[NEW]"], target=DEFAULT_TARGET)
 
 
 @pytest.fixture(scope="session")
@@ -143,13 +142,9 @@ def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     request = ExportRequest(
         checkpoint=tiny_checkpoint,
         name="tiny",
-        repository=Path("unused"),
-        added_tokens=(AddedToken(token="[NEW]", description="something new"),),
+        repository=tmp_path_factory.mktemp("nowhere"),
+        vocabulary=VocabularyOptions(added_tokens=(AddedToken(token="[NEW]", initializer="something new"),)),
     )
     source = load_source(request, progress)
-    directory = tmp_path_factory.mktemp("exported")
-    model_file, tokenizer_file = directory / "model" / "model.onnx", directory / "tokenizer.json"
-    model_file.parent.mkdir()
-    build_server_tokenizer(source.tokenizer, source.signature.max_length).save(str(tokenizer_file))
-    export_onnx(source.module, source.signature, model_file, DEFAULT_TARGET)
-    return Exported(source, model_file, tokenizer_file, verify_files(source, model_file, tokenizer_file))
+    files = write_files(source.task, tmp_path_factory.mktemp("exported"))
+    return Exported(source, files, verify_files(source, files.graph, files.tokenizer))

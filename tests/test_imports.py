@@ -12,6 +12,7 @@ ALLOWED = {
         "google", "tritonclient",
     },
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
+    "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     "server": set(),
     "client": {"tritonclient", "numpy"},

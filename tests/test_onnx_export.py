@@ -9,13 +9,14 @@ from torch import nn
 
 from export.errors import GraphError
 from export.onnx_export import check_graph, export_onnx
-from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
+from export.signature import BATCH, SEQ_LEN, Contract, ModelSignature, TensorSignature
 from export.targets import DEFAULT_TARGET
 
 SIGNATURE = ModelSignature(
     inputs=(TensorSignature(name="input_ids", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),),
     outputs=(TensorSignature(name="scores", dtype=torch.float32, dims=(BATCH, 3)),),
     max_length=16,
+    contract=Contract(texts=("TEXT",), answers=()),
 )
 
 
@@ -32,7 +33,7 @@ def test_the_file_carries_nothing_of_the_machine_it_was_made_on(exported: Export
     assert b"stack_trace" not in content
     assert b".py" not in content
     again = tmp_path / "model.onnx"
-    export_onnx(exported.source.module, exported.source.signature, again, DEFAULT_TARGET)
+    export_onnx(exported.source.task.module, exported.source.signature, again, DEFAULT_TARGET)
     assert again.read_bytes() == content, "the same inputs give the same bytes"
 
 

@@ -28,8 +28,7 @@ def publish_files(exported: Exported, repository: Path, **changes: object) -> Pu
         "repository": repository,
         "names": NAMES,
         "signature": exported.source.signature,
-        "model_files": [exported.model_file],
-        "tokenizer_file": exported.tokenizer_file,
+        "files": exported.files,
         "report": exported.report,
     }
     return publish(**(arguments | changes))  # type: ignore[arg-type]
@@ -43,7 +42,7 @@ def other(exported: Exported, tmp_path: Path) -> Exported:
     model.doc_string = "other bytes, same meaning"
     onnx.save(model, model_file)
     report = replace(exported.report, sha256=exported.report.sha256 | {"model.onnx": hash_file(model_file)})
-    return replace(exported, model_file=model_file, report=report)
+    return replace(exported, files=replace(exported.files, model=(model_file,)), report=report)
 
 
 def read_config(repository: Path, model_name: str):
@@ -108,16 +107,14 @@ def test_files_that_the_report_does_not_name_are_refused(exported: Exported, oth
     with pytest.raises(
         RepositoryError, match=r"the report is of other files: .* got changed, missing or new: model\.onnx"
     ):
-        publish_files(exported, tmp_path / "models", model_files=[other.model_file])
+        publish_files(exported, tmp_path / "models", files=other.files)
     with pytest.raises(RepositoryError, match="the report is of other files"):
-        publish_files(
-            exported, tmp_path / "models", model_files=[exported.model_file, other.model_file.with_name("x")][:1] * 0
-        )
+        publish_files(exported, tmp_path / "models", files=replace(exported.files, model=()))
     assert not (tmp_path / "models").exists()
 
 
 def test_a_report_that_failed_publishes_nothing(exported: Exported, tmp_path: Path) -> None:
-    failed = replace(exported.report.cases[0], max_abs_error=2e-5)
+    failed = replace(exported.report.cases[0], errors={"max_abs_error": 2e-5}, passed=False)
     with pytest.raises(RepositoryError, match="a model that failed its verification is not published"):
         publish_files(exported, tmp_path / "models", report=replace(exported.report, cases=[failed]))
     assert not (tmp_path / "models").exists()

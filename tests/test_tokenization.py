@@ -39,12 +39,12 @@ def build_unigram_without_unknown(path: Path) -> Path:
 
 def test_a_text_that_fails_the_whole_batch_is_refused_alone(tmp_path: Path) -> None:
     tokenizer = tokenization.TextTokenizer(build_unigram_without_unknown(tmp_path / "tokenizer.json"), ["input_ids"])
-    good, bad, empty, long = tokenizer.encode(["ab", "axb", "", "ababab"])
-    assert good.ids == [0, 1]
+    good, bad, empty, long = tokenizer.encode([("ab",), ("axb",), ("",), ("ababab",)])
+    assert good.windows[0].ids == [0, 1]
     assert isinstance(bad, tokenization.TextError)
     assert "TEXT cannot be tokenised" in str(bad)
     assert str(empty) == "TEXT holds no token: expected at least one, got an empty sequence"
-    assert long.ids == [0, 1, 0, 1]
+    assert long.windows[0].ids == [0, 1, 0, 1]
     assert tokenizer.stack([good, long])["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 0, 1]]
 
 

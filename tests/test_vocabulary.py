@@ -3,58 +3,50 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, BertConfig
+from transformers import BertConfig
 
-from export.checkpoints import open_checkpoint
+from export.encoding import Question, QuestionEncoder
 from export.errors import CheckpointError, VocabularyError
 from export.request import AddedToken
-from export.verify import check_tokenizers_agree, read_verification_texts
+from export.verify import read_verification_texts
 from export.vocabulary import (
-    add_special_tokens,
-    assign_new_rows,
-    build_server_tokenizer,
+    add_tokens,
     check_ids_have_rows,
+    check_special_ids,
+    hash_vocabulary,
     load_tokenizer,
     read_max_length,
 )
 
 TABLE = "embeddings.word_embeddings.weight"
-START = AddedToken(token="[ENT_START]", description="start of entity")
-END = AddedToken(token="[ENT_END]", description="end of entity")
-
-
-def test_new_tokens_get_the_mean_of_their_descriptions_and_all_other_rows_stay(checkpoint: Path) -> None:
-    tokenizer, weights = load_tokenizer(checkpoint), open_checkpoint(checkpoint)
-    new = add_special_tokens(tokenizer, [START, END])
-    assert tokenizer.convert_tokens_to_ids(["[ENT_START]", "[ENT_END]"]) == [30522, 30523]
-    before = weights.read(TABLE)
-    after = assign_new_rows(weights, TABLE, tokenizer, new).read(TABLE)
-    words = AutoTokenizer.from_pretrained(checkpoint).convert_tokens_to_ids(["start", "of", "entity"])
-    assert after.shape == (30524, 384)
-    assert torch.equal(after[:30522], before)
-    assert torch.equal(after[30522], before[words].mean(dim=0))
+START = AddedToken(token="[ENT_START]", initializer="start of entity")
+END = AddedToken(token="[ENT_END]", initializer="end of entity")
 
 
 def test_a_token_that_exists_adds_no_row(checkpoint: Path) -> None:
-    tokenizer, weights = load_tokenizer(checkpoint), open_checkpoint(checkpoint)
-    assert add_special_tokens(tokenizer, [AddedToken(token="[SEP]", description="the end")]) == []
-    assert add_special_tokens(tokenizer, [START]) == [START]
-    assert add_special_tokens(tokenizer, [START]) == []
-    assert assign_new_rows(weights, TABLE, tokenizer, []) is weights
-
-
-def test_an_added_token_keeps_its_case_and_is_never_split(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
-    add_special_tokens(tokenizer, [START])
-    assert tokenizer.tokenize("x[ENT_START]Y") == ["x", "[ENT_START]", "y"]
+    assert add_tokens(tokenizer, [AddedToken(token="[SEP]", initializer="the end")]) == []
+    assert add_tokens(tokenizer, [START]) == [START]
+    assert add_tokens(tokenizer, [START]) == []
+    assert add_tokens(tokenizer, [AddedToken(token="user", initializer="zeros", special=False)]) == []
+    assert len(tokenizer) == 30523
+
+
+def test_a_special_token_keeps_its_case_and_an_ordinary_one_does_not(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    add_tokens(tokenizer, [START, AddedToken(token="Qwxz", special=False)])
+    assert tokenizer.tokenize("x[ENT_START]Y qwxz") == ["x", "[ENT_START]", "y", "qwxz"]
+    assert tokenizer.encode("a QWXZ", add_special_tokens=False)[1] == 30523
+    assert "[ENT_START]" not in tokenizer.tokenize("x[ent_start]y")
 
 
 def test_a_description_without_any_known_word_is_refused(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     with pytest.raises(VocabularyError, match=r"the description of \[X\] has no known token"):
-        add_special_tokens(tokenizer, [AddedToken(token="[X]", description="\u1234\u4321\uffff")])
+        add_tokens(tokenizer, [AddedToken(token="[X]", initializer="mean:\u1234\u4321\uffff")])
+    with pytest.raises(VocabularyError, match=r"the token that \[X\] is to be a copy of does not exist"):
+        add_tokens(tokenizer, [AddedToken(token="[X]", initializer="copy:[Y]")])
 
 
 def test_a_tokenizer_that_reaches_beyond_the_table_is_refused_with_both_numbers(checkpoint: Path) -> None:
@@ -66,6 +58,19 @@ def test_a_tokenizer_that_reaches_beyond_the_table_is_refused_with_both_numbers(
         "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30521 rows, "
         "got id 30521 for '##～'; use the tokenizer that the checkpoint was trained with."
     )
+
+
+def test_a_tokenizer_of_another_model_is_refused_with_every_difference(checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    check_special_ids(checkpoint, tokenizer)
+    config = {"pad_token_id": 1, "mask_token_id": 103, "vocabulary_sha256": hash_vocabulary(tokenizer)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(VocabularyError) as refusal:
+        check_special_ids(tmp_path, tokenizer)
+    assert "got pad_token_id 0 where config.json says 1; copy the tokenizer" in str(refusal.value)
+    (tmp_path / "config.json").write_text(json.dumps({"vocabulary_sha256": "0" * 64}))
+    with pytest.raises(VocabularyError, match="a vocabulary of SHA-256 .* where config.json says 0000"):
+        check_special_ids(tmp_path, tokenizer)
 
 
 def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: Path, tmp_path: Path) -> None:
@@ -81,8 +86,9 @@ def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: P
 
 def test_the_servers_tokenizer_makes_the_same_ids_as_transformers(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
-    add_special_tokens(tokenizer, [START, END])
-    build_server_tokenizer(tokenizer, 256).save(str(tmp_path / "tokenizer.json"))
+    add_tokens(tokenizer, [START, END])
+    encoder = QuestionEncoder(tokenizer, 256)
+    encoder.build_server_tokenizer().save(str(tmp_path / "tokenizer.json"))
     served = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     texts = [
         *read_verification_texts(),
@@ -94,7 +100,7 @@ def test_the_servers_tokenizer_makes_the_same_ids_as_transformers(checkpoint: Pa
         "word " * 999,
         "𝕏🏳️‍🌈",
     ]
-    check_tokenizers_agree(tokenizer, served, texts, 256)
+    encoder.check_agrees(served, [Question(text=text) for text in texts])
     assert len(served.encode("word " * 999).ids) == 256
     assert served.padding["pad_id"] == 0
 

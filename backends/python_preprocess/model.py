@@ -1,4 +1,4 @@
-"""Triton Python-based backend `python_preprocess`: TEXT [batch, 1] to the token tensors that its config names.
+"""Triton Python-based backend `python_preprocess`: TEXT, or TEXT and TEXT_PAIR, to the tensors that its config names.
 
 A model of this backend has no code of its own: its version folder holds `tokenizer.json`, its config the outputs.
 """
@@ -27,7 +27,10 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         version_folder = Path(args["model_repository"], args["model_version"])
         names = [output["name"] for output in config["output"]]
-        self._tokenizer = TextTokenizer(version_folder / "tokenizer.json", names)
+        self._inputs = [tensor["name"] for tensor in config["input"]]
+        # Token ids of shape [windows, seq_len] a row: a text too long for one window is read in several.
+        has_windows = any(len(tensor["dims"]) == 2 for tensor in config["output"] if tensor["name"] == "input_ids")
+        self._tokenizer = TextTokenizer(version_folder / "tokenizer.json", names, has_windows=has_windows)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer every request on its own, having tokenised the texts of all of them at once.
@@ -38,11 +41,11 @@ class TritonPythonModel:
         Returns:
             A response for each, in their order: the tensors, or the error of that request alone.
         """
-        texts: list[str] = []
+        texts: list[tuple[str, ...]] = []
         taken: list[slice | TextError] = []
         for request in requests:
             try:
-                rows = read_texts(request)
+                rows = self._read_rows(request)
             except TextError as exc:
                 taken.append(exc)
                 continue
@@ -50,6 +53,18 @@ class TritonPythonModel:
             texts.extend(rows)
         encodings = self._tokenizer.encode(texts)
         return [self._respond(encodings[rows]) if isinstance(rows, slice) else _refuse(rows) for rows in taken]
+
+    def _read_rows(self, request: Any) -> list[tuple[str, ...]]:
+        """Return the texts of each row: one, or a pair.
+
+        Raises:
+            TextError: One cannot be read, or a row lacks its partner.
+        """
+        columns = [read_texts(request, name) for name in self._inputs]
+        if len({len(column) for column in columns}) > 1:
+            counts = ", ".join(f"{len(column)} in {name}" for name, column in zip(self._inputs, columns, strict=True))
+            raise TextError(f"the inputs have different batches: expected a row of each for every pair, got {counts}")
+        return list(zip(*columns, strict=True))
 
     def _respond(self, encodings: list[Any]) -> Any:
         error = next((encoding for encoding in encodings if isinstance(encoding, TextError)), None)
@@ -59,21 +74,21 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
 
-def read_texts(request: Any) -> list[str]:
-    """Return the texts of a request, one a row.
+def read_texts(request: Any, name: str) -> list[str]:
+    """Return the texts of one input of a request, one a row.
 
     Raises:
         TextError: There is none, one is not UTF-8, or one is too long.
     """
-    values = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy().reshape(-1)
+    values = pb_utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1)
     if not len(values):
-        raise TextError("TEXT has no rows: expected shape [batch, 1] with a batch of at least 1")
+        raise TextError(f"{name} has no rows: expected shape [batch, 1] with a batch of at least 1")
     for row, value in enumerate(values):
         if len(value) > MAX_TEXT_BYTES:
             raise TextError(
-                f"TEXT row {row} is too long: expected at most {MAX_TEXT_BYTES} bytes, got {len(value)}; cut the text"
+                f"{name} row {row} is too long: expected at most {MAX_TEXT_BYTES} bytes, got {len(value)}; cut the text"
             )
-    return [decode_text(value, row) for row, value in enumerate(values)]
+    return [decode_text(value, row, name) for row, value in enumerate(values)]
 
 
 def _refuse(error: TextError) -> Any:

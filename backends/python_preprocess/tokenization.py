@@ -9,7 +9,11 @@ from tokenizers import Encoding, Tokenizer
 
 Int64Array = npt.NDArray[np.int64]
 
-# The tensors that a step of this kind can make, and the attribute of an `Encoding` that each of them is.
+# The tensors that a step of this kind can make besides the model's own, and what fills them up where there is no
+# token: see the functions of the same names.
+_ABSENT = {"token_spans": -1, "continues_word": 0, "answer_spans": -1}
+
+# The model's own, and the attribute of an `Encoding` that each of them is.
 _TENSORS = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
 
 
@@ -20,14 +24,20 @@ class TextError(ValueError):
 class TextTokenizer:
     """A `tokenizer.json`, which holds truncation and padding as well, and the tensors that are wanted of it.
 
+    Args:
+        path: Of the file.
+        tensor_names: What is wanted.
+        has_windows: Whether what is truncated follows in windows of its own, as many as it takes.
+
     Raises:
         ValueError: The file sets no truncation or padding, or a tensor is wanted that a tokenizer does not make.
     """
 
-    def __init__(self, path: Path, tensor_names: Sequence[str]) -> None:
-        unknown = sorted(set(tensor_names) - _TENSORS.keys())
+    def __init__(self, path: Path, tensor_names: Sequence[str], *, has_windows: bool = False) -> None:
+        known = [*_TENSORS, *_ABSENT]
+        unknown = sorted(set(tensor_names) - set(known))
         if unknown:
-            raise ValueError(f"outputs {', '.join(unknown)} are none of a tokenizer: expected {', '.join(_TENSORS)}")
+            raise ValueError(f"outputs {', '.join(unknown)} are none of a tokenizer: expected {', '.join(known)}")
         self._tokenizer = Tokenizer.from_file(str(path))
         if self._tokenizer.padding is None or self._tokenizer.truncation is None:
             raise ValueError(f"{path} sets no padding or no truncation: expected a file that the export wrote")
@@ -35,54 +45,129 @@ class TextTokenizer:
         # A batch is padded request by request, for a caller's shape must not depend on strangers.
         self._tokenizer.no_padding()
         self._tensor_names = list(tensor_names)
+        self._has_windows = has_windows
+        self._unknown_id = find_unknown_id(self._tokenizer)
+        self._marks_continuation = bool(getattr(self._tokenizer.model, "continuing_subword_prefix", None))
 
-    def encode(self, texts: Sequence[str]) -> "list[Encoding | TextError]":
-        """Return one encoding a text, unpadded and truncated to the model's limit, or why there is none.
+    def encode(self, rows: Sequence[tuple[str, ...]]) -> "list[TokenizedRow | TextError]":
+        """Return what each row of one or two texts became, unpadded, or why it became nothing.
 
-        All texts are encoded at once, over all cores.
+        All rows are encoded at once, over all cores.
         """
+        asked = [row[0] if len(row) == 1 else row for row in rows]
         try:
-            encodings: list[Encoding | TextError] = list(self._tokenizer.encode_batch(list(texts)))
+            encodings: list[Encoding | TextError] = list(self._tokenizer.encode_batch(asked))
         # The library raises plain Exception for a text that its model has no token for, and names no row.
         except Exception:
-            encodings = [self._encode_one(text) for text in texts]
+            encodings = [self._encode_one(text) for text in asked]
         return [
-            TextError("TEXT holds no token: expected at least one, got an empty sequence")
-            if isinstance(encoding, Encoding) and not encoding.ids
-            else encoding
-            for encoding in encodings
+            self._check(encoding, row) if isinstance(encoding, Encoding) else encoding
+            for encoding, row in zip(encodings, rows, strict=True)
         ]
 
-    def stack(self, encodings: Sequence[Encoding]) -> Mapping[str, Int64Array]:
-        """Return the wanted tensors of one request, each [rows, seq_len], int64, padded to its longest row."""
-        longest = max(len(encoding.ids) for encoding in encodings)
-        for encoding in encodings:
-            encoding.pad(
-                longest,
-                direction=self._padding["direction"],
-                pad_id=self._padding["pad_id"],
-                pad_type_id=self._padding["pad_type_id"],
-                pad_token=self._padding["pad_token"],
-            )
-        return {
-            name: np.array([getattr(encoding, _TENSORS[name]) for encoding in encodings], dtype=np.int64)
-            for name in self._tensor_names
-        }
+    def stack(self, rows: "Sequence[TokenizedRow]") -> Mapping[str, Int64Array]:
+        """Return the wanted tensors of one request, int64, padded to its longest sequence.
 
-    def _encode_one(self, text: str) -> "Encoding | TextError":
+        Returns:
+            Name → [rows, seq_len, ...], or [rows, windows, seq_len, ...] where there are windows.
+        """
+        longest = max(len(window.ids) for row in rows for window in row.windows)
+        count = max(len(row.windows) for row in rows)
+        return {name: np.stack([self._fill(row, name, count, longest) for row in rows]) for name in self._tensor_names}
+
+    def _fill(self, row: "TokenizedRow", name: str, windows: int, seq_len: int) -> Int64Array:
+        """Return one tensor of one row, padded in both directions."""
+        filling = {"input_ids": self._padding["pad_id"], "token_type_ids": self._padding["pad_type_id"]} | _ABSENT
+        made = [self._make(row, window, name) for window in row.windows]
+        tensor = np.full((windows, seq_len, *made[0].shape[1:]), filling.get(name, 0), dtype=np.int64)
+        for index, values in enumerate(made):
+            start = seq_len - len(values) if self._padding["direction"] == "left" else 0
+            tensor[index, start : start + len(values)] = values
+        return tensor if self._has_windows else tensor[0]
+
+    def _make(self, row: "TokenizedRow", window: Encoding, name: str) -> Int64Array:
+        if name in _TENSORS:
+            return np.array(getattr(window, _TENSORS[name]), dtype=np.int64)
+        if name == "token_spans":
+            return token_spans(window)
+        if name == "answer_spans":
+            return answer_spans(window)
+        return continues_word(window, row.texts[0], self._unknown_id, marks_continuation=self._marks_continuation)
+
+    def _check(self, encoding: Encoding, row: tuple[str, ...]) -> "TokenizedRow | TextError":
+        if not encoding.ids:
+            return TextError("TEXT holds no token: expected at least one, got an empty sequence")
+        return TokenizedRow(row, [encoding, *(encoding.overflowing if self._has_windows else [])])
+
+    def _encode_one(self, text: "str | tuple[str, ...]") -> "Encoding | TextError":
         try:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(*([text] if isinstance(text, str) else text))
         # As above.
         except Exception as exc:
+            if "Truncation error" in str(exc):
+                limit = self._tokenizer.truncation["max_length"]
+                return TextError(
+                    f"TEXT leaves no room for TEXT_PAIR: expected fewer than {limit} tokens together with a part of "
+                    f"TEXT_PAIR, got more in TEXT alone; shorten it"
+                )
             return TextError(f"TEXT cannot be tokenised: {exc}; remove the characters that the model does not know")
 
 
-def decode_text(value: "bytes | str", row: int) -> str:
+class TokenizedRow:
+    """The texts of one row, and the windows that they became: one, unless a long text is read in several."""
+
+    def __init__(self, texts: tuple[str, ...], windows: "list[Encoding]") -> None:
+        self.texts = texts
+        self.windows = windows
+
+
+def find_unknown_id(tokenizer: Tokenizer) -> "int | None":
+    """Return the id that stands for what the model has no token for, if it has one."""
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    return tokenizer.token_to_id(unknown) if unknown else getattr(tokenizer.model, "unk_id", None)
+
+
+def token_spans(encoding: Encoding) -> Int64Array:
+    """Return first character and the one behind the last of each token, [seq_len, 2]; -1 for special tokens."""
+    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    spans[np.array(encoding.special_tokens_mask) == 1] = -1
+    return spans
+
+
+def continues_word(encoding: Encoding, text: str, unknown_id: "int | None", *, marks_continuation: bool) -> Int64Array:
+    """Return 1 for each token that belongs to the word of the token before it, [seq_len].
+
+    As transformers' `TokenClassificationPipeline` tells: where the tokenizer marks such tokens, by a token that is
+    longer than its text; elsewhere by the blank that is missing before it.
+    """
+    flags = []
+    for token, token_id, (start, end) in zip(encoding.tokens, encoding.ids, encoding.offsets, strict=True):
+        if token_id == unknown_id:
+            flags.append(0)
+        elif marks_continuation:
+            flags.append(int(len(token) != len(text[start:end])))
+        else:
+            flags.append(int(start > 0 and " " not in text[start - 1 : start + 1]))
+    return np.array(flags, dtype=np.int64)
+
+
+def answer_spans(encoding: Encoding) -> Int64Array:
+    """Return the characters of the word that each token of the second text lies in, [seq_len, 2]; -1 elsewhere."""
+    spans = np.full((len(encoding.ids), 2), -1, dtype=np.int64)
+    for index, sequence in enumerate(encoding.sequence_ids):
+        if sequence == 1:
+            word = encoding.token_to_word(index)
+            spans[index] = encoding.offsets[index] if word is None else encoding.word_to_chars(word, 1)
+    return spans
+
+
+def decode_text(value: "bytes | str", row: int, name: str = "TEXT") -> str:
     """Return the text of one row.
 
     Args:
         value: As it came over the wire.
         row: Its place in the request, for the message.
+        name: Of the input, for the message.
 
     Raises:
         TextError: The bytes are not UTF-8.
@@ -93,6 +178,6 @@ def decode_text(value: "bytes | str", row: int) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise TextError(
-            f"TEXT row {row} is not UTF-8: expected valid bytes, got 0x{value[exc.start]:02x} at byte {exc.start} "
+            f"{name} row {row} is not UTF-8: expected valid bytes, got 0x{value[exc.start]:02x} at byte {exc.start} "
             f"({exc.reason}); encode the text as UTF-8"
         ) from exc

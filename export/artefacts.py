@@ -1,0 +1,29 @@
+"""The files that one version is made of, before they are published."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artefacts:
+    """What the export wrote.
+
+    Attributes:
+        model: `model.onnx` and whatever belongs to it.
+        tokenizer: `tokenizer.json`.
+        postprocess: `postprocess.json`, where the task has such a step.
+    """
+
+    model: tuple[Path, ...]
+    tokenizer: Path
+    postprocess: Path | None = None
+
+    @property
+    def all(self) -> list[Path]:
+        """Every file."""
+        return [*self.model, self.tokenizer, *([self.postprocess] if self.postprocess else [])]
+
+    @property
+    def graph(self) -> Path:
+        """The file that ONNX Runtime opens."""
+        return next(path for path in self.model if path.name == "model.onnx")

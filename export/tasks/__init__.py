@@ -1,0 +1,95 @@
+"""What a checkpoint is served as, one class per task."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from export.checkpoints import TensorSpec
+from export.errors import ModelError
+from export.json_file import read_json
+from export.request import TASKS
+from export.tasks.base import Answer, Outputs, Task, TaskSource
+from export.tasks.classification import VALUE_HEAD, Reward, TextClassification, TextPairClassification
+from export.tasks.masks import FillMask
+from export.tasks.pooling import FeatureExtraction
+from export.tasks.spans import QuestionAnswering
+from export.tasks.tokens import TokenClassification
+
+__all__ = ["Answer", "Outputs", "Task", "TaskSource", "build_task", "find_task_name"]
+
+_TASKS: Mapping[str, type[Task]] = {
+    task.name: task
+    for task in (
+        FeatureExtraction,
+        TextClassification,
+        TextPairClassification,
+        TokenClassification,
+        QuestionAnswering,
+        FillMask,
+        Reward,
+    )
+}
+assert tuple(_TASKS) == tuple(TASKS), "Bug: the command line names other tasks than there are"
+
+# How the class that was trained is called, and what it is for.
+_ARCHITECTURE_ENDINGS = {
+    "ForSequenceClassification": TextClassification.name,
+    "ForTokenClassification": TokenClassification.name,
+    "ForQuestionAnswering": QuestionAnswering.name,
+    "ForMaskedLM": FillMask.name,
+    "Model": FeatureExtraction.name,
+}
+
+
+def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> str:
+    """Return the name of the task that the checkpoint was trained for.
+
+    Args:
+        directory: Of the checkpoint.
+        config: Of the checkpoint.
+        specs: Of its tensors.
+
+    Raises:
+        ModelError: It cannot be told.
+    """
+    if VALUE_HEAD in specs:
+        return Reward.name
+    if (directory / "modules.json").is_file():
+        return FeatureExtraction.name
+    if _is_cross_encoder(directory, config):
+        return TextPairClassification.name
+    for architecture in config.architectures or ():
+        for ending, name in _ARCHITECTURE_ENDINGS.items():
+            if architecture.endswith(ending):
+                return name
+    raise ModelError(
+        f"what {directory} is to be served as cannot be told",
+        expected="an architecture that ends in " + ", ".join(_ARCHITECTURE_ENDINGS),
+        got=", ".join(config.architectures or ()) or "none in config.json",
+        remedy="pass --task " + ", ".join(TASKS),
+    )
+
+
+def build_task(name: str, source: TaskSource) -> Task:
+    """Return the task `name`, built from the checkpoint and ready to be exported.
+
+    Raises:
+        ModelError: The weights do not fit the task, or an option belongs to another one.
+    """
+    for option, tasks in source.options.belonging.items():
+        if name not in tasks:
+            raise ModelError(
+                f"--{option} means nothing to {name}",
+                expected="it with " + ", ".join(tasks),
+                got=f"--task {name}",
+                remedy=f"leave out --{option}",
+            )
+    return _TASKS[name](source)
+
+
+def _is_cross_encoder(directory: Path, config: PretrainedConfig) -> bool:
+    """Tell whether Sentence-Transformers recorded that this model scores pairs."""
+    recorded = read_json(directory / "config_sentence_transformers.json")
+    named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
+    return named or bool(getattr(config, "sentence_transformers", None))

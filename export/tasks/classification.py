@@ -1,0 +1,227 @@
+"""text-classification, text-pair-classification and reward: a label, or a score, for a text or a pair of texts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    TextClassificationPipeline,
+)
+
+from export.encoding import Question
+from export.errors import ModelError
+from export.signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
+from export.tasks.base import Answer, HeadModule, Task, TaskSource, build_inputs, name_texts
+from export.torch_model import load_model
+from export.transforms import SelectPrefix
+
+LABEL = "LABEL"
+SCORE = "SCORE"
+REWARD = "REWARD"
+
+
+class TextClassification(Task):
+    """Labels and their scores, best first."""
+
+    name = "text-classification"
+
+    def __init__(self, source: TaskSource) -> None:
+        super().__init__(source)
+        set_pad_token(source)
+        model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
+        self.model = model
+        self.labels = read_labels(source.config)
+        self.function = choose_function(source.config)
+        self.top_k = min(source.options.top_k or len(self.labels), len(self.labels))
+        inputs = build_inputs(source.tokenizer, model)
+        self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
+        dims = (BATCH, self.top_k)
+        self.signature = ModelSignature(
+            inputs=inputs,
+            outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, len(self.labels))),),
+            max_length=source.max_length,
+            contract=Contract(
+                texts=name_texts(self.takes_pairs),
+                answers=(
+                    TensorSignature(name=LABEL, dtype=STRING, dims=dims),
+                    TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
+                ),
+                has_postprocess=True,
+            ),
+        )
+        tokenizer: Any = source.tokenizer
+        self._pipeline = TextClassificationPipeline(model=model, tokenizer=tokenizer, device=torch.device("cpu"))
+
+    @property
+    def description(self) -> str:
+        """See `Task`."""
+        return f"{len(self.labels)} labels, {self.function}, best {self.top_k}"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See `Task`."""
+        return {"answers": "labels", "labels": self.labels, "function": self.function, "top_k": self.top_k}
+
+    def answer(self, question: Question) -> Answer:
+        """See `Task`."""
+        asked = {"text": question.text} | ({"text_pair": question.pair} if question.pair is not None else {})
+        # A batch of one, so that truncation to the first or second text is transformers' own.
+        found: Any = self._pipeline(
+            [asked], top_k=self.top_k, function_to_apply=self.function, truncation=True, max_length=self.max_length
+        )
+        return {LABEL: [item["label"] for item in found[0]], SCORE: [item["score"] for item in found[0]]}
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence, in tokens."""
+        return self.signature.max_length
+
+
+class TextPairClassification(TextClassification):
+    """The same for a pair of texts: entailment, duplicates, and the score of a cross-encoder."""
+
+    name = "text-pair-classification"
+    takes_pairs = True
+
+
+class Reward(Task):
+    """How good a text is, as a reward model scores it: one number without bounds."""
+
+    name = "reward"
+
+    def __init__(self, source: TaskSource) -> None:
+        super().__init__(source)
+        set_pad_token(source)
+        has_value_head = VALUE_HEAD in source.weights.specs()
+        if has_value_head:
+            model, self.left_out, head = _load_value_model(source)
+        else:
+            model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
+            _check_one_label(source.config)
+        inputs = build_inputs(source.tokenizer, model)
+        names = tuple(tensor.name for tensor in inputs)
+        module: nn.Module = ValueModule(model, head, names) if has_value_head else HeadModule(model, names)
+        self.module = module.eval()
+        dims = (BATCH, 1)
+        self.signature = ModelSignature(
+            inputs=inputs,
+            outputs=(TensorSignature(name="reward_logits", dtype=torch.float32, dims=dims),),
+            max_length=source.max_length,
+            contract=Contract(
+                texts=name_texts(False), answers=(TensorSignature(name=REWARD, dtype=torch.float32, dims=dims),)
+            ),
+        )
+
+    @property
+    def description(self) -> str:
+        """See `Task`."""
+        kind = "value head at the last token" if isinstance(self.module, ValueModule) else "one label, no function"
+        return f"a reward, {kind}"
+
+    def answer(self, question: Question) -> Answer:
+        """See `Task`. The module without any padding: transformers' pipeline would squeeze it through a sigmoid."""
+        (row,) = self.encoder.encode(question)
+        with torch.no_grad():
+            output = self.module(*(torch.tensor([row[tensor.name]]) for tensor in self.signature.inputs))
+        return {REWARD: output[0].tolist()}
+
+
+# DeepSpeed-Chat, reward_model.py: the base model under `rwtransformer.`, the head beside it.
+VALUE_HEAD = "v_head.weight"
+VALUE_MODEL_PREFIX = "rwtransformer."
+
+
+class ValueModule(nn.Module):
+    """A model without a head, and a linear value head on its last token that is not padding."""
+
+    def __init__(self, model: PreTrainedModel, head: Tensor, input_names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.head = nn.Parameter(head, requires_grad=False)
+        self.input_names = input_names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the value at the last token, [batch, 1], fp32; inputs as `HeadModule` takes them."""
+        named = dict(zip(self.input_names, inputs, strict=True))
+        values = self.model(**named).last_hidden_state @ self.head.T  # [batch, seq_len, 1]
+        mask = named["attention_mask"].to(values.dtype)
+        is_last = mask * (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+        rewards: Tensor = (values * is_last.unsqueeze(-1)).sum(dim=1)
+        return rewards
+
+
+def set_pad_token(source: TaskSource) -> None:
+    """Let a decoder's head find the last token of a padded row, which it does by the padding's id."""
+    tokenizer = source.tokenizer
+    if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if getattr(source.config, "pad_token_id", None) is None:
+        source.config.pad_token_id = tokenizer.pad_token_id
+
+
+def read_labels(config: PretrainedConfig) -> list[str]:
+    """Return the names of the labels, by id.
+
+    Raises:
+        ModelError: `id2label` does not name each label once.
+    """
+    named = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    names = [named[index] for index in sorted(named)]
+    if sorted(named) != list(range(len(names))) or len(set(names)) != len(names) or not names:
+        raise ModelError(
+            "id2label in config.json does not name every label once",
+            expected="the ids 0, 1, 2, ... with a name each",
+            got=", ".join(f"{index}: {name}" for index, name in sorted(named.items())) or "none",
+            remedy="correct id2label",
+        )
+    return names
+
+
+def choose_function(config: PretrainedConfig) -> str:
+    """Return what turns logits into scores: `softmax`, `sigmoid` or `none`.
+
+    As transformers' `TextClassificationPipeline` chooses; a cross-encoder of Sentence-Transformers records its own.
+    """
+    recorded = getattr(config, "sentence_transformers", None) or {}
+    activation = str(recorded.get("activation_fn", "")) if isinstance(recorded, dict) else ""
+    known = {"Identity": "none", "Sigmoid": "sigmoid"}
+    if activation.rsplit(".", 1)[-1] in known:
+        return known[activation.rsplit(".", 1)[-1]]
+    if config.problem_type == "regression":
+        return "none"
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+def _check_one_label(config: PretrainedConfig) -> None:
+    if config.num_labels != 1:
+        raise ModelError(
+            "the checkpoint is no reward model",
+            expected=f"one label, or the tensor {VALUE_HEAD}",
+            got=f"{config.num_labels} labels",
+            remedy="pass --task text-classification",
+        )
+
+
+def _load_value_model(source: TaskSource) -> tuple[PreTrainedModel, list[str], Tensor]:
+    weights = source.weights
+    if any(name.startswith(VALUE_MODEL_PREFIX) for name in weights.specs()):
+        weights = SelectPrefix(source=weights, prefix=VALUE_MODEL_PREFIX)
+    model, left_out = load_model(source.config, weights, AutoModel)
+    head = source.weights.read(VALUE_HEAD)
+    # Not the width of the embedding: OPT-350m embeds in 512 dimensions and computes in 1024.
+    wanted = (1, source.config.hidden_size)
+    if tuple(head.shape) != wanted:
+        raise ModelError(
+            f"{VALUE_HEAD} does not fit the model",
+            expected=str(list(wanted)),
+            got=str(list(head.shape)),
+            remedy="use the config.json that the checkpoint was trained with",
+        )
+    return model, [name for name in left_out if name != VALUE_HEAD], head

@@ -1,0 +1,139 @@
+"""fill-mask: the likeliest tokens in place of each mask."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForMaskedLM, FillMaskPipeline, PreTrainedModel
+
+from export.comparison import compare_rankings
+from export.encoding import Question
+from export.errors import ModelError
+from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from export.tasks.base import Answer, Outputs, Task, TaskSource, build_inputs, name_texts
+from export.tasks.classification import SCORE
+from export.torch_model import load_model
+
+TOKEN = "TOKEN"
+
+_DEFAULT_TOP_K = 5
+
+
+class FillMask(Task):
+    """Tokens and their probabilities, best first, for every mask in the text."""
+
+    name = "fill-mask"
+
+    def __init__(self, source: TaskSource) -> None:
+        super().__init__(source)
+        if source.tokenizer.mask_token_id is None:
+            raise ModelError(
+                "the tokenizer has no mask to be filled",
+                expected="a mask_token in tokenizer_config.json",
+                got="none",
+                remedy="pass another --task",
+            )
+        model, self.left_out = load_model(source.config, source.weights, AutoModelForMaskedLM)
+        self.top_k = min(source.options.top_k or _DEFAULT_TOP_K, source.config.vocab_size - 1)
+        inputs = build_inputs(source.tokenizer, model)
+        # One more than is answered, so that the comparison sees whether the last one is tied with the next.
+        ranks = self.top_k + 1
+        names = tuple(tensor.name for tensor in inputs)
+        self.module = MaskModule(model, names, source.tokenizer.mask_token_id, ranks).eval()
+        dims = (BATCH, ANSWERS, self.top_k)
+        self.signature = ModelSignature(
+            inputs=inputs,
+            outputs=(
+                TensorSignature(name="top_log_probabilities", dtype=torch.float32, dims=(BATCH, SEQ_LEN, ranks)),
+                TensorSignature(name="top_token_ids", dtype=torch.int64, dims=(BATCH, SEQ_LEN, ranks)),
+            ),
+            max_length=source.max_length,
+            contract=Contract(
+                texts=name_texts(False),
+                answers=(
+                    TensorSignature(name=TOKEN, dtype=STRING, dims=dims),
+                    TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
+                ),
+                has_postprocess=True,
+            ),
+        )
+        tokenizer: Any = source.tokenizer
+        cpu = torch.device("cpu")
+        self._pipeline = FillMaskPipeline(model=model, tokenizer=tokenizer, device=cpu, top_k=self.top_k)
+
+    @property
+    def description(self) -> str:
+        """See `Task`."""
+        return f"best {self.top_k} tokens for each {self.tokenizer.mask_token}"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See `Task`. The text of every token, as transformers decodes it alone."""
+        rows = self._pipeline.model.config.vocab_size
+        return {
+            "answers": "masks",
+            "mask": self.tokenizer.mask_token,
+            "top_k": self.top_k,
+            "tokens": [self.tokenizer.decode([token_id]) for token_id in range(rows)],
+        }
+
+    def build_questions(self, texts: Sequence[str]) -> list[Question]:
+        """See `Task`. Each text with one word masked, and one text with two."""
+        mask = self.tokenizer.mask_token
+        masked = []
+        for text in texts:
+            words = text.split(" ")
+            # In the first half, so that truncation does not cut it off.
+            words[len(words) // 8] = mask
+            masked.append(Question(text=" ".join(words)))
+        return [*masked, Question(text=f"{mask} and {mask}")]
+
+    def answer(self, question: Question) -> Answer:
+        """See `Task`."""
+        options = {"truncation": True, "max_length": self.signature.max_length}
+        found: Any = self._pipeline(question.text, tokenizer_kwargs=options)
+        # The pipeline leaves out the outer list where there is one mask.
+        masks = [found] if isinstance(found[0], dict) else found
+        return {
+            TOKEN: [item["token_str"] for mask in masks for item in mask],
+            SCORE: [item["score"] for mask in masks for item in mask],
+        }
+
+    def compare(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> dict[str, float]:
+        """See `Task`. Where there is no mask nothing is ranked, and nothing is compared."""
+        wanted = [_rank(row) for row in expected]
+        return compare_rankings(wanted, [_rank(row) for row in got])
+
+
+class MaskModule(nn.Module):
+    """A masked language model: the likeliest tokens at every mask.
+
+    Ranked inside the graph, for the scores of a whole vocabulary at every token are a thousand times the text.
+    """
+
+    def __init__(self, model: PreTrainedModel, input_names: tuple[str, ...], mask_id: int, ranks: int) -> None:
+        super().__init__()
+        self.model = model
+        self.input_names = input_names
+        self.mask_id = mask_id
+        self.ranks = ranks
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and ids, both [batch, seq_len, ranks], the ids -1 where there is no mask.
+
+        Args:
+            inputs: In the order of `input_names`, each [batch, seq_len], int64.
+        """
+        named = dict(zip(self.input_names, inputs, strict=True))
+        logits = self.model(**named).logits  # [batch, seq_len, vocabulary]
+        best, ids = torch.topk(logits, self.ranks, dim=-1)
+        log_probabilities = best - torch.logsumexp(logits, dim=-1, keepdim=True)
+        is_mask = (named["input_ids"] == self.mask_id).unsqueeze(-1)
+        return log_probabilities, torch.where(is_mask, ids, torch.full_like(ids, -1))
+
+
+def _rank(row: Outputs) -> tuple[Any, Any]:
+    scores, ids = row
+    is_mask = ids[:, 0] >= 0
+    return scores[is_mask], ids[is_mask]

@@ -1,0 +1,226 @@
+"""feature-extraction: one vector a text, pooled as Sentence-Transformers recorded it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from export.checkpoints import open_checkpoint
+from export.comparison import EMBEDDING_TOLERANCES, compare_embeddings
+from export.encoding import Question
+from export.errors import ModelError
+from export.json_file import read_json
+from export.signature import BATCH, TEXT, Contract, ModelSignature, TensorSignature
+from export.tasks.base import Answer, Outputs, Task, TaskSource, build_inputs
+from export.torch_model import load_model
+
+EMBEDDING = "EMBEDDING"
+
+# Sentence-Transformers, Pooling.py: `pooling_mode_*` → what it is called here.
+_POOLING_MODES = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+
+# Sentence-Transformers, Dense.py: the activations that its models are saved with.
+_ACTIVATIONS = {
+    "torch.nn.modules.activation.Tanh": nn.Tanh,
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    "torch.nn.modules.activation.ReLU": nn.ReLU,
+    "torch.nn.modules.activation.GELU": nn.GELU,
+    "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
+}
+
+
+class FeatureExtraction(Task):
+    """One vector a text."""
+
+    name = "feature-extraction"
+    tolerances = EMBEDDING_TOLERANCES
+    golden_tolerances = EMBEDDING_TOLERANCES
+
+    def __init__(self, source: TaskSource) -> None:
+        super().__init__(source)
+        self.pooling = read_pooling(source.directory)
+        options = source.options
+        if options.pooling is not None or options.normalize is not None:
+            self.pooling = override_pooling(self.pooling, options.pooling, options.normalize)
+        model, self.left_out = load_model(source.config, source.weights, AutoModel)
+        inputs = build_inputs(source.tokenizer, model)
+        blocks = [load_dense(path) for path in self.pooling.dense]
+        self.module = SentenceEmbedding(
+            model, self.pooling, tuple(tensor.name for tensor in inputs), nn.Sequential(*blocks)
+        ).eval()
+        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else source.config.hidden_size
+        dims = (BATCH, size)
+        self.signature = ModelSignature(
+            inputs=inputs,
+            outputs=(TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
+            max_length=source.max_length,
+            contract=Contract(
+                texts=(TEXT,), answers=(TensorSignature(name=EMBEDDING, dtype=torch.float32, dims=dims),)
+            ),
+        )
+
+    @property
+    def description(self) -> str:
+        """See `Task`."""
+        return f"pooling {self.pooling}"
+
+    def answer(self, question: Question) -> Answer:
+        """See `Task`. transformers has no code for pooling, so this is the module without any padding."""
+        (row,) = self.encoder.encode(question)
+        with torch.no_grad():
+            vector = self.module(*(torch.tensor([row[tensor.name]]) for tensor in self.signature.inputs))[0]
+        return {EMBEDDING: vector.tolist()}
+
+    def compare(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> dict[str, float]:
+        """See `Task`."""
+        return compare_embeddings(np.stack([row[0] for row in expected]), np.stack([row[0] for row in got]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingSettings:
+    """How token vectors become one sentence vector.
+
+    Attributes:
+        mode: `mean` over the tokens that are not padding, `cls`, the first token, or `last`, the last one.
+        normalize: Whether the vector is scaled to length 1.
+        source: Where this was read, for the summary.
+        dense: Folders of the linear layers between pooling and normalising, in their order.
+    """
+
+    mode: str
+    normalize: bool
+    source: str
+    dense: tuple[Path, ...] = ()
+
+    def __str__(self) -> str:
+        layers = f", {len(self.dense)} dense" if self.dense else ""
+        return f"{self.mode}{layers}{', normalised' if self.normalize else ''} ({self.source})"
+
+
+class SentenceEmbedding(nn.Module):
+    """Token ids in, one vector a row out.
+
+    Mean pooling divides by the number of real tokens, as Sentence-Transformers' `Pooling` does; the clamps keep a row
+    without tokens finite.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pooling: PoolingSettings,
+        input_names: tuple[str, ...],
+        dense: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.dense = dense if dense is not None else nn.Sequential()
+        self.model = model
+        self.pooling = pooling
+        self.input_names = input_names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the embedding, [batch, hidden], fp32.
+
+        Args:
+            inputs: In the order of `input_names`, each [batch, seq_len], int64.
+        """
+        named = dict(zip(self.input_names, inputs, strict=True))
+        hidden_states = self.model(**named).last_hidden_state  # [batch, seq_len, hidden]
+        mask = named["attention_mask"].to(hidden_states.dtype)  # [batch, seq_len]
+        if self.pooling.mode == "cls":
+            # The first token that is not padding, wherever padding stands.
+            weights = mask * (mask.cumsum(dim=1) == 1)
+        elif self.pooling.mode == "last":
+            weights = mask * (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+        else:
+            weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1e-9)
+        embedding = self.dense((hidden_states * weights.unsqueeze(-1)).sum(dim=1))
+        return nn.functional.normalize(embedding, p=2.0, dim=1) if self.pooling.normalize else embedding
+
+
+def read_pooling(directory: Path) -> PoolingSettings:
+    """Return how the checkpoint's sentence vectors are pooled, as Sentence-Transformers recorded it.
+
+    Without `modules.json` it is the mean, normalised, which is what most embedding models are trained for.
+
+    Raises:
+        ModelError: A module or a pooling mode is recorded that is not exported.
+    """
+    modules: Any = read_json(directory / "modules.json")
+    if modules is None:
+        return PoolingSettings(mode="mean", normalize=True, source="default, for there is no modules.json")
+    kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+    rest = kinds[2:]
+    dense = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
+    if kinds[:2] != ["Transformer", "Pooling"] or rest not in (
+        ["Dense"] * len(dense),
+        ["Dense"] * len(dense) + ["Normalize"],
+    ):
+        raise ModelError(
+            f"{directory / 'modules.json'} describes a model that is not exported",
+            expected="Transformer, Pooling, any number of Dense and at most one Normalize, in this order",
+            got=", ".join(kinds),
+            remedy="export a checkpoint made of these modules",
+        )
+    settings: Any = read_json(directory / modules[1]["path"] / "config.json") or {}
+    modes = [
+        key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on
+    ]
+    if len(modes) != 1 or modes[0] not in _POOLING_MODES:
+        raise ModelError(
+            f"the pooling of {directory} is not exported",
+            expected="one of " + ", ".join(_POOLING_MODES),
+            got=", ".join(modes) or "none",
+            remedy="export a checkpoint that is pooled one of these ways",
+        )
+    return PoolingSettings(
+        mode=_POOLING_MODES[modes[0]],
+        normalize="Normalize" in kinds,
+        source="modules.json",
+        dense=tuple(directory / module["path"] for module in dense),
+    )
+
+
+def override_pooling(recorded: PoolingSettings, mode: str | None, normalize: bool | None) -> PoolingSettings:
+    """Return the recorded settings with what the user asked for instead."""
+    return replace(
+        recorded,
+        mode=mode or recorded.mode,
+        normalize=recorded.normalize if normalize is None else normalize,
+        source="as asked for",
+    )
+
+
+def load_dense(directory: Path) -> nn.Sequential:
+    """Return a linear layer and its activation, as Sentence-Transformers' `Dense` saved them.
+
+    Raises:
+        CheckpointError: Its weights cannot be read.
+        ModelError: Its activation is not known, or its weights have another shape than its configuration says.
+    """
+    settings: Any = read_json(directory / "config.json") or {}
+    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    if activation not in _ACTIVATIONS:
+        raise ModelError(
+            f"the activation in {directory} is not exported",
+            expected="one of " + ", ".join(name.rsplit(".", 1)[-1] for name in _ACTIVATIONS),
+            got=activation,
+            remedy="export a checkpoint with one of these",
+        )
+    weights = open_checkpoint(directory)
+    shape = weights.specs()["linear.weight"].shape if "linear.weight" in weights.specs() else ()
+    wanted = (settings.get("out_features"), settings.get("in_features"))
+    if shape != wanted:
+        raise ModelError(
+            f"{directory} holds other weights than its config.json says",
+            expected=f"linear.weight {list(wanted)}",
+            got=f"{list(shape)}" if shape else "none",
+            remedy="copy the folder again",
+        )
+    layer = nn.Linear(shape[1], shape[0], bias="linear.bias" in weights.specs())
+    layer.load_state_dict({name.removeprefix("linear."): weights.read(name).float() for name in weights.specs()})
+    return nn.Sequential(layer, _ACTIVATIONS[activation]()).requires_grad_(False)

@@ -1,0 +1,84 @@
+"""token-classification: labels for tokens, words or entities, with their places in the text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForTokenClassification, TokenClassificationPipeline
+
+from export.encoding import Question
+from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from export.tasks.base import Answer, HeadModule, Task, TaskSource, build_inputs, name_texts
+from export.tasks.classification import LABEL, SCORE, read_labels
+from export.torch_model import load_model
+
+START = "START"
+END = "END"
+
+# What transformers' pipeline calls aggregation strategies.
+DEFAULT_AGGREGATION = "simple"
+
+# The label of everything that is no entity, which no answer holds.
+_IGNORED_LABELS = ["O"]
+
+
+class TokenClassification(Task):
+    """Entities of a text: label, score, first character and the one behind the last."""
+
+    name = "token-classification"
+
+    def __init__(self, source: TaskSource) -> None:
+        super().__init__(source)
+        model, self.left_out = load_model(source.config, source.weights, AutoModelForTokenClassification)
+        self.labels = read_labels(source.config)
+        self.aggregation = source.options.aggregation or DEFAULT_AGGREGATION
+        inputs = build_inputs(source.tokenizer, model)
+        self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
+        answers = [(LABEL, STRING), (SCORE, torch.float32), (START, torch.int64), (END, torch.int64)]
+        self.signature = ModelSignature(
+            inputs=inputs,
+            outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, SEQ_LEN, len(self.labels))),),
+            max_length=source.max_length,
+            contract=Contract(
+                texts=name_texts(False),
+                answers=tuple(TensorSignature(name=n, dtype=d, dims=(BATCH, ANSWERS)) for n, d in answers),  # type: ignore[arg-type]
+                carried=(
+                    TensorSignature(name="token_spans", dtype=torch.int64, dims=(BATCH, SEQ_LEN, 2)),
+                    TensorSignature(name="continues_word", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),
+                ),
+                has_postprocess=True,
+            ),
+        )
+        tokenizer: Any = source.tokenizer
+        self._pipeline = TokenClassificationPipeline(
+            model=model,
+            tokenizer=tokenizer,
+            device=torch.device("cpu"),
+            aggregation_strategy=self.aggregation,
+        )
+
+    @property
+    def description(self) -> str:
+        """See `Task`."""
+        return f"{len(self.labels)} labels, aggregation {self.aggregation}"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See `Task`."""
+        return {
+            "answers": "entities",
+            "labels": self.labels,
+            "aggregation": self.aggregation,
+            "ignored": _IGNORED_LABELS,
+        }
+
+    def answer(self, question: Question) -> Answer:
+        """See `Task`. A text without entities is answered with one that has no label, score 0 and no place."""
+        found: Any = self._pipeline(question.text)
+        key = "entity" if self.aggregation == "none" else "entity_group"
+        return {
+            LABEL: [item[key] for item in found] or [""],
+            SCORE: [float(item["score"]) for item in found] or [0.0],
+            START: [int(item["start"]) for item in found] or [-1],
+            END: [int(item["end"]) for item in found] or [-1],
+        }

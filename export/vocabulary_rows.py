@@ -1,0 +1,138 @@
+"""The rows that belong to the tokenizer's ids: grown, cut and padded together with it, in every table alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from export.checkpoints import StateDict
+from export.errors import VocabularyError
+from export.initializers import DEFAULT_SPREAD, build_row
+from export.request import AddedToken, VocabularyOptions
+from export.torch_model import find_input_embedding, find_output_tables
+from export.transforms import AssignRows, CutRows
+from export.vocabulary import add_tokens, check_ids_have_rows, hash_vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyRows:
+    """How tokenizer, tables and configuration were brought together.
+
+    Attributes:
+        recorded: What `config.vocab_size` said.
+        before: Rows of the checkpoint's input embedding, which are the truth.
+        after: Rows of what is served.
+        tokens: Of the tokenizer, added ones included.
+        added: The tokens that got a row.
+        tables: Names of the tensors that have these rows.
+        sha256: Of the vocabulary, as `vocabulary_sha256` in a `config.json` may promise it.
+    """
+
+    recorded: int
+    before: int
+    after: int
+    tokens: int
+    added: list[str]
+    tables: list[str]
+    sha256: str
+
+    @property
+    def unused(self) -> int:
+        """Rows that no id of the tokenizer reaches."""
+        return self.after - self.tokens
+
+
+def fit_vocabulary(
+    config: PretrainedConfig, weights: StateDict, tokenizer: PreTrainedTokenizerBase, options: VocabularyOptions
+) -> tuple[StateDict, VocabularyRows]:
+    """Add the tokens to `tokenizer`, and return `weights` with exactly the rows that go with it.
+
+    The weights are the truth: `config.vocab_size` becomes what they say. A new token takes the next id, which may be
+    a row that a trainer's padding left unused. The output embedding of a language-model head and its bias move in
+    step with the input embedding; where they are tied, all get the same rows.
+
+    Args:
+        config: Of the checkpoint; its `vocab_size` is corrected.
+        weights: In fp32.
+        tokenizer: Gets the new tokens.
+        options: What is asked for.
+
+    Raises:
+        VocabularyError: The tokenizer has ids without a row, or a new token cannot be started as asked.
+        ModelError: The checkpoint's input embedding cannot be told.
+    """
+    table = find_input_embedding(config, weights.specs())
+    before, recorded = weights.specs()[table].shape[0], int(config.vocab_size or 0)
+    config.vocab_size = before
+    outputs = find_output_tables(config, weights.specs(), before)
+    check_ids_have_rows(tokenizer, before, table)
+    tokens_before = _count_ids(tokenizer)
+    new = add_tokens(tokenizer, options.added_tokens)
+    _check_contiguous(tokenizer, new, tokens_before)
+    tokens = _count_ids(tokenizer)
+    after = max(before, tokens) if options.unused_rows == "keep" else tokens
+    after = -(-after // options.pad_to_multiple_of) * options.pad_to_multiple_of
+    is_tied = bool(getattr(config, "tie_word_embeddings", False))
+    for name in (table, *outputs):
+        # Untied tables start with rows of their own, tied ones with the same.
+        seed = options.seed + (name != table and not is_tied)
+        spread = float(getattr(config, "initializer_range", DEFAULT_SPREAD))
+        weights = _fit_table(weights, name, tokenizer, new, tokens_before, after, seed, spread)
+    config.vocab_size = after
+    return weights, VocabularyRows(
+        recorded=recorded,
+        before=before,
+        after=after,
+        tokens=tokens,
+        added=[item.token for item in new],
+        tables=[table, *outputs],
+        sha256=hash_vocabulary(tokenizer),
+    )
+
+
+def _fit_table(
+    weights: StateDict,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    new: Sequence[AddedToken],
+    start: int,
+    after: int,
+    seed: int,
+    spread: float,
+) -> StateDict:
+    """Return `weights` with the tensor `name` of `after` rows, those of the new tokens from row `start` on."""
+    rows = weights.specs()[name].shape[0]
+    if new or after > rows:
+        old = weights.read(name)
+        generator = torch.Generator().manual_seed(seed)
+        # Of the tokens that the model knows: rows that a trainer's padding left are no part of a mean.
+        made = [build_row(old[:start], item, tokenizer, generator, spread) for item in new]
+        beyond = max(after, rows) - max(rows, start + len(new))
+        padding = [old[:start].mean(dim=0)] * (beyond if after > rows else 0)
+        if made:
+            weights = AssignRows(source=weights, name=name, start=start, rows=torch.stack(made))
+        if padding:
+            end = weights.specs()[name].shape[0]
+            weights = AssignRows(source=weights, name=name, start=end, rows=torch.stack(padding))
+    if weights.specs()[name].shape[0] > after:
+        weights = CutRows(source=weights, name=name, rows=after)
+    return weights
+
+
+def _count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of rows that the tokenizer's ids reach; `len()` is less where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _check_contiguous(tokenizer: PreTrainedTokenizerBase, new: Sequence[AddedToken], start: int) -> None:
+    vocabulary = tokenizer.get_vocab()
+    got = [vocabulary[item.token] for item in new]
+    if got != list(range(start, start + len(new))):
+        raise VocabularyError(
+            "the tokenizer gives new tokens ids that leave rows out",
+            expected=f"ids from {start} on",
+            got=", ".join(map(str, got)),
+            remedy="save the tokenizer with ids that follow one another",
+        )

@@ -1,0 +1,211 @@
+"""Adapters: what peft's own merge_and_unload gives, bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+from export.checkpoints import open_checkpoint
+from export.errors import AdapterError
+from export.lora import merge_adapters
+from export.torch_model import load_config, load_model
+from export.transforms import CastToFloat32
+
+BERT = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    BertForSequenceClassification(BertConfig(**BERT, num_labels=3)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def train_adapter(model: Any, directory: Path, name: str = "default", seed: int = 1, **settings: Any) -> None:
+    """Save an adapter whose factors and saved modules are anything but what they started as."""
+    torch.manual_seed(seed)
+    wrapped = get_peft_model(model, LoraConfig(**settings), adapter_name=name)
+    with torch.no_grad():
+        for parameter_name, parameter in wrapped.named_parameters():
+            if "lora_" in parameter_name or "modules_to_save" in parameter_name:
+                parameter.normal_(0.0, 0.5)
+    wrapped.save_pretrained(directory)
+
+
+def merge_with_peft(model: Any, *adapters: Path) -> dict[str, torch.Tensor]:
+    wrapped = PeftModel.from_pretrained(model, adapters[0], adapter_name="a0")
+    for index, folder in enumerate(adapters[1:], 1):
+        wrapped.load_adapter(folder, adapter_name=f"a{index}")
+    names = [f"a{index}" for index in range(len(adapters))]
+    return dict(wrapped.merge_and_unload(adapter_names=names).state_dict())
+
+
+def merge_here(directory: Path, auto_class: Any, *adapters: Path, scaling: float | None = None) -> dict[str, Any]:
+    config, checkpoint = load_config(directory), open_checkpoint(directory)
+    config.num_labels = 3
+    weights = merge_adapters(CastToFloat32(source=checkpoint), directory, adapters, scaling)
+    model, _ = load_model(config, weights, auto_class)
+    return dict(model.state_dict())
+
+
+def check_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(got[name], wanted[name])] == []
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "alpha and rank": {"r": 4, "lora_alpha": 10, "target_modules": ["query", "value"]},
+    "rslora": {"r": 4, "lora_alpha": 10, "use_rslora": True, "target_modules": ["query", "dense"]},
+    "patterns": {
+        "r": 4,
+        "target_modules": ["query", "key"],
+        "rank_pattern": {"layer.0.attention.self.query": 2},
+        "alpha_pattern": {"key": 3},
+    },
+    "an embedding": {"r": 4, "target_modules": ["word_embeddings", "query"]},
+    "modules_to_save": {"r": 4, "target_modules": ["query"], "modules_to_save": ["classifier"]},
+    "biases": {"r": 4, "target_modules": ["query"], "bias": "lora_only"},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_merged_adapter_is_pefts_to_the_bit(kind: str, base: Path, tmp_path: Path) -> None:
+    def load() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(base)
+
+    train_adapter(load(), tmp_path / "adapter", **SETTINGS[kind])
+    before = load().state_dict()
+    wanted = merge_with_peft(load(), tmp_path / "adapter")
+    assert any(not torch.equal(before[name], wanted[name]) for name in before)
+    check_equal(merge_here(base, AutoModelForSequenceClassification, tmp_path / "adapter"), wanted)
+
+
+def test_transposed_weights_are_merged_transposed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "base")
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    # Square weights as well, whose shape does not tell.
+    settings = {"r": 2, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    train_adapter(load(), tmp_path / "adapter", **settings)
+    wanted = merge_with_peft(load(), tmp_path / "adapter")
+    check_equal(merge_here(tmp_path / "base", AutoModelForCausalLM, tmp_path / "adapter"), wanted)
+
+
+def test_several_adapters_by_name_are_merged_one_after_another(base: Path, tmp_path: Path) -> None:
+    def load() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(base)
+
+    for seed, name in enumerate(("first", "second")):
+        train_adapter(load(), tmp_path / "adapters", name, seed, r=4, lora_alpha=seed + 1, target_modules=["query"])
+    folders = [tmp_path / "adapters" / name for name in ("first", "second")]
+    wanted = merge_with_peft(load(), *folders)
+    check_equal(merge_here(base, AutoModelForSequenceClassification, *folders), wanted)
+    with pytest.raises(AdapterError, match=r"holds no adapter_config\.json: .*, got folders of first, second;"):
+        merge_here(base, AutoModelForSequenceClassification, tmp_path / "adapters")
+
+
+def test_a_head_that_only_the_adapter_has_is_put_on_a_model_without_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    BertModel(BertConfig(**BERT)).save_pretrained(tmp_path / "base")
+
+    def load() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+
+    train_adapter(load(), tmp_path / "adapter", r=4, target_modules=["query"], modules_to_save=["classifier"])
+    wanted = merge_with_peft(load(), tmp_path / "adapter")
+    check_equal(merge_here(tmp_path / "base", AutoModelForSequenceClassification, tmp_path / "adapter"), wanted)
+
+
+def test_an_adapter_that_was_saved_inside_the_checkpoint_is_merged(base: Path, tmp_path: Path) -> None:
+    """As ZeRO's files hold it: peft's wrappers around every name."""
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, target_modules=["query"], modules_to_save=["classifier"])
+    wrapped = get_peft_model(AutoModelForSequenceClassification.from_pretrained(base), settings)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.normal_()
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    save_file({name: t.clone() for name, t in wrapped.state_dict().items()}, inside / "model.safetensors")
+    wrapped.base_model.model.config.save_pretrained(inside)
+    settings.save_pretrained(inside)
+    check_equal(merge_here(inside, AutoModelForSequenceClassification), dict(wrapped.merge_and_unload().state_dict()))
+
+
+def test_deepspeed_chats_factors_are_merged_with_the_scaling_asked_for(base: Path, tmp_path: Path) -> None:
+    weights = load_file(base / "model.safetensors")
+    torch.manual_seed(2)
+    path = "bert.encoder.layer.1.intermediate.dense"
+    right, left = torch.randn(16, 4), torch.randn(4, 32)
+    wanted = AutoModelForSequenceClassification.from_pretrained(base).state_dict()
+    # DeepSpeed-Chat, fuse_lora_weight.
+    wanted[f"{path}.weight"] += 2.0 / 4 * torch.matmul(left.t(), right.t())
+    factors = {f"{path}.lora_right_weight": right, f"{path}.lora_left_weight": left}
+    save_file(weights | factors, base / "model.safetensors", metadata={"format": "pt"})
+    got = merge_here(base, AutoModelForSequenceClassification, scaling=2.0)
+    assert got.keys() == wanted.keys()
+    assert max(float((got[name] - wanted[name]).abs().max()) for name in wanted) <= 1e-6
+    with pytest.raises(AdapterError, match="holds 1 low-rank updates of DeepSpeed-Chat.*; pass --lora-scaling"):
+        merge_here(base, AutoModelForSequenceClassification)
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def test_an_adapter_that_is_empty_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    train_adapter(AutoModel.from_pretrained(base), folder, r=4, target_modules=["query"])
+    whole = load_file(folder / "adapter_model.safetensors")
+    cases = {
+        "size 0 for .*lora_A.weight.*; it was saved under ZeRO-3": {name: torch.zeros(0) for name in whole},
+        "nothing but zeros in every lora_B": {n: t * 0 if "lora_B" in n else t for n, t in whole.items()},
+        "is an empty adapter: expected pairs of factors, got no tensor": {},
+        "is not whole: expected lora_A and lora_B, got A": {n: t for n, t in whole.items() if "lora_A" in n},
+    }
+    for sentence, tensors in cases.items():
+        rewrite(folder, lambda _, tensors=tensors: tensors)
+        with pytest.raises(AdapterError, match=sentence):
+            merge_here(base, AutoModelForSequenceClassification, folder)
+
+
+def test_an_adapter_of_another_model_or_kind_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    train_adapter(AutoModel.from_pretrained(base), folder, r=4, target_modules=["query"])
+    whole = load_file(folder / "adapter_model.safetensors")
+    rewrite(folder, lambda tensors: {n.replace("layer.1", "layer.9"): t for n, t in tensors.items()})
+    with pytest.raises(AdapterError, match=r"one tensor named encoder\.layer\.9\.attention\.self\.query\.weight"):
+        merge_here(base, AutoModelForSequenceClassification, folder)
+    rewrite(folder, lambda _: {n: torch.cat([t, t]) if "lora_B" in n else t for n, t in whole.items()})
+    with pytest.raises(AdapterError, match=r"query\.weight \[32, 16\] where \[16, 16\] belongs"):
+        merge_here(base, AutoModelForSequenceClassification, folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
+    with pytest.raises(AdapterError, match="of a kind that is not merged: expected plain LoRA, got use_dora"):
+        merge_here(base, AutoModelForSequenceClassification, folder)
