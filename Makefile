@@ -10,7 +10,7 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint bench clean
+.PHONY: help setup demo serve test lint bench kills clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -41,6 +41,9 @@ lint: setup ## Check format, style and types
 
 bench: setup ## Measure the demo model with perf_analyzer on real text
 	@$(BIN)/python -m demo.bench
+
+kills: setup ## Kill every kind of process 20 times under load, and see it come back
+	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/test_healing.py -s
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache
