@@ -10,10 +10,10 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint bench kills clean
+.PHONY: help setup demo serve test test-containers lint bench kills clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
 setup: $(VENV)/installed ## Install everything into .venv
 
@@ -35,6 +35,12 @@ serve: setup ## Serve model_repository until Ctrl-C
 
 test: setup lint ## Run the whole test suite
 	@$(BIN)/python -m pytest
+
+test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
+	@docker/podman/prepare.sh
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,containers]'
+	@$(BIN)/python -m pytest -m containers tests/test_containers.py
+	@$(BIN)/python -m pytest tests/test_compose.py
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
