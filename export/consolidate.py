@@ -10,7 +10,6 @@ import argparse
 import json
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -232,20 +231,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run_consolidate(args: argparse.Namespace) -> int:
     """Run the verb and write one line on what was done. Raises what `consolidate` raises."""
-    # Without this a terminated run would leave its folder behind for the next one to remove.
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
-    try:
-        done = consolidate(
-            args.directory,
-            args.out,
-            tag=args.tag,
-            dtype=args.dtype,
-            max_shard_bytes=args.max_shard_size,
-            allow_non_finite=args.allow_non_finite,
-        )
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    done = consolidate(
+        args.directory,
+        args.out,
+        tag=args.tag,
+        dtype=args.dtype,
+        max_shard_bytes=args.max_shard_size,
+        allow_non_finite=args.allow_non_finite,
+    )
     tied = f", {done.tied} tied names recorded" if done.tied else ""
     sys.stdout.write(
         f"{args.out}: {done.tensors} tensors, {done.total_bytes / 1e9:.3f} GB{tied}, from {done.format_name}, "

@@ -119,14 +119,11 @@ def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
 def start(source: Path, target: Path, *, pause_s: float) -> subprocess.Popen[bytes]:
     """A run of the verb that stops for `pause_s` after its first bytes."""
     script = (
-        "import sys, time, argparse, export.safetensors_output as output\n"
+        "import sys, time, export.safetensors_output as output\n"
         "write = output.SafetensorsOutput.write\n"
         f"output.SafetensorsOutput.write = lambda *args: (write(*args), time.sleep({pause_s}))\n"
-        "from export import consolidate\n"
-        "parser = argparse.ArgumentParser()\n"
-        "consolidate.add_parser(parser.add_subparsers())\n"
-        "args = parser.parse_args(['consolidate', *sys.argv[1:]])\n"
-        "sys.exit(args.command(args))\n"
+        "from export.__main__ import main\n"
+        "sys.exit(main(['consolidate', *sys.argv[1:]]))\n"
     )
     return subprocess.Popen([sys.executable, "-c", script, str(source), str(target)], cwd=ROOT, stderr=subprocess.PIPE)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError
@@ -186,3 +186,10 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_
         CheckpointError, match=r"there is no checkpoint folder .*: expected a folder, got nothing; pass"
     ):
         open_checkpoint(tmp_path / "nowhere")
+
+
+def test_the_real_checkpoint_is_read_bit_for_bit(checkpoint: Path) -> None:
+    opened = open_checkpoint(checkpoint)
+    expected = load_file(checkpoint / "model.safetensors")
+    assert opened.specs().keys() == expected.keys()
+    assert all(torch.equal(opened.read(name), tensor) for name, tensor in expected.items())

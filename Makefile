@@ -1,0 +1,50 @@
+# What each target does: `make help`. Everything is installed into .venv by the first target that needs it.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# tritonserver's Python backend is linked to the interpreter's shared library, which Debian packages on its own.
+# Installed where we may; elsewhere `python -m server` says what is missing.
+HAS_LIBPYTHON := from server.installation import find_installation; find_installation()
+VERSION := import sys; print("%d.%d" % sys.version_info[:2])
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test lint bench bench-consolidate clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
+
+setup: $(VENV)/installed ## Install everything into .venv
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit("error: this Python cannot run modelyard: expected 3.10, 3.11 or 3.12, got %d.%d; pass another, as in make PYTHON=python3.12." % v)'
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv: expected the standard module, got none; install it (Debian: apt-get install python3-venv)." >&2; exit 1; }
+	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
+	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
+		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
+	@touch $@
+
+demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, stop
+	@$(BIN)/python -m demo
+
+serve: setup ## Serve model_repository until Ctrl-C
+	@exec $(BIN)/python -m server
+
+test: setup lint ## Run the whole test suite
+	@$(BIN)/python -m pytest
+
+lint: setup ## Check format, style and types
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
+
+bench: setup ## Measure the demo model with perf_analyzer on real text
+	@$(BIN)/python -m demo.bench
+
+bench-consolidate: setup ## Measure consolidate beside DeepSpeed's script and cp
+	@$(BIN)/python tests/bench_consolidate.py
+
+clean: ## Remove the environment and the caches; published models stay
+	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,80 @@
+"""Triton Python-based backend `python_preprocess`: TEXT [batch, 1] to the token tensors that its config names.
+
+A model of this backend has no code of its own: its version folder holds `tokenizer.json`, its config the outputs.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from tokenization import TextError, TextTokenizer, decode_text
+
+# A text beyond this is refused: tokenising 1 MiB takes about a second, and the rest would be truncated anyway.
+MAX_TEXT_BYTES = 1 << 20
+
+
+class TritonPythonModel:
+    """One instance of one model; Triton calls `initialize` once, then `execute` with every batch."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the tokenizer of this version.
+
+        Args:
+            args: Triton's, with the path of the model and its configuration as JSON.
+        """
+        config = json.loads(args["model_config"])
+        version_folder = Path(args["model_repository"], args["model_version"])
+        names = [output["name"] for output in config["output"]]
+        self._tokenizer = TextTokenizer(version_folder / "tokenizer.json", names)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer every request on its own, having tokenised the texts of all of them at once.
+
+        Args:
+            requests: Whatever the dynamic batcher joined.
+
+        Returns:
+            A response for each, in their order: the tensors, or the error of that request alone.
+        """
+        texts: list[str] = []
+        taken: list[slice | TextError] = []
+        for request in requests:
+            try:
+                rows = read_texts(request)
+            except TextError as exc:
+                taken.append(exc)
+                continue
+            taken.append(slice(len(texts), len(texts) + len(rows)))
+            texts.extend(rows)
+        encodings = self._tokenizer.encode(texts)
+        return [self._respond(encodings[rows]) if isinstance(rows, slice) else _refuse(rows) for rows in taken]
+
+    def _respond(self, encodings: list[Any]) -> Any:
+        error = next((encoding for encoding in encodings if isinstance(encoding, TextError)), None)
+        if error:
+            return _refuse(error)
+        tensors = self._tokenizer.stack(encodings)
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
+
+
+def read_texts(request: Any) -> list[str]:
+    """Return the texts of a request, one a row.
+
+    Raises:
+        TextError: There is none, one is not UTF-8, or one is too long.
+    """
+    values = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy().reshape(-1)
+    if not len(values):
+        raise TextError("TEXT has no rows: expected shape [batch, 1] with a batch of at least 1")
+    for row, value in enumerate(values):
+        if len(value) > MAX_TEXT_BYTES:
+            raise TextError(
+                f"TEXT row {row} is too long: expected at most {MAX_TEXT_BYTES} bytes, got {len(value)}; cut the text"
+            )
+    return [decode_text(value, row) for row, value in enumerate(values)]
+
+
+def _refuse(error: TextError) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))

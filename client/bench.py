@@ -1,0 +1,120 @@
+"""How fast a running server answers real text: `python -m client.bench`.
+
+One sweep over the number of requests in flight, over HTTP and gRPC.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+from dataclasses import asdict
+
+from client.infer import DEFAULT_URLS, ClientError, Server
+from client.perf_analyzer import Measurement, find_perf_analyzer, measure_texts
+
+_EXAMPLES = """
+examples:
+  python -m client.bench
+  python -m client.bench --url localhost:8000 --grpc-url localhost:8001 --concurrency 1 --concurrency 32 --json
+
+exit codes: 0 measured, 1 no server, no perf_analyzer or a failed request, 2 wrong usage
+"""
+
+_CONCURRENCIES = (1, 2, 4, 8, 16)
+_REQUESTS = 300
+_TEXTS = 400
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    arguments = _build_parser().parse_args()
+    try:
+        measurements = _sweep(arguments)
+    except ClientError as exc:
+        print(f"error: {exc}", file=sys.stderr)  # noqa: T201
+        return 1
+    if arguments.json:
+        print(json.dumps([asdict(measurement) for measurement in measurements]))  # noqa: T201
+    else:
+        print("\n".join(_to_table(measurements)))  # noqa: T201
+    return 0
+
+
+def read_corpus() -> list[str]:
+    """Return the paragraphs of Python's own language reference: real English that every installation carries.
+
+    Their lengths are as uneven as those of real requests: half have under 20 words, some have hundreds.
+    """
+    # Imported here, for it is a file of a megabyte that only this needs.
+    from pydoc_data import topics
+
+    paragraphs = (" ".join(part.split()) for text in topics.topics.values() for part in text.split("\n\n"))
+    return sorted({part for part in paragraphs if re.search(r"[a-z]{3}.* .*[a-z]{3}", part)})
+
+
+def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
+    model = Server(arguments.url, "http", 30.0).find_model(arguments.model)
+    program = find_perf_analyzer()
+    # The same texts in the same order every time.
+    texts = random.Random(0).sample(read_corpus(), _TEXTS)
+    words = [len(text.split()) for text in texts]
+    _say(f"perf_analyzer {program.source}: {program.executable}")
+    _say(
+        f"{model.name}, {len(texts)} texts of {statistics.mean(words):.0f} words on average, {max(words)} at most; "
+        f"{arguments.requests} requests a window, three windows a row"
+    )
+    measurements = []
+    for protocol, url in (("http", arguments.url), ("grpc", arguments.grpc_url)):
+        for concurrency in arguments.concurrency or _CONCURRENCIES:
+            _say(f"  measuring {protocol}, {concurrency} in flight")
+            measurements.append(
+                measure_texts(
+                    program,
+                    model=model.name,
+                    url=url,
+                    protocol=protocol,
+                    texts=texts,
+                    concurrency=concurrency,
+                    request_count=arguments.requests,
+                )
+            )
+    return measurements
+
+
+def _to_table(measurements: list[Measurement]) -> list[str]:
+    base = measurements[0].inferences_per_s
+    rows = [f"{'':<6}{'in flight':>10}{'texts/s':>10}{'ratio':>7}{'p50 ms':>9}{'p95 ms':>9}{'p99 ms':>9}"]
+    rows += [
+        f"{m.protocol:<6}{m.concurrency:>10}{m.inferences_per_s:>10.1f}{m.inferences_per_s / base:>7.2f}"
+        f"{m.p50_ms:>9.1f}{m.p95_ms:>9.1f}{m.p99_ms:>9.1f}"
+        for m in measurements
+    ]
+    return rows
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m client.bench",
+        description="Measure a running server with perf_analyzer on real text.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--url", default=DEFAULT_URLS["http"], help="HTTP host:port (default: %(default)s)")
+    parser.add_argument("--grpc-url", default=DEFAULT_URLS["grpc"], help="gRPC host:port (default: %(default)s)")
+    parser.add_argument("--model", help="model to measure (default: the one ensemble there is)")
+    parser.add_argument(
+        "--concurrency", type=int, action="append", help="requests in flight; may be repeated (default: 1 to 16)"
+    )
+    parser.add_argument("--requests", type=int, default=_REQUESTS, help="requests a window (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Ask a running server about texts: `python client/infer.py --url localhost:8000 --text "Hello"`.
+
+One file without siblings, so that it runs from any folder and can be copied next to other code.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+try:
+    import numpy as np
+    import numpy.typing as npt
+    import tritonclient.grpc
+    import tritonclient.http
+    from tritonclient.utils import InferenceServerException
+except ImportError as missing:
+    sys.exit(
+        f"error: {missing.name} is not installed for {sys.executable}; pip install 'tritonclient[http,grpc]' numpy."
+    )
+
+DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
+TEXT_INPUT = "TEXT"
+
+_EXAMPLES = """
+examples:
+  python client/infer.py --url localhost:8000 --text "A cat sleeps." "A kitten naps."
+  python client/infer.py --url localhost:8001 --protocol grpc --file sentences.txt
+  printf 'one\\ntwo\\n' | python client/infer.py --file - --json
+
+exit codes: 0 answered, 1 refused or no answer (one sentence on stderr), 2 wrong usage
+"""
+
+
+class ClientError(Exception):
+    """Why there is no answer, in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that takes texts.
+
+    Attributes:
+        name: As the server knows it.
+        version: That answers; the newest where the server serves several.
+        outputs: Names of its outputs.
+        max_batch_size: Texts that one request may hold.
+    """
+
+    name: str
+    version: str
+    outputs: tuple[str, ...]
+    max_batch_size: int
+
+
+class Server:
+    """A server over HTTP or gRPC; the two clients of tritonclient differ in little that matters here."""
+
+    def __init__(self, url: str, protocol: str, timeout_s: float) -> None:
+        self.url = url.split("://", 1)[-1].rstrip("/")
+        self.protocol = protocol
+        self.timeout_s = timeout_s
+        self._library: Any = tritonclient.http if protocol == "http" else tritonclient.grpc
+        if protocol == "http":
+            self._client: Any = tritonclient.http.InferenceServerClient(
+                self.url, connection_timeout=timeout_s, network_timeout=timeout_s
+            )
+        else:
+            self._client = tritonclient.grpc.InferenceServerClient(self.url)
+
+    def find_model(self, name: str | None) -> Model:
+        """Return the model named, or the one ensemble there is.
+
+        Raises:
+            ClientError: There is no such model, or not exactly one ensemble, or the server does not answer.
+        """
+        name = name or self._find_ensemble()
+        metadata = self._call("get_model_metadata", name)
+        config = self._call("get_model_config", name)
+        # The gRPC client wraps the configuration once more.
+        config = config.get("config", config)
+        inputs = [tensor["name"] for tensor in metadata["inputs"]]
+        if inputs != [TEXT_INPUT]:
+            raise ClientError(
+                f"{name} takes no texts: expected one input {TEXT_INPUT}, got {', '.join(inputs)}; "
+                f"ask the ensemble it belongs to."
+            )
+        return Model(
+            name=name,
+            version=max(metadata["versions"], key=int),
+            outputs=tuple(tensor["name"] for tensor in metadata["outputs"]),
+            max_batch_size=int(config.get("max_batch_size", 0)) or 1,
+        )
+
+    def infer(self, model: Model, texts: list[bytes], *, binary: bool = True) -> dict[str, npt.NDArray[Any]]:
+        """Return output name → answers, one row a text, asking in batches as large as the model takes.
+
+        Args:
+            model: Whom to ask.
+            texts: UTF-8.
+            binary: Over HTTP, whether tensors travel as bytes behind the JSON or inside it.
+
+        Raises:
+            ClientError: The server refuses a text or does not answer.
+        """
+        answers: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in model.outputs}
+        for start in range(0, len(texts), model.max_batch_size):
+            batch = np.array(texts[start : start + model.max_batch_size], dtype=np.object_).reshape(-1, 1)
+            result = self._infer_batch(model, batch, {} if self.protocol == "grpc" else {"binary_data": binary})
+            for name in model.outputs:
+                answers[name].append(result.as_numpy(name))
+        return {name: np.concatenate(arrays) for name, arrays in answers.items()}
+
+    def _infer_batch(self, model: Model, batch: npt.NDArray[np.object_], encoding: dict[str, bool]) -> Any:
+        tensor = self._library.InferInput(TEXT_INPUT, list(batch.shape), "BYTES")
+        tensor.set_data_from_numpy(batch, **encoding)
+        outputs = [self._library.InferRequestedOutput(name, **encoding) for name in model.outputs]
+        return self._call("infer", model.name, [tensor], model_version=model.version, outputs=outputs)
+
+    def _find_ensemble(self) -> str:
+        statistics = self._call("get_inference_statistics")["model_stats"]
+        names = sorted({entry["name"] for entry in statistics})
+        ensembles = [name for name in names if self._call("get_model_metadata", name)["platform"] == "ensemble"]
+        if len(ensembles) == 1:
+            return str(ensembles[0])
+        raise ClientError(
+            f"there is not exactly one ensemble at {self.url}: expected one, got {', '.join(ensembles) or 'none'}; "
+            f"choose with --model."
+        )
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of tritonclient and put every way in which it fails into one sentence."""
+        if self.protocol == "grpc":
+            options["client_timeout"] = self.timeout_s
+            if method != "infer":
+                options["as_json"] = True
+        try:
+            return getattr(self._client, method)(*arguments, **options)
+        except InferenceServerException as exc:
+            raise self._explain(exc) from exc
+        except TimeoutError as exc:
+            raise self._explain_timeout() from exc
+        except OSError as exc:
+            raise self._explain_unreachable(exc.strerror or str(exc)) from exc
+        # The peer speaks no HTTP, or hung up in the middle.
+        except HTTPException as exc:
+            raise self._explain_unreachable(f"no HTTP: {exc}") from exc
+
+    def _explain(self, exc: InferenceServerException) -> ClientError:
+        status, message = str(exc.status()), " ".join(str(exc.message()).split())
+        if "DEADLINE_EXCEEDED" in status or message == "timed out":
+            return self._explain_timeout()
+        # gRPC reports a server that is not there as it reports one that refuses for now.
+        if "UNAVAILABLE" in status and "connect" in message:
+            return self._explain_unreachable(message.rsplit(": ", 1)[-1])
+        if "unknown model" in message:
+            return ClientError(f"{message.rstrip('.')}: expected a model that {self.url} serves; choose with --model.")
+        return ClientError(f"the server refused the request: {message.rstrip('.')}.")
+
+    def _explain_timeout(self) -> ClientError:
+        return ClientError(
+            f"no answer from {self.url}: expected one within {self.timeout_s:g} s, got none; raise --timeout."
+        )
+
+    def _explain_unreachable(self, reason: str) -> ClientError:
+        return ClientError(
+            f"no server can be reached at {self.url} over {self.protocol}: expected one to listen there, "
+            f"got '{reason}'; start it with `python -m server`, or correct --url and --protocol."
+        )
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    arguments = _build_parser().parse_args()
+    try:
+        texts = _collect_texts(arguments)
+        server = Server(arguments.url or DEFAULT_URLS[arguments.protocol], arguments.protocol, arguments.timeout)
+        model = server.find_model(arguments.model)
+        start = time.perf_counter()
+        answers = server.infer(model, texts)
+        seconds = time.perf_counter() - start
+    except ClientError as exc:
+        print(f"error: {exc}", file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    shown = [text.decode("utf-8", errors="replace") for text in texts]
+    if arguments.json:
+        print(json.dumps(_to_json(model, shown, answers), ensure_ascii=False))  # noqa: T201
+    else:
+        head = f"{model.name}, version {model.version}, at {server.url} over {server.protocol}"
+        print(f"{head}: {len(texts)} texts in {seconds * 1000:.1f} ms\n")  # noqa: T201
+        print("\n".join(_to_table(shown, answers)))  # noqa: T201
+    return 0
+
+
+def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
+    # What is no UTF-8 on the command line goes out as the bytes it came in, and the server says what it thinks of it.
+    texts = [text.encode("utf-8", errors="surrogateescape") for text in arguments.text]
+    if arguments.file:
+        try:
+            content = sys.stdin.buffer.read() if arguments.file == "-" else Path(arguments.file).read_bytes()
+        except OSError as exc:
+            raise ClientError(
+                f"{arguments.file} cannot be read: expected a file with one text a line, got '{exc.strerror}'."
+            ) from exc
+        texts += [line.rstrip(b"\r") for line in content.removesuffix(b"\n").split(b"\n")] if content else []
+    if not texts:
+        raise ClientError("there is no text to send: expected --text or lines in --file, got neither.")
+    return texts
+
+
+def _to_json(model: Model, texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    rows = [
+        {"text": text} | {name: _to_plain(array[index]) for name, array in answers.items()}
+        for index, text in enumerate(texts)
+    ]
+    return {"model": model.name, "version": model.version, "results": rows}
+
+
+def _to_plain(values: npt.NDArray[Any]) -> list[Any]:
+    return [value.decode("utf-8") if isinstance(value, bytes) else value for value in values.tolist()]
+
+
+def _to_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
+    if list(answers) == ["EMBEDDING"]:
+        return _to_similarity_table(texts, answers["EMBEDDING"])
+    rows = [f"{'':>4}  {'  '.join(answers)}  text"]
+    for index, text in enumerate(texts):
+        values = "  ".join(" ".join(map(str, _to_plain(array[index]))) for array in answers.values())
+        rows.append(f"{index + 1:>4}  {values}  {_shorten(text)}")
+    return rows
+
+
+def _to_similarity_table(texts: list[str], embeddings: npt.NDArray[np.float32]) -> list[str]:
+    """Return the cosine of every pair while that fits a terminal, else each text's nearest other one."""
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    cosines = unit @ unit.T
+    title = f"{embeddings.shape[1]} values a text; cosine similarities:"
+    if len(texts) <= 8:
+        rows = [f"{title}\n", "    " + "".join(f"{index + 1:>7}" for index in range(len(texts))) + "  text"]
+        for index, text in enumerate(texts):
+            rows.append(
+                f"{index + 1:>4}" + "".join(f"{value:7.3f}" for value in cosines[index]) + f"  {_shorten(text)}"
+            )
+        return rows
+    np.fill_diagonal(cosines, -np.inf)
+    rows = [f"{title}\n", f"{'':>4}{'nearest':>9}{'cosine':>8}  text"]
+    for index, text in enumerate(texts):
+        nearest = int(cosines[index].argmax())
+        rows.append(f"{index + 1:>4}{nearest + 1:>9}{cosines[index, nearest]:8.3f}  {_shorten(text)}")
+    return rows
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:59]}…"
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Ask a running server about texts.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--url", help="host:port of the server (default: localhost:8000, over gRPC localhost:8001)")
+    parser.add_argument("--protocol", choices=tuple(DEFAULT_URLS), default="http", help="default: %(default)s")
+    parser.add_argument("--model", help="model to ask (default: the one ensemble there is)")
+    parser.add_argument("--text", nargs="+", action="extend", default=[], metavar="T", help="one or more texts")
+    parser.add_argument("--file", help="file with one text a line; - reads standard input")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all values")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""From configuration and weights to the torch model, strictly: every weight is placed, or the load is refused."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from export.checkpoints import StateDict, TensorSpec
+from export.errors import CheckpointError, ModelError, list_some
+
+# What a checkpoint may hold beyond the model that is exported: the heads of another task, the pooler of a model whose
+# embedding is not pooled by it, and buffers that older transformers releases saved and newer ones compute.
+_HEAD_NAMES = ("cls", "lm_head", "classifier", "score", "qa_outputs", "pooler", "vocab_projector", "vocab_transform")
+_COMPUTED_BUFFERS = ("position_ids", "token_type_ids", "masked_bias", "attn.bias", "inv_freq")
+
+
+def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> PretrainedConfig:
+    """Return the model's configuration.
+
+    Args:
+        directory: The folder with `config.json`.
+        recorded: What a checkpoint of another trainer says of its shape, for where there is no such file.
+
+    Raises:
+        CheckpointError: `config.json` is missing, damaged, or of an architecture that transformers does not have.
+    """
+    path = directory / "config.json"
+    if not path.is_file() and recorded is not None:
+        derived: PretrainedConfig = AutoConfig.for_model(**recorded)
+        return derived
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json",
+            expected="the model's configuration beside the weights",
+            got="only weights",
+            remedy="pass the folder of the model that the checkpoint was trained from with --base",
+        )
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="a configuration that transformers knows",
+            got=_first_line(exc),
+            remedy="copy config.json again, or export with a transformers release that has this architecture",
+        ) from exc
+    return config
+
+
+def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> str:
+    """Return the checkpoint's name of the input embedding, [rows, hidden].
+
+    Raises:
+        ModelError: The checkpoint has no such tensor, or several.
+    """
+    model = build_on_meta(config)
+    embedding = model.get_input_embeddings().weight
+    local_name = next(name for name, parameter in model.named_parameters() if parameter is embedding)
+    found = [name for name in specs if name == local_name or name.endswith("." + local_name)]
+    if len(found) != 1:
+        raise ModelError(
+            "the checkpoint's input embedding cannot be told",
+            expected=f"one tensor named {local_name}, with or without a prefix",
+            got=list_some(found) if found else f"none among {list_some(specs, 5)}",
+            remedy="check that config.json belongs to these weights",
+        )
+    return found[0]
+
+
+def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the architecture on the meta device: names and shapes, no memory.
+
+    Raises:
+        ModelError: transformers cannot build it.
+    """
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModel.from_config(config, attn_implementation="eager")
+    except (ValueError, TypeError, AttributeError) as exc:
+        raise ModelError(
+            "the architecture cannot be built",
+            expected="a configuration that transformers builds a model from",
+            got=_first_line(exc),
+            remedy="check config.json",
+        ) from exc
+    return model
+
+
+def load_model(config: PretrainedConfig, weights: StateDict) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model with `weights` in it, ready to be traced, and the names of the tensors it has no place for.
+
+    Eager attention, because its graph is correct for every architecture and every mask that was tried; `use_cache`
+    off, because a cache is no output here.
+
+    Args:
+        config: Of the checkpoint, already as large as the vocabulary.
+        weights: In fp32.
+
+    Raises:
+        ModelError: A weight is missing, has another shape, or belongs to no part of this architecture.
+    """
+    config.use_cache = False
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    empty = build_on_meta(config)
+    try:
+        # Its annotation does not know output_loading_info, with which it returns a pair.
+        loaded: Any = type(empty).from_pretrained(
+            None,
+            config=config,
+            state_dict={name: weights.read(name) for name in weights.specs()},
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except (RuntimeError, ValueError) as exc:
+        raise ModelError(
+            "the weights do not fit the architecture",
+            expected=f"the shapes that config.json describes for {type(empty).__name__}",
+            got=_first_mismatch(weights, empty) or _first_line(exc),
+            remedy="use the config.json that the checkpoint was trained with",
+        ) from exc
+    model: PreTrainedModel = loaded[0]
+    info: Mapping[str, Any] = loaded[1]
+    _check_loading_info(type(empty).__name__, info)
+    left_out = sorted(info["unexpected_keys"])
+    return model.eval().requires_grad_(False), left_out
+
+
+def _check_loading_info(architecture: str, info: Mapping[str, Any]) -> None:
+    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+    if missing:
+        raise ModelError(
+            f"the checkpoint lacks weights of {architecture}",
+            expected="every parameter",
+            got=f"none for {list_some(missing)}",
+            remedy="use the config.json that the checkpoint was trained with",
+        )
+    unplaced = [name for name in info["unexpected_keys"] if not _may_be_left_out(name)]
+    if unplaced:
+        raise ModelError(
+            f"the checkpoint has weights that {architecture} has no place for",
+            expected="only its parameters, or the heads of a task",
+            got=list_some(unplaced),
+            remedy="use the config.json that the checkpoint was trained with",
+        )
+
+
+def _may_be_left_out(name: str) -> bool:
+    return name.split(".", 1)[0] in _HEAD_NAMES or name.endswith(_COMPUTED_BUFFERS)
+
+
+def _first_mismatch(weights: StateDict, model: PreTrainedModel) -> str:
+    """Say which tensor has another shape than the architecture wants, or return an empty string."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong: Iterable[str] = (
+        f"{name} {list(spec.shape)} where {list(expected[local])} belongs"
+        for name, spec in weights.specs().items()
+        for local in (name, name.removeprefix(f"{model.base_model_prefix}."))
+        if local in expected and expected[local] != spec.shape
+    )
+    return next(iter(wrong), "")
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).strip().split("\n", 1)[0].rstrip(".")

@@ -1,0 +1,142 @@
+"""Where tritonserver is, and the environment in which it and its Python backend run."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import NotFoundError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    """A tritonserver and what lies around it.
+
+    Attributes:
+        executable: The program.
+        backends: The folder of the backends it came with.
+        python_stub: The Python backend's stub for this interpreter.
+        libraries: Folders that its shared libraries are found in.
+        source: Where it was found, for people.
+    """
+
+    executable: Path
+    backends: Path
+    python_stub: Path
+    libraries: tuple[Path, ...]
+    source: str
+
+
+def find_installation() -> Installation:
+    """Return the tritonserver on PATH, else the one inside the wheel nvidia-pytriton.
+
+    Raises:
+        NotFoundError: There is neither, or its Python backend has no stub for this Python.
+    """
+    on_path = shutil.which("tritonserver")
+    if on_path:
+        return _describe(Path(on_path).resolve(), "found on PATH")
+    # The package itself is not imported: that would take a second and needs nothing but its place.
+    spec = importlib.util.find_spec("pytriton")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        executable = Path(location, "tritonserver", "bin", "tritonserver")
+        if executable.is_file():
+            return _describe(executable, "from the wheel nvidia-pytriton")
+    raise NotFoundError(
+        "no tritonserver was found: expected one on PATH or in the wheel nvidia-pytriton, got neither; "
+        "run `make setup`, or `pip install nvidia-pytriton==0.7.0` for this Python."
+    )
+
+
+def build_environment(installation: Installation) -> dict[str, str]:
+    """Return the environment in which tritonserver finds its libraries, and its Python backend this interpreter.
+
+    The stub embeds Python in isolated mode, so PYTHONPATH is ignored. It takes the interpreter that `python3` on PATH
+    is, and with that interpreter's environment its packages.
+    """
+    environment = dict(os.environ)
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    folders = [*map(str, installation.libraries), environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(folder for folder in folders if folder)
+    # The server's workers must never ask a hub for anything.
+    environment["HF_HUB_OFFLINE"] = "1"
+    return environment
+
+
+def assemble_backends(installation: Installation, own_backends: Path, directory: Path) -> None:
+    """Fill `directory` with the backends that came with tritonserver and our own Python-based ones.
+
+    Our `onnxruntime` stands in for the native one and is left out where that is there.
+
+    Args:
+        installation: Whose backends to take.
+        own_backends: Folder of the Python-based backends.
+        directory: An empty folder; holds links, and the Python backend as a copy where its stub lies elsewhere.
+    """
+    for backend in sorted(installation.backends.iterdir()):
+        if backend.is_dir() and backend.name != "python":
+            (directory / backend.name).symlink_to(backend)
+    python = installation.backends / "python"
+    if installation.python_stub.parent == python:
+        (directory / "python").symlink_to(python)
+    else:
+        # tritonserver refuses a backend library that is a link out of its folder, so files are copied.
+        shutil.copytree(python, directory / "python", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy2(installation.python_stub, directory / "python" / installation.python_stub.name)
+    for backend in sorted(own_backends.iterdir()):
+        if (backend / "model.py").is_file() and not (directory / backend.name).exists():
+            (directory / backend.name).symlink_to(backend)
+
+
+def _describe(executable: Path, source: str) -> Installation:
+    root = executable.parent.parent
+    version = ".".join(platform.python_version_tuple()[:2])
+    name = "triton_python_backend_stub"
+    # The container holds one stub inside the backend, the wheel one for every Python beside it.
+    candidates = (root / "python_backend_stubs" / version / name, root / "backends" / "python" / name)
+    stub = next((path for path in candidates if path.is_file()), None)
+    if stub is None:
+        raise NotFoundError(
+            f"the Python backend of {executable} does not run on Python {version}: expected a stub at "
+            f"{' or '.join(map(str, candidates))}, got neither; use Python 3.10, 3.11 or 3.12."
+        )
+    wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
+    folders = [wheel_libraries, Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")]
+    libraries = tuple(folder for folder in folders if folder.is_dir())
+    check_libpython(version, libraries)
+    return Installation(
+        executable=executable,
+        backends=root / "backends",
+        python_stub=stub,
+        libraries=libraries,
+        source=source,
+    )
+
+
+def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
+    """Refuse an interpreter whose shared library is not there, which the Python backend is linked to.
+
+    Debian and Ubuntu keep it in a package of its own, and pyenv builds none unless asked to.
+
+    Args:
+        version: Of Python, such as `3.11`.
+        libraries: Folders to look in besides those that the system knows.
+
+    Raises:
+        NotFoundError: It is in none of them.
+    """
+    name = f"libpython{version}.so.1.0"
+    if any((folder / name).is_file() for folder in libraries):
+        return
+    ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
+    known = subprocess.run([ldconfig, "-p"], stdout=subprocess.PIPE, text=True, check=False).stdout
+    if name not in known:
+        raise NotFoundError(
+            f"the Python backend cannot run: expected the shared library {name}, got none; install it "
+            f"(Debian, Ubuntu: apt-get install libpython{version}; pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared)."
+        )

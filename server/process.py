@@ -1,0 +1,166 @@
+"""One tritonserver process: its command line, its log, its end."""
+
+import ctypes
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.errors import PortTakenError
+from server.installation import Installation, build_environment
+
+# Requests in flight get this long to be answered when the server stops. tritonserver 2.51 waits as long for clients
+# that merely keep an HTTP connection open, so more would make every stop slow. Docker's own grace period is the same.
+EXIT_TIMEOUT_S = 10
+
+# tritonserver 2.51 logs these as errors and warnings wherever there is no GPU, and they mean nothing else.
+_HARMLESS_WITHOUT_GPU = (
+    b"CudaDriverHelper has not been initialized",
+    b"unable to create stream for",
+    b"failed to allocate pinned system memory",
+)
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoints:
+    """Where the server listens."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+
+    @property
+    def http_url(self) -> str:
+        """The URL under which a program on this machine reaches the HTTP port."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.http_port}"
+
+
+class TritonServer:
+    """A tritonserver in a session of its own, so that Ctrl-C reaches only us and we decide how it ends."""
+
+    def __init__(
+        self,
+        installation: Installation,
+        *,
+        repository: Path,
+        models: list[str],
+        endpoints: Endpoints,
+        run_directory: Path,
+        verbose: bool,
+    ) -> None:
+        command = _build_command(installation, repository, models, endpoints, run_directory / "backends", verbose)
+        # An empty working directory: the Python backend has it first on sys.path.
+        working_directory = run_directory / "empty"
+        working_directory.mkdir()
+        self._process = subprocess.Popen(
+            command,
+            cwd=working_directory,
+            env=build_environment(installation),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self._log = threading.Thread(target=self._copy_log, args=(verbose,), daemon=True)
+        self._log.start()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        return self._process.poll()
+
+    def wait(self) -> int:
+        """Wait until it ends by itself and return its exit code."""
+        return self._process.wait()
+
+    def stop(self) -> int:
+        """Let it answer what is in flight, refuse the rest and end; return its exit code."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            code = self._process.wait(timeout=EXIT_TIMEOUT_S + 5)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
+        self._log.join(timeout=5)
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def _copy_log(self, verbose: bool) -> None:
+        assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
+        for line in self._process.stdout:
+            if verbose or (line.strip() and not any(text in line for text in _HARMLESS_WITHOUT_GPU)):
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+
+
+def check_ports_free(endpoints: Endpoints) -> None:
+    """Refuse to start where another program listens.
+
+    Raises:
+        PortTakenError: Naming the port and its option.
+    """
+    ports = {
+        "--http-port": endpoints.http_port,
+        "--grpc-port": endpoints.grpc_port,
+        "--metrics-port": endpoints.metrics_port,
+    }
+    for option, port in ports.items():
+        family = socket.AF_INET6 if ":" in endpoints.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((endpoints.host, port))
+            except OSError as exc:
+                raise PortTakenError(
+                    f"port {port} on {endpoints.host} cannot be used: expected it to be free, got "
+                    f"'{exc.strerror}'; stop the program that listens there or pass another {option}."
+                ) from exc
+
+
+def _build_command(
+    installation: Installation,
+    repository: Path,
+    models: list[str],
+    endpoints: Endpoints,
+    backends: Path,
+    verbose: bool,
+) -> list[str]:
+    has_gpu = Path("/dev/nvidiactl").exists()
+    command = [
+        str(installation.executable),
+        f"--model-repository={repository.resolve()}",
+        f"--backend-directory={backends}",
+        # Explicit, for polling sees half-copied models. Complete configs are required, so nothing is guessed.
+        "--model-control-mode=explicit",
+        *(f"--load-model={name}" for name in models),
+        "--disable-auto-complete-config",
+        # One broken model does not keep its neighbours from being served.
+        "--exit-on-error=false",
+        f"--http-address={endpoints.host}",
+        f"--grpc-address={endpoints.host}",
+        f"--metrics-address={endpoints.host}",
+        f"--http-port={endpoints.http_port}",
+        f"--grpc-port={endpoints.grpc_port}",
+        f"--metrics-port={endpoints.metrics_port}",
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        f"--log-info={str(verbose).lower()}",
+    ]
+    if not has_gpu:
+        command += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]
+    return command
+
+
+def _die_with_parent() -> None:
+    # Runs in the child between fork and exec: if we are killed, tritonserver is told to stop as well.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,155 @@
+"""What the tests share: the real checkpoint, a small one, a published repository, and a running server."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, BertConfig, BertModel
+
+from demo.checkpoint import fetch_checkpoint
+from demo.serving import ADDED_TOKENS, Addresses, serve
+from export.__main__ import main as run_export_cli
+from export.onnx_export import export_onnx
+from export.pipeline import Source, load_source
+from export.progress import Progress
+from export.request import AddedToken, ExportRequest
+from export.targets import DEFAULT_TARGET
+from export.verify import VerificationReport, verify
+from export.vocabulary import build_server_tokenizer
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: str, cwd: Path = CHECKOUT, **options: object) -> Finished:
+    """Run a command with this Python and wait for it."""
+    result = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    return Finished(result.returncode, result.stdout, result.stderr)
+
+
+def fingerprint(directory: Path) -> dict[str, str]:
+    """Return every path below `directory` with the hash of its bytes, folders included."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Path:
+    """Return the folder of all-MiniLM-L6-v2, trained by others."""
+    return fetch_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a BERT of 2 layers and 16 dimensions, with the tokenizer of the real checkpoint."""
+    directory = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=30522,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    BertModel(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def export_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Return a function that runs `python -m export` inside this process."""
+
+    def call(*arguments: str) -> Finished:
+        capsys.readouterr()
+        code = run_export_cli(arguments)
+        captured = capsys.readouterr()
+        return Finished(code, captured.out, captured.err)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Published:
+    """The demo's model as `python -m export run --json` published it."""
+
+    repository: Path
+    result: dict
+    log: str
+
+
+@pytest.fixture(scope="session")
+def published(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """Export the real checkpoint once for all tests that only read it."""
+    repository = tmp_path_factory.mktemp("published") / "models"
+    options = ["--name", "sentence_embedding", "--repository", str(repository), "--json"]
+    done = run("-m", "export", "run", str(checkpoint), *options, "--add-special-token", *ADDED_TOKENS)
+    assert done.code == 0, done.err
+    return Published(repository, json.loads(done.out), done.err)
+
+
+@pytest.fixture(scope="session")
+def server(published: Published) -> Iterator[Addresses]:
+    """Serve the real checkpoint with the real tritonserver for all tests that only ask it."""
+    with serve(published.repository) as addresses:
+        yield addresses
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The small checkpoint's source of truth and its exported files, verified."""
+
+    source: Source
+    model_file: Path
+    tokenizer_file: Path
+    report: VerificationReport
+
+
+def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> VerificationReport:
+    """Run the parity gate on files that may differ from what the source would export."""
+    return verify(
+        module=source.module,
+        signature=source.signature,
+        model_file=model_file,
+        tokenizer=source.tokenizer,
+        tokenizer_file=tokenizer_file,
+        added_tokens=["[NEW]"],
+        target=DEFAULT_TARGET,
+    )
+
+
+@pytest.fixture(scope="session")
+def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Export and verify the small checkpoint once, with one token added."""
+    progress = Progress(Console(stderr=True, quiet=True), 2)
+    request = ExportRequest(
+        checkpoint=tiny_checkpoint,
+        name="tiny",
+        repository=Path("unused"),
+        added_tokens=(AddedToken(token="[NEW]", description="something new"),),
+    )
+    source = load_source(request, progress)
+    directory = tmp_path_factory.mktemp("exported")
+    model_file, tokenizer_file = directory / "model" / "model.onnx", directory / "tokenizer.json"
+    model_file.parent.mkdir()
+    build_server_tokenizer(source.tokenizer, source.signature.max_length).save(str(tokenizer_file))
+    export_onnx(source.module, source.signature, model_file, DEFAULT_TARGET)
+    return Exported(source, model_file, tokenizer_file, verify_files(source, model_file, tokenizer_file))

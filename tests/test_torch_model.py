@@ -1,0 +1,84 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from export.checkpoints import open_checkpoint
+from export.errors import CheckpointError, ModelError
+from export.torch_model import find_input_embedding, load_config, load_model
+
+
+@pytest.fixture
+def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+
+
+def change_config(directory: Path, **values: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(directory: Path, change: object) -> None:
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    change(weights)  # type: ignore[operator]
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def load(directory: Path) -> tuple[object, list[str]]:
+    return load_model(load_config(directory), open_checkpoint(directory))
+
+
+def test_every_weight_arrives_in_the_model(tiny_checkpoint: Path) -> None:
+    model, left_out = load(tiny_checkpoint)
+    assert left_out == []
+    saved = load_file(tiny_checkpoint / "model.safetensors")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())  # type: ignore[attr-defined]
+
+
+def test_a_missing_weight_is_refused_by_name(copy: Path) -> None:
+    change_weights(copy, lambda weights: weights.pop("encoder.layer.1.output.dense.weight"))
+    with pytest.raises(ModelError, match=r"lacks weights of BertModel: .*encoder\.layer\.1\.output\.dense\.weight"):
+        load(copy)
+
+
+def test_a_checkpoint_with_more_layers_than_its_config_is_refused(copy: Path) -> None:
+    change_config(copy, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=r"no place for: .*encoder\.layer\.1\.attention"):
+        load(copy)
+
+
+def test_a_weight_of_another_shape_is_refused_with_both_shapes(copy: Path) -> None:
+    change_config(copy, intermediate_size=64)
+    with pytest.raises(ModelError, match=r"intermediate\.dense\.bias \[32\] where \[64\] belongs"):
+        load(copy)
+
+
+def test_heads_of_other_tasks_are_left_out_and_named(copy: Path) -> None:
+    change_weights(copy, lambda weights: weights.update({"cls.predictions.bias": torch.zeros(3)}))
+    assert load(copy)[1] == ["cls.predictions.bias"]
+
+
+def test_the_input_embedding_is_found_below_a_prefix(copy: Path) -> None:
+    config = load_config(copy)
+    specs = open_checkpoint(copy).specs()
+    assert find_input_embedding(config, specs) == "embeddings.word_embeddings.weight"
+    prefixed = {f"bert.{name}": spec for name, spec in specs.items()}
+    assert find_input_embedding(config, prefixed) == "bert.embeddings.word_embeddings.weight"
+    with pytest.raises(ModelError, match="input embedding cannot be told"):
+        find_input_embedding(config, {})
+
+
+def test_a_missing_damaged_or_unknown_config_is_refused(copy: Path) -> None:
+    change_config(copy, model_type="no-such-model")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        load_config(copy)
+    (copy / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        load_config(copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load_config(copy)

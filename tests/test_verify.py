@@ -1,0 +1,146 @@
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import Exported, verify_files
+from onnx import numpy_helper
+from tokenizers import Tokenizer
+
+from export.errors import VerificationError
+from export.onnx_export import export_onnx
+from export.targets import DEFAULT_TARGET
+from export.tasks import PoolingSettings, SentenceEmbedding
+from export.verify import compare_embeddings, hash_file, verify
+
+
+def test_an_exact_export_passes_every_case(exported: Exported) -> None:
+    report = exported.report
+    assert report.passed
+    assert report.worst.max_abs_error < 1e-6
+    names = [case.name for case in report.cases]
+    assert names[:7] == ["1 token", "2 tokens", "3 tokens", "7 tokens", "8 tokens", "31 tokens", "64 tokens"]
+    assert names[7:] == [
+        "mixed lengths in one batch",
+        "sentences one by one",
+        "sentences in one batch",
+        "sentences in batches of 8",
+        "new token [NEW]",
+    ]
+
+
+def test_the_report_names_the_bytes_and_what_was_tried(exported: Exported) -> None:
+    report = exported.report
+    assert report.sha256 == {
+        "model.onnx": hash_file(exported.model_file),
+        "tokenizer.json": hash_file(exported.tokenizer_file),
+    }
+    content = report.to_json()
+    assert content["passed"] is True
+    assert content["tolerances"]["max_abs_error"] == 1e-5
+    assert content["tolerances"]["min_cosine"] == 0.999999
+    assert content["versions"]["onnxruntime"] == DEFAULT_TARGET.onnxruntime_version
+    assert "golden" not in content
+
+
+def test_golden_samples_are_the_checkpoints_own_answers(exported: Exported) -> None:
+    sample = exported.report.golden[-1]
+    assert "[NEW]" in sample.text
+    inputs = exported.source.tokenizer([sample.text], return_tensors="pt", truncation=True, max_length=64)
+    names = [tensor.name for tensor in exported.source.signature.inputs]
+    expected = exported.source.module(*(inputs[name] for name in names))[0]
+    assert torch.equal(torch.tensor(sample.expected), expected)
+
+
+def sabotage(model_file: Path, change: Callable[[dict[str, onnx.TensorProto]], None]) -> None:
+    model = onnx.load(model_file)
+    change({tensor.name: tensor for tensor in model.graph.initializer})
+    onnx.save(model, model_file)
+
+
+def scale_one_layer(tensors: dict[str, onnx.TensorProto]) -> None:
+    tensor = max(tensors.values(), key=lambda item: (list(item.dims) == [16, 32], item.name))
+    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32(1.01), tensor.name))
+
+
+def exchange_two_tensors(tensors: dict[str, onnx.TensorProto]) -> None:
+    first, second = [item for item in tensors.values() if list(item.dims) == [16, 16]][:2]
+    values = numpy_helper.to_array(first), numpy_helper.to_array(second)
+    first.CopyFrom(numpy_helper.from_array(values[1], first.name))
+    second.CopyFrom(numpy_helper.from_array(values[0], second.name))
+
+
+def poison_one_weight(tensors: dict[str, onnx.TensorProto]) -> None:
+    tensor = next(item for item in tensors.values() if list(item.dims) == [16, 16])
+    values = numpy_helper.to_array(tensor).copy()
+    values[0, 0] = np.nan
+    tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+@pytest.mark.parametrize("change", [scale_one_layer, exchange_two_tensors, poison_one_weight])
+def test_a_changed_weight_fails(change: Callable, exported: Exported, tmp_path: Path) -> None:
+    model_file = Path(shutil.copytree(exported.model_file.parent, tmp_path / "model")) / "model.onnx"
+    sabotage(model_file, change)
+    report = verify_files(exported.source, model_file, exported.tokenizer_file)
+    assert not report.passed
+    assert not report.worst.passed
+
+
+class IgnoresTheMask(SentenceEmbedding):
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs[0], torch.ones_like(inputs[1]) + 0 * inputs[1], inputs[2])
+
+
+def test_a_graph_that_ignores_the_mask_fails_where_rows_are_padded(exported: Exported, tmp_path: Path) -> None:
+    source = exported.source
+    wrong = IgnoresTheMask(source.module.model, source.pooling, source.module.input_names)
+    model_file = tmp_path / "model" / "model.onnx"
+    model_file.parent.mkdir()
+    export_onnx(wrong.eval(), source.signature, model_file, DEFAULT_TARGET)
+    report = verify_files(source, model_file, exported.tokenizer_file)
+    failed = {case.name for case in report.cases if not case.passed}
+    assert "mixed lengths in one batch" in failed
+    assert "sentences one by one" not in failed
+
+
+def test_a_graph_with_another_pooling_fails(exported: Exported, tmp_path: Path) -> None:
+    source = exported.source
+    pooling = PoolingSettings(mode="cls", normalize=True, source="test")
+    wrong = SentenceEmbedding(source.module.model, pooling, source.module.input_names)
+    model_file = tmp_path / "model" / "model.onnx"
+    model_file.parent.mkdir()
+    export_onnx(wrong.eval(), source.signature, model_file, DEFAULT_TARGET)
+    assert not verify_files(source, model_file, exported.tokenizer_file).passed
+
+
+def test_a_server_tokenizer_that_makes_other_ids_is_refused_with_the_text(exported: Exported, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(exported.tokenizer_file))
+    tokenizer.enable_truncation(8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(VerificationError, match="reads 'The cat sleeps on the warm windowsill.' otherwise"):
+        verify_files(exported.source, exported.model_file, tmp_path / "tokenizer.json")
+
+
+def test_another_onnx_runtime_than_the_targets_is_refused(exported: Exported) -> None:
+    with pytest.raises(VerificationError, match=r"is not the one of Triton 24\.10: expected 1\.18\.1, got 1\.19\.2"):
+        verify(
+            module=exported.source.module,
+            signature=exported.source.signature,
+            model_file=exported.model_file,
+            tokenizer=exported.source.tokenizer,
+            tokenizer_file=exported.tokenizer_file,
+            added_tokens=[],
+            target=replace(DEFAULT_TARGET, onnxruntime_version="1.18.1"),
+        )
+
+
+def test_vectors_of_another_length_or_without_one_are_far_from_equal() -> None:
+    one = np.array([[3.0, 4.0]], dtype=np.float32)
+    assert compare_embeddings(one, one)["max_abs_error"] == 0
+    assert compare_embeddings(one, 2 * one)["max_relative_length_error"] == pytest.approx(1.0)
+    assert np.isnan(compare_embeddings(one, 0 * one)["max_abs_error"])
+    assert compare_embeddings(one, one[:, :1])["max_abs_error"] == np.inf
