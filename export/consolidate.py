@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,7 @@ def consolidate(
         output.write_index()
         _carry_over(checkpoint.directory, staged, output.dtype_names)
         if checkpoint.config is not None and not (staged / "config.json").exists():
-            config = dict(checkpoint.config)
-            if len(output.dtype_names) == 1:
-                _set_dtype(config, min(output.dtype_names))
-            text = json.dumps(config, indent=2) + "\n"
-            (staged / "config.json").write_text(text, encoding="utf-8")
+            _write_derived_config(checkpoint.config, staged / "config.json", output.dtype_names)
         files = tuple(sorted(path.name for path in staged.iterdir()))
     return Consolidated(
         format_name=checkpoint.format_name,
@@ -176,6 +173,14 @@ def _write_config(source: Path, target: Path, dtype_name: str) -> None:
         shutil.copyfile(source, target)
         return
     target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_derived_config(derived: Mapping[str, Any], target: Path, dtype_names: set[str]) -> None:
+    """Write the configuration that a trainer's own files tell, with the dtype that the weights now have."""
+    config = dict(derived)
+    if len(dtype_names) == 1:
+        _set_dtype(config, min(dtype_names))
+    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _set_dtype(config: Any, dtype_name: str) -> bool:

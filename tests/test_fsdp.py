@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from transformers import GPT2Config
 
@@ -23,6 +24,7 @@ from export.checkpoints.dcp_metadata import read_metadata
 from export.checkpoints.dtypes import FLOAT32
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
+from export.consolidate import consolidate
 from export.errors import CheckpointError
 
 Truth = dict[str, torch.Tensor]
@@ -94,6 +96,20 @@ READ_ALIKE = [
 @pytest.mark.parametrize("variant", READ_ALIKE)
 def test_every_format_gives_the_live_ranks_state_dict_bit_for_bit(trained: Path, variant: str) -> None:
     assert_equal(open_checkpoint(trained / variant), read_truth(trained / variant))
+
+
+@pytest.mark.parametrize("variant", ["w2/dcp_app", "w4/grid_dcp", "w4/columns_rank_files", "w2/accelerate_sharded"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_consolidate_streams_every_way_of_sharding(
+    trained: Path, tmp_path: Path, variant: str, dtype: str | None
+) -> None:
+    consolidate(trained / variant, tmp_path / "out", dtype=dtype)
+    written = load_file(tmp_path / "out/model.safetensors")
+    truth = read_truth(trained / variant)
+    assert sorted(written) == sorted(truth)
+    for name, tensor in truth.items():
+        cast = tensor.to(torch.bfloat16) if dtype and tensor.is_floating_point() else tensor
+        assert torch.equal(written[name], cast), name
 
 
 def test_accelerates_ddp_folder_is_read_as_hugging_face(trained: Path) -> None:
@@ -418,19 +434,17 @@ def test_a_missing_last_shard_is_refused_by_config_json(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     save_shard(tmp_path / "shard-00001-model-00001-of-00001.safetensors", torch.ones(15, 12))
     message = refusal(lambda: open_checkpoint(tmp_path))
-    assert "expected [30, 12] for transformer.wte.weight, got [15, 12]; the last ranks' files are missing" in message
+    assert "expected 30 rows, got 15; the last ranks' files are missing" in message
+    save_shard(tmp_path / "shard-00001-model-00001-of-00001.safetensors", torch.ones(30, 12))
+    assert open_checkpoint(tmp_path).facts.missing == ()
 
 
 def save_shard(path: Path, weight: torch.Tensor) -> None:
-    from safetensors.torch import save_file
-
     info = '{"transformer.wte.weight": {"saved_offsets": [0, 0]}}'
     save_file({"transformer.wte.weight": weight}, path, metadata={"DCP_SHARDING_INFO": info})
 
 
 def test_a_shard_that_does_not_say_what_it_holds_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"weight": torch.ones(2)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
     assert "does not say which part of each tensor it holds" in refusal(lambda: open_checkpoint(tmp_path))
 

@@ -175,6 +175,12 @@ def test_the_merged_model_answers_as_the_unsplit_one(trained: Path, tmp_path: Pa
         assert torch.allclose(model(ids).logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
 
 
+def test_a_cast_is_told_in_the_derived_configuration(trained: Path, tmp_path: Path) -> None:
+    consolidate(trained / "t4_stage0", tmp_path / "out", dtype="bfloat16")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["n_head"] == 4
+
+
 def test_facts_and_configuration_come_from_the_arguments(trained: Path) -> None:
     found = open_checkpoint(trained / "p2t2d2_bf16")
     assert found.format_name == "Megatron-DeepSpeed GPT-2, tensor parallel 2, pipeline 2"

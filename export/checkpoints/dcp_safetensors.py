@@ -4,7 +4,8 @@ Names: `shard-RANK-model-FILE-of-FILES.safetensors`, RANK and FILE counted from 
 `DCP_SHARDING_INFO`: JSON, name → `saved_offsets` (torch 2.13, torch/distributed/checkpoint/_hf_utils.py).
 
 The whole shape of a tensor is stored nowhere, nor is the number of ranks. Without the last rank's file every tensor
-sharded along its first dimension is only shorter. `config.json` beside the shards shows that; without it, nothing does.
+sharded along its first dimension is only shorter. The vocabulary's size in `config.json` shows that; without it,
+nothing does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from export.checkpoints.assembled_tensor import Box, assemble
-from export.checkpoints.model_shapes import check_shapes, read_model_shapes
+from export.checkpoints.model_shapes import read_vocab_size
 from export.checkpoints.paths import check_inside
 from export.checkpoints.safetensors_file import read_safetensors
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
@@ -26,6 +27,14 @@ from export.errors import CheckpointError, list_some
 _SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _INFO_KEY = "DCP_SHARDING_INFO"
 _OFFSETS_KEY = "saved_offsets"
+# What transformers' models call their input embedding.
+_EMBEDDINGS = (
+    "wte.weight",
+    "embed_tokens.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "embed_in.weight",
+)
 _RECOPY = "copy the whole checkpoint again, from every node"
 
 
@@ -51,20 +60,42 @@ def open_folder(directory: Path, config_directory: Path) -> StoredCheckpoint:
         for name, box in _read_shard(path).items():
             boxes.setdefault(name, []).append(box)
     tensors = {name: _join(name, parts) for name, parts in boxes.items()}
-    shapes = read_model_shapes(config_directory)
-    known = check_shapes(tensors, shapes, directory) if shapes is not None else frozenset()
-    unseen = (
-        () if known else ("whether the last ranks' files are there: the shards say nothing of it, config.json would",)
-    )
+    unseen = "whether the last ranks' files are there: the shards say nothing of it, config.json would"
+    seen = _check_vocabulary(tensors, directory, config_directory)
     return StoredCheckpoint(
         directory=config_directory,
         format_name=f"torch.distributed.checkpoint in safetensors, {len(paths)} shard{'s' if len(paths) > 1 else ''}",
         tensors=tensors,
         zero_size=frozenset(name for name, tensor in tensors.items() if 0 in tensor.shape),
         facts=CheckpointFacts(
-            trainer="torch.distributed.checkpoint", world_size=max(rank for rank, _ in paths), missing=unseen
+            trainer="torch.distributed.checkpoint",
+            world_size=max(rank for rank, _ in paths),
+            missing=() if seen else (unseen,),
         ),
     )
+
+
+def _check_vocabulary(tensors: Mapping[str, StoredTensor], directory: Path, config_directory: Path) -> bool:
+    """Check the rows of the input embedding against `config.json`; tell whether there were both.
+
+    Every rank holds rows of it, so it is too short where the last ranks' files are missing. More rows are padding.
+
+    Raises:
+        CheckpointError: It has fewer rows than the vocabulary.
+    """
+    vocab_size = read_vocab_size(config_directory)
+    tables = [name for name in tensors if name.endswith(_EMBEDDINGS) and len(tensors[name].shape) == 2]
+    if vocab_size is None or not tables:
+        return False
+    short = [name for name in tables if tensors[name].shape[0] < vocab_size]
+    if short:
+        raise CheckpointError(
+            f"{list_some(short)} in {directory} is shorter than config.json says",
+            expected=f"{vocab_size} rows",
+            got=str(tensors[short[0]].shape[0]),
+            remedy="the last ranks' files are missing, or config.json is of another model; " + _RECOPY,
+        )
+    return True
 
 
 def _find_shards(directory: Path) -> dict[tuple[int, int], Path]:

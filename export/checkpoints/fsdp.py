@@ -124,8 +124,11 @@ def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: 
         return replace(open_file(path), format_name="FSDP full state dict, 1 file")
     ranks, world_size = _find_rank_files(directory, kind)
     home = _find_home(directory)
-    known = shapes if shapes is not None else read_model_shapes(home)
-    return replace(open_rank_files(directory, ranks, known, world_size), directory=home)
+
+    def read_shapes() -> Shapes | None:
+        return shapes if shapes is not None else read_model_shapes(home)
+
+    return replace(open_rank_files(directory, ranks, read_shapes, world_size), directory=home)
 
 
 def _find_home(directory: Path) -> Path:

@@ -7,7 +7,7 @@ shape; the slices of all ranks, in their order, are the parameter. Shapes must c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -39,14 +39,14 @@ class RankFile:
 
 
 def open_rank_files(
-    directory: Path, paths: Mapping[int, Path], shapes: Shapes | None, world_size: int | None = None
+    directory: Path, paths: Mapping[int, Path], read_shapes: Callable[[], Shapes | None], world_size: int | None = None
 ) -> StoredCheckpoint:
     """Return a reader over the files of all ranks, reading no tensor data.
 
     Args:
         directory: The folder with `config.json`.
         paths: Rank → its file.
-        shapes: Name → shape of the model's tensors where known; only LOCAL files need them.
+        read_shapes: Returns name → shape of the model's tensors, None if not known; asked for LOCAL files only.
         world_size: How many ranks there were, where the files' names say so.
 
     Raises:
@@ -62,7 +62,7 @@ def open_rank_files(
         tensors = _join_sharded(files)
         kind = "FSDP sharded"
     else:
-        tensors = _join_slices(directory, files, shapes)
+        tensors = _join_slices(directory, files, read_shapes())
         kind = "FSDP local"
     return StoredCheckpoint(
         directory=directory,

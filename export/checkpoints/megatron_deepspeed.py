@@ -23,7 +23,7 @@ from typing import Any
 
 from export.checkpoints.deepspeed_checks import check_model_states
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
-from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates, read_model_states
+from export.checkpoints.deepspeed_states import ModelStates, read_model_states
 from export.checkpoints.megatron_args import MegatronArgs, read_args
 from export.checkpoints.megatron_folder import check_config, find_vocab_size
 from export.checkpoints.megatron_parts import (
@@ -40,10 +40,8 @@ from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, list_some
 
-# Given the files and model states of one model-parallel rank: its trained parameters, and where they come from.
-ReadTrained = Callable[
-    [DeepSpeedFiles, Sequence[ModelStates]], tuple[dict[str, StoredTensor], Sequence[OptimizerStates]]
-]
+# Given the files and model states of one model-parallel rank: its trained parameters, the stage, and the ranks.
+ReadTrained = Callable[[DeepSpeedFiles, Sequence[ModelStates]], tuple[dict[str, StoredTensor], int, int]]
 
 _RECOPY = "copy the whole checkpoint again, from every node"
 
@@ -183,7 +181,7 @@ def _read_rank(files: DeepSpeedFiles, index: int, path: Path, read_trained: Read
     states = read_model_states(path, nested=True)
     check_model_states(own, [states])
     if own.optimizers:
-        trained, _ = read_trained(own, [states])
+        trained, _, _ = read_trained(own, [states])
         return _Rank(states=states, trained=trained)
     if states.stage or files.optimizers:
         raise CheckpointError(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-
-from export.checkpoints.stored_tensor import StoredTensor
-from export.errors import CheckpointError, list_some
+from typing import Any
 
 
 def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
@@ -15,12 +12,8 @@ def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
 
     The model is built on the meta device, which takes no memory. Imports torch and transformers.
     """
-    path = directory / "config.json"
-    try:
-        architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    if len(architectures) != 1 or not isinstance(architectures[0], str):
+    architectures = _read_config(directory).get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         return None
     import torch
     import transformers
@@ -38,22 +31,17 @@ def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def check_shapes(
-    tensors: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], directory: Path
-) -> frozenset[str]:
-    """Check the tensors whose names the model has, and return those names.
+def read_vocab_size(directory: Path) -> int | None:
+    """Return the size of the vocabulary in `config.json`, of its text part where it has several; None without one."""
+    config = _read_config(directory)
+    inner = config.get("text_config")
+    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return size if type(size) is int and size > 0 else None
 
-    Raises:
-        CheckpointError: Some have another shape than the model.
-    """
-    known = frozenset(tensors.keys() & shapes.keys())
-    wrong = [name for name in known if tensors[name].shape != shapes[name]]
-    if wrong:
-        first = min(wrong)
-        raise CheckpointError(
-            f"weights in {directory} are of another shape than config.json says: {list_some(wrong)}",
-            expected=f"{list(shapes[first])} for {first}",
-            got=str(list(tensors[first].shape)),
-            remedy="the last ranks' files are missing, or config.json is of another model",
-        )
-    return known
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
