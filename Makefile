@@ -10,10 +10,10 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint bench clean
+.PHONY: help setup demo serve test lint bench bench-consolidate clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
 
 setup: $(VENV)/installed ## Install everything into .venv
 
@@ -22,7 +22,8 @@ $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv: expected the standard module, got none; install it (Debian: apt-get install python3-venv)." >&2; exit 1; }
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@touch $@
@@ -41,6 +42,9 @@ lint: setup ## Check format, style and types
 
 bench: setup ## Measure the demo model with perf_analyzer on real text
 	@$(BIN)/python -m demo.bench
+
+bench-consolidate: setup ## Measure consolidate beside DeepSpeed's script and cp
+	@$(BIN)/python tests/bench_consolidate.py
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache

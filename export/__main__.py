@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from export import consolidate, inspect_checkpoint
 from export.errors import ExportError, list_some
 from export.progress import Progress
 from export.request import AGGREGATIONS, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
@@ -39,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(stderr=True)
     try:
-        return int(arguments.command(arguments, console))
+        return int(arguments.command(arguments))
     except ExportError as exc:
         console.print(f"error: {exc}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("error: interrupted; the repository is as it was.", style="red", soft_wrap=True)
+        console.print("error: interrupted; everything is as it was.", style="red", soft_wrap=True)
         return 130
 
 
@@ -65,7 +66,7 @@ def _build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with weights, config.json, tokenizer")
+    run.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="what the trainer or save_pretrained left")
     run.add_argument("--name", required=True, help="name that clients will use")
     run.add_argument("--task", choices=TASKS, help="what it is served as (default: what it was trained for)")
     run.add_argument(
@@ -84,6 +85,14 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="LoRA adapters to merge, each the folder that peft saved, one after another",
     )
+    run.add_argument("--tag", help="which checkpoint of several in the folder (default: the trainer's own latest)")
+    run.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and tokenizer, where the checkpoint's own has none",
+    )
+    run.add_argument("--allow-non-finite", action="store_true", help="let NaN and infinite weights through")
     run.add_argument(
         "--lora-scaling",
         type=float,
@@ -94,6 +103,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_task_options(run.add_argument_group("options of some tasks"))
     run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     run.set_defaults(command=_run)
+    inspect_checkpoint.add_parser(verbs)
+    consolidate.add_parser(verbs)
     return parser
 
 
@@ -141,10 +152,11 @@ def _parse_added_token(text: str) -> AddedToken:
     return AddedToken(token=token, initializer=initializer)
 
 
-def _run(arguments: argparse.Namespace, console: Console) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     # Takes seconds, for it imports torch and transformers.
     from export.pipeline import STEPS, run_export
 
+    console = Console(stderr=True)
     request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
     result = run_export(request, Progress(console, STEPS), lambda report: _print_report(report, console))
     if arguments.json:

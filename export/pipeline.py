@@ -10,7 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export import vocabulary
 from export.artefacts import Artefacts
-from export.checkpoints import Checkpoint, StateDict, open_checkpoint
+from export.checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from export.comparison import describe_errors
 from export.errors import VerificationError
 from export.lora import merge_adapters
@@ -34,7 +34,7 @@ STEPS = 5
 class Source:
     """The checkpoint as it is to be served: the truth that the ONNX file is compared with."""
 
-    checkpoint: Checkpoint
+    checkpoint: StoredCheckpoint
     task: Task
     parameters: int
     rows: VocabularyRows
@@ -68,14 +68,15 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
         ExportError: With the one reason.
     """
     with progress.step("reading checkpoint and vocabulary"):
-        checkpoint = open_checkpoint(request.checkpoint)
-        directory = checkpoint.directory
-        config = load_config(directory)
+        checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
+        directory = request.base or checkpoint.directory
+        config = load_config(directory, checkpoint.config)
         tokenizer = vocabulary.load_tokenizer(directory)
         weights: StateDict = CastToFloat32(source=checkpoint)
-        weights = merge_adapters(weights, directory, request.adapters, request.lora_scaling)
+        settings = checkpoint.directory if (checkpoint.directory / "adapter_config.json").is_file() else directory
+        weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
         if not request.vocabulary.allow_other_tokenizer:
-            vocabulary.check_special_ids(directory, tokenizer)
+            vocabulary.check_special_ids(directory, tokenizer, checkpoint.config)
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
         task_name = request.task or find_task_name(directory, config, weights.specs())
         max_length = vocabulary.read_max_length(directory, tokenizer, config)

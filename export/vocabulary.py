@@ -34,7 +34,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory} holds no tokenizer",
             expected="one of " + ", ".join(names),
             got="none of them",
-            remedy="copy the tokenizer's files from the model that the checkpoint was trained from",
+            remedy="pass the folder of the model that the checkpoint was trained from with --base",
         )
     try:
         # Our own output goes to the server's workers; a fork after tokenising would only print a warning.
@@ -129,15 +129,22 @@ def read_max_length(directory: Path, tokenizer: PreTrainedTokenizerBase, config:
     return min(limits)
 
 
-def check_special_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_special_ids(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, derived: Mapping[str, Any] | None = None
+) -> None:
     """Refuse a tokenizer that belongs to another model, as far as the checkpoint recorded what belongs to it.
 
     Compared are the ids of special tokens that `config.json` itself names, and `vocabulary_sha256` if it is there.
 
+    Args:
+        directory: The folder with `config.json` and the tokenizer.
+        tokenizer: To be checked.
+        derived: What another trainer's checkpoint says instead, where there is no such file.
+
     Raises:
         VocabularyError: Naming every id that differs.
     """
-    recorded = read_json(directory / "config.json")
+    recorded = read_json(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
     for kind in ("pad", "bos", "eos", "cls", "sep", "mask"):
