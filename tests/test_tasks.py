@@ -142,6 +142,8 @@ def test_pooling_can_be_asked_for(tiny_checkpoint: Path) -> None:
         ({"num_labels": 3, "problem_type": "multi_label_classification"}, "sigmoid"),
         ({"num_labels": 1, "problem_type": "regression"}, "none"),
         ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "none"),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "none"),
+        ({"num_labels": 3, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "softmax"),
     ],
 )
 def test_the_function_is_the_one_the_model_was_trained_with(settings: dict, function: str) -> None:
