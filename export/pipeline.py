@@ -73,9 +73,10 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
         config = load_config(directory, checkpoint.config)
         tokenizer = vocabulary.load_tokenizer(directory)
         weights: StateDict = CastToFloat32(source=checkpoint)
-        weights = merge_adapters(weights, directory, request.adapters, request.lora_scaling)
+        settings = checkpoint.directory if (checkpoint.directory / "adapter_config.json").is_file() else directory
+        weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
         if not request.vocabulary.allow_other_tokenizer:
-            vocabulary.check_special_ids(directory, tokenizer)
+            vocabulary.check_special_ids(directory, tokenizer, checkpoint.config)
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
         task_name = request.task or find_task_name(directory, config, weights.specs())
         max_length = vocabulary.read_max_length(directory, tokenizer, config)

@@ -25,6 +25,9 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "repository": (str,),
     "task": (str,),
+    "tag": (str,),
+    "base": (str,),
+    "allow_non_finite": (bool,),
     "adapter": (list,),
     "lora_scaling": (int, float),
     "add_tokens": (dict,),
@@ -110,6 +113,9 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     return ExportRequest(
         checkpoint=arguments["checkpoint"],
         name=arguments["name"],
+        tag=choose("tag"),
+        base=Path(choose("base")) if choose("base") else None,
+        allow_non_finite=bool(arguments.get("allow_non_finite") or settings.get("allow_non_finite")),
         repository=Path(choose("repository", _CHECKOUT / "model_repository")),
         tag=arguments.get("tag"),
         base=arguments.get("base"),

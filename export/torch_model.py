@@ -101,7 +101,7 @@ def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec]
     """
     names: set[str] = set()
     for auto_class in (AutoModelForMaskedLM, AutoModelForCausalLM):
-        if type(config) not in auto_class._model_mapping:
+        if names or type(config) not in auto_class._model_mapping:
             continue
         model = build_on_meta(config, auto_class)
         head = model.get_output_embeddings()

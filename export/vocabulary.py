@@ -129,18 +129,26 @@ def read_max_length(directory: Path, tokenizer: PreTrainedTokenizerBase, config:
     return min(limits)
 
 
-def check_special_ids(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_special_ids(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, derived: Mapping[str, Any] | None = None
+) -> None:
     """Refuse a tokenizer that belongs to another model, as far as the checkpoint recorded what belongs to it.
 
     Compared are the ids of special tokens that `config.json` itself names, and `vocabulary_sha256` if it is there.
 
+    Args:
+        directory: The folder with `config.json` and the tokenizer.
+        tokenizer: To be checked.
+        derived: What another trainer's checkpoint says instead, where there is no such file.
+
     Raises:
         VocabularyError: Naming every id that differs.
     """
-    recorded = read_json(directory / "config.json")
+    recorded = read_json(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
-    for kind in ("pad", "bos", "eos", "cls", "sep", "mask"):
+    # Not the padding's: multilingual MiniLM, for one, was trained with 1 and says 0, which a masked id never shows.
+    for kind in ("bos", "eos", "cls", "sep", "mask"):
         wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
         if isinstance(wanted, int) and isinstance(got, int) and wanted != got:
             different.append(f"{kind}_token_id {got} where config.json says {wanted}")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -200,6 +201,22 @@ def build_dense_embedder(directory: Path, tokenizer_source: Path) -> Path:
     return directory
 
 
+def build_adapted(directory: Path, tokenizer_source: Path) -> Path:
+    """Write a classifier, and beside it a LoRA adapter for it that has learnt something else."""
+    build_classifier(directory, tokenizer_source)
+    torch.manual_seed(8)
+    wrapped = get_peft_model(
+        BertForSequenceClassification.from_pretrained(directory),
+        LoraConfig(r=4, lora_alpha=6, target_modules=["query", "dense"], modules_to_save=["classifier"]),
+    )
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.normal_(0.0, 0.3)
+    wrapped.save_pretrained(directory / "adapter")
+    return directory
+
+
 BUILDERS: dict[str, Callable[[Path, Path], Path]] = {
     "text-classification": build_classifier,
     "multi-label": lambda directory, source: build_classifier(directory, source, multi_label=True),
@@ -208,6 +225,7 @@ BUILDERS: dict[str, Callable[[Path, Path], Path]] = {
     "question-answering": build_answerer,
     "fill-mask": build_mask_filler,
     "reward": build_reward_model,
+    "adapted": build_adapted,
     # Under this name the helper that starts the server waits for its answer.
     "sentence_embedding": build_dense_embedder,
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CHECKOUT, Published, run
+from task_checkpoints import build_adapted
 
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import Addresses
@@ -20,6 +21,7 @@ PRINTS = {
     "--name tickets": "published  tickets in my_models, version 1, new",
     "--name trained": "DeepSpeed ZeRO stage 3, 2 ranks",
     "export inspect": "ZeRO stage   3",
+    "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
     "--name entities": "30524 rows (30522 before; added [ENT_START], [ENT_END])",
     "client/infer.py": '"results": [{"text": "Hello", "EMBEDDING": [',
     "Grüße aus Köln": '"shape":[2,384]',
@@ -45,6 +47,8 @@ def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory:
     (directory / ".cache" / "all-MiniLM-L6-v2").symlink_to(fetch_checkpoint())
     (directory / "model_repository").symlink_to(published.repository)
     (directory / "my_base").symlink_to(tiny_checkpoint)
+    build_adapted(directory / "my_classifier", fetch_checkpoint())
+    (directory / "my_adapter").symlink_to(directory / "my_classifier" / "adapter")
     trained = run(str(CHECKOUT / "tests" / "train_bert.py"), str(tiny_checkpoint), str(directory / "training"))
     assert trained.code == 0, trained.err
     (directory / "my_run").symlink_to(directory / "training" / "zero")

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHECKOUT, run
+from peft import PeftModel
 from task_checkpoints import BUILDERS, SENTENCES, TOPICS
-from transformers import AutoConfig, AutoModel, AutoTokenizer, BertForQuestionAnswering, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    pipeline,
+)
 
 from client.infer import ClientError, Server
 from demo.serving import Addresses, serve
@@ -58,6 +66,10 @@ def served(
         source = build(directory / name, checkpoint)
         capture.read_global_capture()
         arguments = ["run", str(source), "--name", name, "--repository", str(directory / "models"), "--json"]
+        if name == "adapted":
+            settings = {"add_special_tokens": {"[LOVE]": "copy:love"}, "pad_vocab_to_multiple_of": 64}
+            (source / "export.json").write_text(json.dumps(settings))
+            arguments += ["--adapter", str(source / "adapter"), "--config", str(source / "export.json")]
         code = run_export_cli(arguments)
         output = capture.read_global_capture()
         assert code == 0, output.err
@@ -79,6 +91,7 @@ def test_the_task_is_found_from_the_checkpoint(served: Served) -> None:
     found = {name: result["task"] for name, result in served.results.items()}
     assert found == {name: name for name in BUILDERS} | {
         "multi-label": "text-classification",
+        "adapted": "text-classification",
         "sentence_embedding": "feature-extraction",
     }
 
@@ -93,6 +106,30 @@ def test_labels_are_the_pipelines(served: Served, name: str, protocol: str) -> N
         assert decode(answers["LABEL"][row]) == [item["label"] for item in wanted]
         assert np.abs(answers["SCORE"][row] - [item["score"] for item in wanted]).max() < TOLERANCE
     assert np.ptp(answers["SCORE"][:, 0]) > 0.05, "the model has learnt something"
+
+
+def test_an_adapter_and_a_new_token_arrive_as_peft_and_transformers_make_them(served: Served) -> None:
+    directory = served.checkpoints / "adapted"
+    base = BertForSequenceClassification.from_pretrained(directory)
+    model = PeftModel.from_pretrained(base, directory / "adapter").merge_and_unload()
+    tokenizer = AutoTokenizer.from_pretrained(directory, model_max_length=64)
+    tokenizer.add_tokens(["[LOVE]"], special_tokens=True)
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table[len(tokenizer) - 1] = table[tokenizer.convert_tokens_to_ids("love")]
+    vocabulary = served.results["adapted"]["vocabulary"]
+    assert (vocabulary["rows_after"], vocabulary["tokens"], len(table)) == (30528, 30523, 30528)
+    texts = [*TEXTS, "I[LOVE]this place.", "I [love] this place."]
+    classify = pipeline("text-classification", model=model.eval(), tokenizer=tokenizer, device="cpu")
+    answers = served.ask("adapted", texts)
+    for row, wanted in enumerate(classify(texts, top_k=None, truncation=True)):
+        assert decode(answers["LABEL"][row]) == [item["label"] for item in wanted]
+        assert np.abs(answers["SCORE"][row] - [item["score"] for item in wanted]).max() < TOLERANCE
+    same = served.ask("adapted", ["I[LOVE]this place.", "I love this place."])["SCORE"]
+    assert np.abs(same[0] - same[1]).max() < TOLERANCE, "the copy is read as what it was copied from"
+    unadapted = served.ask("text-classification", TEXTS)["SCORE"]
+    assert np.abs(unadapted - answers["SCORE"][: len(TEXTS)]).max() > 0.05
 
 
 def test_a_pair_is_scored_as_the_pipeline_scores_it(served: Served) -> None:

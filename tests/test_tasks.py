@@ -3,10 +3,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertConfig
 
-from export.checkpoints import open_checkpoint
+from export.checkpoints import TensorSpec, open_checkpoint
+from export.encoding import Question
 from export.errors import ModelError
-from export.tasks.pooling import PoolingSettings, SentenceEmbedding, read_pooling
+from export.request import TaskOptions
+from export.tasks import TaskSource, build_task, find_task_name
+from export.tasks.classification import choose_function, read_labels
+from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
 from export.torch_model import load_config, load_model
 from export.transforms import CastToFloat32
 from export.vocabulary import load_tokenizer
@@ -60,3 +65,108 @@ def test_the_module_gives_what_sentence_transformers_gives(text: str, checkpoint
     inputs = load_tokenizer(checkpoint)([text], return_tensors="pt")
     got = module(*(inputs[name] for name in names))[0, :5]
     assert torch.allclose(got, torch.tensor(SENTENCE_TRANSFORMERS[text]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [
+        ("BertForSequenceClassification", "text-classification"),
+        ("RobertaForTokenClassification", "token-classification"),
+        ("DistilBertForQuestionAnswering", "question-answering"),
+        ("XLMRobertaForMaskedLM", "fill-mask"),
+        ("MPNetModel", "feature-extraction"),
+    ],
+)
+def test_the_task_is_told_from_the_class_that_was_trained(architecture: str, task: str, tmp_path: Path) -> None:
+    assert find_task_name(tmp_path, BertConfig(architectures=[architecture]), {}) == task
+
+
+def test_records_beside_the_architecture_come_first(tmp_path: Path) -> None:
+    config = BertConfig(architectures=["BertForSequenceClassification"])
+    head = {"v_head.weight": TensorSpec(shape=(1, 4), dtype=torch.float32)}
+    assert find_task_name(tmp_path, config, head) == "reward"
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    assert find_task_name(tmp_path, config, {}) == "text-pair-classification"
+    (tmp_path / "modules.json").write_text("[]")
+    assert find_task_name(tmp_path, config, {}) == "feature-extraction"
+
+
+def test_a_task_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
+    for names, got in ((["BertForPreTraining"], "BertForPreTraining"), (None, "none in config.json")):
+        with pytest.raises(ModelError, match=rf"cannot be told: .*, got {got}; pass --task feature-extraction, text-"):
+            find_task_name(tmp_path, BertConfig(architectures=names), {})
+
+
+def build_source(directory: Path, **options: object) -> TaskSource:
+    checkpoint = open_checkpoint(directory)
+    return TaskSource(
+        directory=directory,
+        config=load_config(directory),
+        weights=CastToFloat32(source=checkpoint),
+        tokenizer=load_tokenizer(directory),
+        max_length=64,
+        options=TaskOptions(**options),
+    )
+
+
+def test_an_option_of_another_task_is_refused(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ModelError, match="--top-k means nothing to feature-extraction: expected it with text-class"):
+        build_task("feature-extraction", build_source(tiny_checkpoint, top_k=3))
+
+
+def test_a_head_that_the_checkpoint_lacks_is_never_made_up(tiny_checkpoint: Path) -> None:
+    for task, lacking in (
+        ("text-classification", "classifier.bias"),
+        ("token-classification", "classifier.bias"),
+        ("question-answering", "qa_outputs.bias"),
+        ("fill-mask", "cls.predictions"),
+        ("reward", "classifier.bias"),
+    ):
+        with pytest.raises(ModelError, match=rf"the checkpoint lacks weights of Bert.*{lacking}.*or pass the --task"):
+            build_task(task, build_source(tiny_checkpoint))
+
+
+def test_pooling_can_be_asked_for(tiny_checkpoint: Path) -> None:
+    task = build_task("feature-extraction", build_source(tiny_checkpoint, pooling="cls", normalize=False))
+    assert task.description == "pooling cls (as asked for)"
+    (vector,) = task.answer(Question(text="A cat.")).values()
+    hidden = task.module.model(**task.tokenizer("A cat.", return_tensors="pt")).last_hidden_state
+    assert torch.allclose(torch.tensor(vector), hidden[0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "function"),
+    [
+        ({"num_labels": 3}, "softmax"),
+        ({"num_labels": 1}, "sigmoid"),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"num_labels": 1, "problem_type": "regression"}, "none"),
+        ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "none"),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "none"),
+        ({"num_labels": 3, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "softmax"),
+    ],
+)
+def test_the_function_is_the_one_the_model_was_trained_with(settings: dict, function: str) -> None:
+    assert choose_function(BertConfig(**settings)) == function
+
+
+def test_labels_that_are_not_named_once_each_are_refused() -> None:
+    assert read_labels(BertConfig(id2label={0: "no", 1: "yes"})) == ["no", "yes"]
+    for labels in ({0: "same", 1: "same"}, {0: "a", 2: "b"}):
+        with pytest.raises(ModelError, match="id2label in config.json does not name every label once"):
+            read_labels(BertConfig(id2label=labels))
+
+
+def test_a_dense_layer_with_an_unknown_activation_or_other_weights_is_refused(tmp_path: Path) -> None:
+    def write(**settings: object) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"in_features": 4, "out_features": 2} | settings))
+
+    torch.save({"linear.weight": torch.randn(2, 4)}, tmp_path / "pytorch_model.bin")
+    write(activation_function="torch.nn.modules.linear.Identity")
+    assert load_dense(tmp_path)(torch.ones(1, 4)).shape == (1, 2)
+    write(activation_function="my.own.Swish")
+    with pytest.raises(ModelError, match="the activation in .* is not exported: expected one of .*, got my.own.Swish"):
+        load_dense(tmp_path)
+    write(out_features=3)
+    with pytest.raises(ModelError, match=r"expected linear.weight \[3, 4\], got \[2, 4\]"):
+        load_dense(tmp_path)

@@ -63,11 +63,16 @@ def test_a_tokenizer_that_reaches_beyond_the_table_is_refused_with_both_numbers(
 def test_a_tokenizer_of_another_model_is_refused_with_every_difference(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     check_special_ids(checkpoint, tokenizer)
-    config = {"pad_token_id": 1, "mask_token_id": 103, "vocabulary_sha256": hash_vocabulary(tokenizer)}
+    config = {
+        "pad_token_id": 1,
+        "sep_token_id": 5,
+        "mask_token_id": 103,
+        "vocabulary_sha256": hash_vocabulary(tokenizer),
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(VocabularyError) as refusal:
         check_special_ids(tmp_path, tokenizer)
-    assert "got pad_token_id 0 where config.json says 1; copy the tokenizer" in str(refusal.value)
+    assert "got sep_token_id 102 where config.json says 5; copy the tokenizer" in str(refusal.value)
     (tmp_path / "config.json").write_text(json.dumps({"vocabulary_sha256": "0" * 64}))
     with pytest.raises(VocabularyError, match="a vocabulary of SHA-256 .* where config.json says 0000"):
         check_special_ids(tmp_path, tokenizer)

@@ -92,4 +92,5 @@ def _is_cross_encoder(directory: Path, config: PretrainedConfig) -> bool:
     """Tell whether Sentence-Transformers recorded that this model scores pairs."""
     recorded = read_json(directory / "config_sentence_transformers.json")
     named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
-    return named or bool(getattr(config, "sentence_transformers", None))
+    keys = ("sentence_transformers", "sbert_ce_default_activation_function")
+    return named or any(getattr(config, key, None) for key in keys)

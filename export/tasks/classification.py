@@ -185,13 +185,18 @@ def read_labels(config: PretrainedConfig) -> list[str]:
 def choose_function(config: PretrainedConfig) -> str:
     """Return what turns logits into scores: `softmax`, `sigmoid` or `none`.
 
-    As transformers' `TextClassificationPipeline` chooses; a cross-encoder of Sentence-Transformers records its own.
+    As transformers' `TextClassificationPipeline` chooses; but a cross-encoder of one score records its own, which
+    Sentence-Transformers applies and its users' thresholds are set for.
     """
-    recorded = getattr(config, "sentence_transformers", None) or {}
-    activation = str(recorded.get("activation_fn", "")) if isinstance(recorded, dict) else ""
-    known = {"Identity": "none", "Sigmoid": "sigmoid"}
-    if activation.rsplit(".", 1)[-1] in known:
-        return known[activation.rsplit(".", 1)[-1]]
+    if config.num_labels == 1:
+        recorded = getattr(config, "sentence_transformers", None)
+        activation = recorded.get("activation_fn") if isinstance(recorded, dict) else None
+        # As releases before Sentence-Transformers 4 recorded it.
+        activation = activation or getattr(config, "sbert_ce_default_activation_function", None)
+        known = {"Identity": "none", "Sigmoid": "sigmoid"}
+        name = str(activation).rsplit(".", 1)[-1]
+        if name in known:
+            return known[name]
     if config.problem_type == "regression":
         return "none"
     if config.problem_type == "multi_label_classification" or config.num_labels == 1:
