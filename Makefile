@@ -10,10 +10,10 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-containers lint bench kills clean
+.PHONY: help setup demo serve test test-containers lint bench bench-consolidate kills clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
 
 setup: $(VENV)/installed ## Install everything into .venv
 
@@ -22,7 +22,8 @@ $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv: expected the standard module, got none; install it (Debian: apt-get install python3-venv)." >&2; exit 1; }
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@touch $@
@@ -39,8 +40,7 @@ test: setup lint ## Run the whole test suite
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
 	@docker/podman/prepare.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,containers]'
-	@$(BIN)/python -m pytest -m containers tests/test_containers.py
-	@$(BIN)/python -m pytest tests/test_compose.py
+	@MODELYARD_CONTAINERS=1 $(BIN)/python -m pytest tests/test_containers.py tests/test_compose.py
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -50,6 +50,9 @@ bench: setup ## Measure the demo model with perf_analyzer on real text
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/test_healing.py -s
+
+bench-consolidate: setup ## Measure consolidate beside DeepSpeed's script and cp
+	@$(BIN)/python tests/bench_consolidate.py
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from export import consolidate, inspect_checkpoint
 from export.errors import ExportError, list_some
 from export.progress import Progress
 from export.request import TASKS, AddedToken, ExportRequest
@@ -40,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(stderr=True)
     try:
-        return int(arguments.command(arguments, console))
+        return int(arguments.command(arguments))
     except ExportError as exc:
         console.print(f"error: {exc}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("error: interrupted; the repository is as it was.", style="red", soft_wrap=True)
+        console.print("error: interrupted; everything is as it was.", style="red", soft_wrap=True)
         return 130
 
 
@@ -66,7 +67,7 @@ def _build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder with weights, config.json, tokenizer")
+    run.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="what the trainer or save_pretrained left")
     run.add_argument("--name", required=True, help="name that clients will use")
     run.add_argument("--task", choices=TASKS, default=TASKS[0], help="what it is served as (default: %(default)s)")
     run.add_argument(
@@ -85,8 +86,18 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="TOKEN=DESCRIPTION",
         help="special tokens to add, each starting as the mean of its description's embeddings",
     )
+    run.add_argument("--tag", help="which checkpoint of several in the folder (default: the trainer's own latest)")
+    run.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and tokenizer, where the checkpoint's own has none",
+    )
+    run.add_argument("--allow-non-finite", action="store_true", help="let NaN and infinite weights through")
     run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     run.set_defaults(command=_run)
+    inspect_checkpoint.add_parser(verbs)
+    consolidate.add_parser(verbs)
     return parser
 
 
@@ -97,12 +108,16 @@ def _parse_added_token(text: str) -> AddedToken:
     return AddedToken(token=token, description=description)
 
 
-def _run(arguments: argparse.Namespace, console: Console) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     # Takes seconds, for it imports torch and transformers.
     from export.pipeline import STEPS, run_export
 
+    console = Console(stderr=True)
     request = ExportRequest(
         checkpoint=arguments.checkpoint,
+        tag=arguments.tag,
+        base=arguments.base,
+        allow_non_finite=arguments.allow_non_finite,
         name=arguments.name,
         task=arguments.task,
         repository=arguments.repository,

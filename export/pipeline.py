@@ -1,20 +1,20 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export import vocabulary
-from export.checkpoints import Checkpoint, StateDict, open_checkpoint
+from export.checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from export.errors import VerificationError
 from export.model_config import EnsembleNames
 from export.onnx_export import export_onnx
 from export.progress import Progress
 from export.repository import Publication, check_contract, check_name, publish
-from export.request import AddedToken, ExportRequest
+from export.request import ExportRequest
 from export.signature import ModelSignature
 from export.targets import DEFAULT_TARGET
 from export.tasks import PoolingSettings, SentenceEmbedding, build_signature, read_pooling
@@ -29,7 +29,7 @@ STEPS = 5
 class Source:
     """The checkpoint as it is to be served: the truth that the ONNX file is compared with."""
 
-    checkpoint: Checkpoint
+    checkpoint: StoredCheckpoint
     tokenizer: PreTrainedTokenizerBase
     module: SentenceEmbedding
     signature: ModelSignature
@@ -51,22 +51,22 @@ class ExportResult:
     publication: Publication
 
 
-def load_source(checkpoint_directory: Path, added_tokens: Sequence[AddedToken], progress: Progress) -> Source:
+def load_source(request: ExportRequest, progress: Progress) -> Source:
     """Read a checkpoint, bring tokenizer and embedding rows together, and build the module around the model.
 
     Raises:
         ExportError: With the one reason.
     """
     with progress.step("reading checkpoint and vocabulary"):
-        checkpoint = open_checkpoint(checkpoint_directory)
-        directory = checkpoint.directory
-        config = load_config(directory)
+        checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
+        directory = request.base or checkpoint.directory
+        config = load_config(directory, checkpoint.config)
         tokenizer = vocabulary.load_tokenizer(directory)
         weights: StateDict = CastToFloat32(source=checkpoint)
         table = find_input_embedding(config, weights.specs())
         rows_before = weights.specs()[table].shape[0]
         vocabulary.check_ids_have_rows(tokenizer, rows_before, table)
-        new_tokens = vocabulary.add_special_tokens(tokenizer, added_tokens)
+        new_tokens = vocabulary.add_special_tokens(tokenizer, request.added_tokens)
         weights = vocabulary.assign_new_rows(weights, table, tokenizer, new_tokens)
         config.vocab_size = weights.specs()[table].shape[0]
         pooling = read_pooling(directory)
@@ -105,7 +105,7 @@ def run_export(
     """
     check_name(request.name)
     names = EnsembleNames(ensemble=request.name)
-    source = load_source(request.checkpoint, request.added_tokens, progress)
+    source = load_source(request, progress)
     check_contract(request.repository, names, source.signature)
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         model_file, tokenizer_file = Path(folder, "model", "model.onnx"), Path(folder, "tokenizer.json")

@@ -25,9 +25,12 @@ class ExportRequest:
     """The options of `python -m export run`.
 
     Attributes:
-        checkpoint: Folder with weights, configuration and tokenizer.
+        checkpoint: Folder that a trainer or `save_pretrained` left.
         name: That clients will use.
         repository: The Triton model repository.
+        tag: Which checkpoint of several in the folder; the trainer's own choice where None.
+        base: Folder with configuration and tokenizer; the checkpoint's own where None.
+        allow_non_finite: Whether NaN and infinite weights are let through the reader.
         task: What the checkpoint is served as.
         added_tokens: Special tokens to add, in this order.
     """
@@ -35,5 +38,8 @@ class ExportRequest:
     checkpoint: Path
     name: str
     repository: Path
+    tag: str | None = None
+    base: Path | None = None
+    allow_non_finite: bool = False
     task: str = FEATURE_EXTRACTION
     added_tokens: tuple[AddedToken, ...] = ()

@@ -17,19 +17,26 @@ _HEAD_NAMES = ("cls", "lm_head", "classifier", "score", "qa_outputs", "pooler", 
 _COMPUTED_BUFFERS = ("position_ids", "token_type_ids", "masked_bias", "attn.bias", "inv_freq")
 
 
-def load_config(directory: Path) -> PretrainedConfig:
+def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> PretrainedConfig:
     """Return the model's configuration.
+
+    Args:
+        directory: The folder with `config.json`.
+        recorded: What a checkpoint of another trainer says of its shape, for where there is no such file.
 
     Raises:
         CheckpointError: `config.json` is missing, damaged, or of an architecture that transformers does not have.
     """
     path = directory / "config.json"
+    if not path.is_file() and recorded is not None:
+        derived: PretrainedConfig = AutoConfig.for_model(**recorded)
+        return derived
     if not path.is_file():
         raise CheckpointError(
             f"{directory} has no config.json",
             expected="the model's configuration beside the weights",
             got="only weights",
-            remedy="copy config.json from the model that the checkpoint was trained from",
+            remedy="pass the folder of the model that the checkpoint was trained from with --base",
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)

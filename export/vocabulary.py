@@ -34,7 +34,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory} holds no tokenizer",
             expected="one of " + ", ".join(names),
             got="none of them",
-            remedy="copy the tokenizer's files from the model that the checkpoint was trained from",
+            remedy="pass the folder of the model that the checkpoint was trained from with --base",
         )
     try:
         # Our own output goes to the server's workers; a fork after tokenising would only print a warning.

@@ -19,7 +19,7 @@ from export.__main__ import main as run_export_cli
 from export.onnx_export import export_onnx
 from export.pipeline import Source, load_source
 from export.progress import Progress
-from export.request import AddedToken
+from export.request import AddedToken, ExportRequest
 from export.targets import DEFAULT_TARGET
 from export.verify import VerificationReport, verify
 from export.vocabulary import build_server_tokenizer
@@ -140,7 +140,13 @@ def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> Veri
 def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Export and verify the small checkpoint once, with one token added."""
     progress = Progress(Console(stderr=True, quiet=True), 2)
-    source = load_source(tiny_checkpoint, [AddedToken(token="[NEW]", description="something new")], progress)
+    request = ExportRequest(
+        checkpoint=tiny_checkpoint,
+        name="tiny",
+        repository=Path("unused"),
+        added_tokens=(AddedToken(token="[NEW]", description="something new"),),
+    )
+    source = load_source(request, progress)
     directory = tmp_path_factory.mktemp("exported")
     model_file, tokenizer_file = directory / "model" / "model.onnx", directory / "tokenizer.json"
     model_file.parent.mkdir()

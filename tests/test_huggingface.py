@@ -1,132 +1,195 @@
 import json
-import pickle
-import shutil
-from collections.abc import Callable
+import os
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.checkpoints import TensorSpec, open_checkpoint
+from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError
 
 
-@pytest.fixture
-def tensors() -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
+def make_state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
     return {
-        "a.weight": torch.randn(3, 5),
-        "b.bias": torch.randn(4).to(torch.bfloat16),
-        "c.mask": torch.tensor([True, False]),
-        "d.count": torch.tensor(7),
+        "embed.weight": torch.randn(7, 3),
+        "norm.weight": torch.randn(3).to(torch.bfloat16),
+        "mask": torch.tensor([[True], [False]]),
+        "count": torch.tensor(4),
     }
 
 
-def write_single_safetensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    save_file(tensors, directory / "model.safetensors")
+def save_shards(folder: Path, suffix: str) -> None:
+    state = make_state()
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    weight_map = {}
+    for index, names in enumerate((["embed.weight", "mask"], ["norm.weight", "count"])):
+        shard = f"{stem}-{index + 1:05d}-of-00002.{suffix}"
+        part = {name: state[name] for name in names}
+        weight_map.update(dict.fromkeys(names, shard))
+        if suffix == "safetensors":
+            save_file(part, folder / shard, metadata={"format": "pt"})
+        else:
+            torch.save(part, folder / shard)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def write_sharded_safetensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    shards = {"model-00001-of-00002.safetensors": ["a.weight"], "model-00002-of-00002.safetensors": list(tensors)[1:]}
-    for shard, names in shards.items():
-        save_file({name: tensors[name] for name in names}, directory / shard)
-    index = {"metadata": {}, "weight_map": {name: shard for shard, names in shards.items() for name in names}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+def save_safetensors(folder: Path, header: Any, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def write_single_bin(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    torch.save(tensors, directory / "pytorch_model.bin")
+def assert_is(folder: Path, format_name: str) -> None:
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.format_name == format_name
+    assert checkpoint.specs().keys() == make_state().keys()
+    for name, tensor in make_state().items():
+        assert checkpoint.read(name).dtype == tensor.dtype
+        assert torch.equal(checkpoint.read(name), tensor)
 
 
-def write_sharded_bin(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    shards = {"pytorch_model-00001-of-00002.bin": ["a.weight"], "pytorch_model-00002-of-00002.bin": list(tensors)[1:]}
-    for shard, names in shards.items():
-        torch.save({name: tensors[name] for name in names}, directory / shard)
-    index = {"weight_map": {name: shard for shard, names in shards.items() for name in names}}
-    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+def test_safetensors_in_one_file_and_in_shards(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    save_file(make_state(), tmp_path / "one" / "model.safetensors")
+    save_shards(tmp_path / "two", "safetensors")
+    assert_is(tmp_path / "one", "Hugging Face safetensors, 1 file")
+    assert_is(tmp_path / "two", "Hugging Face safetensors, 2 files")
+
+
+def test_bin_in_one_file_and_in_shards(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    torch.save(make_state(), tmp_path / "one" / "pytorch_model.bin")
+    save_shards(tmp_path / "two", "bin")
+    assert_is(tmp_path / "one", "Hugging Face torch .bin, 1 file")
+    assert_is(tmp_path / "two", "Hugging Face torch .bin, 2 files")
+
+
+def test_safetensors_are_preferred_where_both_lie(tmp_path: Path) -> None:
+    save_file(make_state(), tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
+    assert_is(tmp_path, "Hugging Face safetensors, 1 file")
+
+
+def test_a_missing_shard_and_a_shard_of_another_save_are_refused(tmp_path: Path) -> None:
+    save_shards(tmp_path, "safetensors")
+    save_file({"embed.weight": torch.ones(2), "else": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="expected its 2 tensors, got the file without mask and with else; copy"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"lacks a shard that its index names: expected model-00001-of-00002\.safe"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_that_leads_outside_is_refused(tmp_path: Path) -> None:
+    index = {"weight_map": {"w": "../model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"leads outside the folder: .* got '\.\./model\.safetensors'"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": {}}', '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read: expected an index with a weight_map"):
+        open_checkpoint(tmp_path)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
-    "write", [write_single_safetensors, write_sharded_safetensors, write_single_bin, write_sharded_bin]
+    ("header", "data", "sentence"),
+    [
+        (b"", b"", "cannot be read"),
+        (b"[]", b"", "the header is no JSON object"),
+        (b'{"a": ' + b"[" * 100_000, b"", "cannot be read"),
+        ({"w": ENTRY}, bytes(7), "7 bytes of data where the header describes 8"),
+        ({"w": ENTRY}, bytes(9), "9 bytes of data where the header describes 8"),
+        ({"w": {**ENTRY, "shape": [3]}}, bytes(8), r"w of shape \[3\] in 8 bytes"),
+        ({"w": {**ENTRY, "shape": [-2]}}, bytes(8), "w has no proper shape"),
+        ({"w": {**ENTRY, "data_offsets": [8, 0]}}, bytes(8), r"w of shape \[2\] in -8 bytes"),
+        ({"w": {"dtype": "F32"}}, bytes(8), "the entry of w: 'shape'"),
+        ({"w": {**ENTRY, "dtype": "F4"}}, bytes(8), "has a dtype that is not read: .* got F4; save the checkpoint unq"),
+        ({"v": ENTRY, "w": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12), "overlaps another tensor or leaves a gap"),
+        (b'{"w": 1, "w": 2}', b"", "a name is given twice"),
+    ],
 )
-def test_every_layout_gives_the_saved_tensors_bit_for_bit(
-    write: Callable[[Path, dict[str, torch.Tensor]], None], tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    write(tmp_path, tensors)
-    checkpoint = open_checkpoint(tmp_path)
-    assert dict(checkpoint.specs()) == {
-        name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()
-    }
-    for name, tensor in tensors.items():
-        assert torch.equal(checkpoint.read(name), tensor)
-        assert checkpoint.read(name).dtype == tensor.dtype
+def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: Any, data: bytes, sentence: str) -> None:
+    save_safetensors(tmp_path, header, data)
+    with pytest.raises(CheckpointError, match=sentence):
+        open_checkpoint(tmp_path)
+
+
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
+    with pytest.raises(CheckpointError, match="a header of 18446744073709551615 bytes"):
+        open_checkpoint(tmp_path)
+
+
+def test_non_finite_weights_are_refused_when_read(tmp_path: Path) -> None:
+    save_file({"w": torch.tensor([1.0, float("inf")]), "v": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"are NaN or infinite: w: expected finite numbers, got 1 elements"):
+        open_checkpoint(tmp_path).read("v")
+    assert torch.equal(open_checkpoint(tmp_path, allow_non_finite=True).read("v"), torch.ones(2))
+
+
+def test_a_link_out_of_the_folder_is_refused_but_the_download_cache_is_not(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file(make_state(), blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs/0123"))
+    assert_is(snapshot, "Hugging Face safetensors, 1 file")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").symlink_to(blobs / "0123")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a link that leads outside"):
+        open_checkpoint(other)
+
+
+def test_a_bin_with_other_values_than_tensors_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "note": "x"}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match="is no state dict: expected a dict of tensors, got a dict with other values"
+    ):
+        open_checkpoint(tmp_path)
+    torch.save([1], tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="is no state dict: expected a dict of tensors, got list"):
+        open_checkpoint(tmp_path)
+
+
+def test_no_tag_is_taken(tmp_path: Path) -> None:
+    save_file(make_state(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has no tags: expected a DeepSpeed checkpoint with --tag"):
+        open_checkpoint(tmp_path, tag="global_step1")
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(tmp_path)
+    assert str(refusal.value) == (
+        f"{tmp_path} holds no checkpoint: expected one of model.safetensors, model.safetensors.index.json, "
+        "pytorch_model.bin, pytorch_model.bin.index.json, DeepSpeed's latest and *_model_states.pt, "
+        "torch.distributed.checkpoint's .metadata, or FSDP's pytorch_model_fsdp*, "
+        f"one *.pth, *.pt or *.ckpt, got checkpoint-5{os.sep}, notes.txt; pass one of checkpoint-5{os.sep}."
+    )
+    with pytest.raises(
+        CheckpointError, match=r"there is no checkpoint folder .*: expected a folder, got nothing; pass"
+    ):
+        open_checkpoint(tmp_path / "nowhere")
 
 
 def test_the_real_checkpoint_is_read_bit_for_bit(checkpoint: Path) -> None:
     opened = open_checkpoint(checkpoint)
-    assert opened.format_name == "Hugging Face safetensors, 1 file"
     expected = load_file(checkpoint / "model.safetensors")
     assert opened.specs().keys() == expected.keys()
     assert all(torch.equal(opened.read(name), tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize("write", [write_single_safetensors, write_single_bin])
-@pytest.mark.parametrize("keep", [0, 7, 100, -1])
-def test_a_truncated_file_is_refused_by_name(
-    write: Callable[[Path, dict[str, torch.Tensor]], None], keep: int, tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    write(tmp_path, tensors)
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=path.name):
-        open_checkpoint(tmp_path)
-
-
-class Hostile:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return Path.touch, (Path("executed"),)  # type: ignore[return-value]
-
-
-def test_a_hostile_pickle_is_refused_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"weight": Hostile()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        open_checkpoint(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        open_checkpoint(tmp_path)
-    assert not Path("executed").exists()
-
-
-def test_an_index_that_leads_outside_the_folder_is_refused(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    write_sharded_safetensors(tmp_path, tensors)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a.weight": "../elsewhere.safetensors"}}))
-    with pytest.raises(CheckpointError, match="leads outside the folder"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_missing_shard_is_refused_by_name(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    write_sharded_safetensors(tmp_path, tensors)
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"expected model-00002-of-00002\.safetensors, got no such file"):
-        open_checkpoint(tmp_path)
-
-
-def test_swapped_shards_are_refused(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    write_sharded_safetensors(tmp_path, tensors)
-    first, second = sorted(tmp_path.glob("model-*.safetensors"))
-    shutil.move(first, tmp_path / "aside")
-    shutil.move(second, first)
-    shutil.move(tmp_path / "aside", second)
-    with pytest.raises(CheckpointError, match="is not the shard that the index describes"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_folder_without_weights_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(CheckpointError, match=r"expected one of model\.safetensors.*got notes\.txt"):
-        open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="expected a folder, got nothing"):
-        open_checkpoint(tmp_path / "missing")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Finished, Published, fingerprint, run
+from conftest import CHECKOUT, Finished, Published, fingerprint, run
 from safetensors.torch import load_file, save_file
 
 Cli = Callable[..., Finished]
@@ -107,6 +107,25 @@ def test_sharded_safetensors_bin_and_sharded_bin_are_published_with_the_same_byt
     assert len(hashes) == 1
 
 
+def test_a_zero_3_training_checkpoint_is_published_with_the_bytes_of_its_live_weights(
+    tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
+) -> None:
+    trained = run(str(CHECKOUT / "tests" / "train_bert.py"), str(tiny_checkpoint), str(tmp_path))
+    assert trained.code == 0, trained.err
+    refused = export_cli("run", str(tmp_path / "zero"), "--name", "tiny", "--repository", str(tmp_path / "models"))
+    assert refused.code == 1
+    assert "has no config.json" in refused.err
+    assert "with --base." in refused.err
+    hashes = []
+    for source, options in ((tmp_path / "truth", []), (tmp_path / "zero", ["--base", str(tiny_checkpoint)])):
+        repository = tmp_path / f"models-{source.name}"
+        done = export_cli("run", str(source), "--name", "tiny", "--repository", str(repository), "--json", *options)
+        assert done.code == 0, done.err
+        hashes.append(json.loads(done.out)["report"]["sha256"]["model.onnx"])
+    assert json.loads(done.out)["checkpoint"] == "DeepSpeed ZeRO stage 3, 2 ranks"
+    assert hashes[0] == hashes[1]
+
+
 def truncate(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100_000])
@@ -134,7 +153,7 @@ def poison(directory: Path) -> None:
         (truncate, "model.safetensors cannot be read: expected a whole weight file, got 100000 bytes"),
         (remove_config, "has no config.json: expected the model's configuration beside the weights, got only weights"),
         (remove_rows, "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30500"),
-        (poison, "the ONNX model is not equal to the checkpoint in 11 of 11 cases"),
+        (poison, "are NaN or infinite: encoder.layer.0.output.dense.weight"),
     ],
 )
 def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
@@ -148,6 +167,18 @@ def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert sentence in error
     assert error.endswith(".")
+    assert fingerprint(repository) == before
+
+
+def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Path, export_cli: Cli) -> None:
+    """Weights that are no numbers, let through on request, give answers that equal nothing."""
+    poison(copy)
+    before = fingerprint(repository)
+    arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    done = export_cli(*arguments, "--allow-non-finite")
+    assert done.code == 1
+    assert "FAILED" in done.err
+    assert "error: the ONNX model is not equal to the checkpoint in 11 of 11 cases, worst in '1 token'" in done.err
     assert fingerprint(repository) == before
 
 
@@ -187,6 +218,6 @@ def test_a_terminated_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Pat
             break
     rest = process.stderr.read()
     assert process.wait() == 130
-    assert "error: interrupted; the repository is as it was." in rest
+    assert "error: interrupted; everything is as it was." in rest
     assert not repository.exists()
     assert not list(tmp_path.glob("modelyard-*"))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHECKOUT, Published
+from conftest import CHECKOUT, Published, run
 
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import Addresses
@@ -18,6 +18,8 @@ RECIPES = [(kind, code) for kind, code in BLOCKS if not code.startswith("make ")
 # What a recipe must have printed, by a word of its text.
 PRINTS = {
     "--name tickets": "published  tickets in my_models, version 1, new",
+    "--name trained": "DeepSpeed ZeRO stage 3, 2 ranks",
+    "export inspect": "ZeRO stage   3",
     "--name entities": "30524 rows (30522 before; added [ENT_START], [ENT_END])",
     "client/infer.py": '"results": [{"text": "Hello", "EMBEDDING": [',
     "Grüße aus Köln": '"shape":[2,384]',
@@ -33,7 +35,7 @@ PRINTS = {
 
 
 @pytest.fixture(scope="module")
-def checkout_copy(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that looks like the checkout after `make demo`, and takes whatever a recipe writes."""
     directory = tmp_path_factory.mktemp("readme")
     for name in ("client", "demo", "export", "server", "backends"):
@@ -42,6 +44,10 @@ def checkout_copy(published: Published, tmp_path_factory: pytest.TempPathFactory
     (directory / ".cache" / "control.key").symlink_to(CHECKOUT / ".cache" / "control.key")
     (directory / ".cache" / "all-MiniLM-L6-v2").symlink_to(fetch_checkpoint())
     (directory / "model_repository").symlink_to(published.repository)
+    (directory / "my_base").symlink_to(tiny_checkpoint)
+    trained = run(str(CHECKOUT / "tests" / "train_bert.py"), str(tiny_checkpoint), str(directory / "training"))
+    assert trained.code == 0, trained.err
+    (directory / "my_run").symlink_to(directory / "training" / "zero")
     return directory
 
 

@@ -1,11 +1,15 @@
 """The seam between what trainers leave on disk and everything behind it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+# Only for its types: the verbs that copy bytes start in a tenth of a second because nothing loads torch.
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,17 @@
 """Hugging Face folders: safetensors and `.bin`, in one file or sharded with an index."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-
-from export.checkpoints.base import Checkpoint, StateDict, TensorSpec
+from export.checkpoints.paths import check_inside
+from export.checkpoints.safetensors_file import read_safetensors
+from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
+from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.torch_zip import open_torch_zip, refuse_foreign_tensors
 from export.errors import CheckpointError, list_some
 
 # In this order: safetensors is preferred where a folder holds both, as transformers does.
@@ -18,20 +21,10 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+LOOKED_FOR = ", ".join(WEIGHT_FILES)
 
-# The dtype names of the safetensors header (huggingface/safetensors, README "Format") that torch can hold.
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# In a safetensors file's metadata: names of parameters that have no elements on purpose, separated by spaces.
+ZERO_SIZE_KEY = "zero_size_parameters"
 
 
 def recognises(directory: Path) -> bool:
@@ -39,104 +32,108 @@ def recognises(directory: Path) -> bool:
     return any((directory / name).is_file() for name in WEIGHT_FILES)
 
 
-def open_huggingface(directory: Path) -> Checkpoint:
-    """Return a reader for the Hugging Face folder `directory`.
+def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
+    """Return a reader for the Hugging Face folder `directory`, reading no tensor data.
+
+    Args:
+        directory: The folder with the weights.
+        tag: Must be None: such a folder holds one model.
 
     Raises:
         CheckpointError: A weight file is missing, truncated, not what its name says, or disagrees with the index.
     """
+    if tag is not None:
+        raise CheckpointError(
+            f"{directory} has no tags",
+            expected="a DeepSpeed checkpoint with --tag",
+            got="a Hugging Face folder",
+            remedy="leave --tag out",
+        )
+    tensors, zero_size, shard_names = _read_folder(directory)
+    kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
+    count = len(shard_names)
+    return StoredCheckpoint(
+        directory=directory,
+        format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}",
+        tensors=tensors,
+        tied=find_tied(tensors),
+        zero_size=zero_size,
+        facts=read_facts(directory),
+        archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
+    )
+
+
+def read_gathered(directory: Path) -> dict[str, StoredTensor]:
+    """Return the weights that a trainer gathered beside its own checkpoint; empty if there are none.
+
+    The placeholders of size 0, which are left where nobody asked ZeRO stage 3 to gather, are no weights.
+
+    Raises:
+        CheckpointError: The files are damaged.
+    """
+    if not recognises(directory):
+        return {}
+    tensors, _, _ = _read_folder(directory)
+    return {name: tensor for name, tensor in tensors.items() if tensor.numel}
+
+
+def read_facts(directory: Path) -> CheckpointFacts:
+    """Return what `config.json` and `trainer_state.json` say, where they are readable at all."""
+    config, state = _read_json(directory / "config.json"), _read_json(directory / "trainer_state.json")
+    version, step = config.get("transformers_version"), state.get("global_step")
+    return CheckpointFacts(
+        trainer=f"transformers {version}" if isinstance(version, str) else None,
+        step=step if type(step) is int else None,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_folder(directory: Path) -> tuple[dict[str, StoredTensor], frozenset[str], list[str]]:
+    """Return the tensors, the names that have no elements on purpose, and the files' names."""
     name = next(name for name in WEIGHT_FILES if (directory / name).is_file())
+    check_inside(directory / name, directory)
     index = _read_index(directory / name) if name.endswith(".index.json") else None
     shard_names = sorted(set(index.values())) if index else [name]
+    tensors: dict[str, StoredTensor] = {}
+    zero_size: set[str] = set()
     for shard_name in shard_names:
         _check_shard_path(directory, shard_name)
-    shards: dict[Path, StateDict] = {}
-    for shard_name in shard_names:
         path = directory / shard_name
-        shards[path] = _SafetensorsFile(path) if shard_name.endswith(".safetensors") else _TorchFile(path)
-    kind = "safetensors" if "safetensors" in name else "torch .bin"
-    return _HuggingFaceCheckpoint(directory, kind, shards, index)
+        if shard_name.endswith(".safetensors"):
+            found, metadata = read_safetensors(path)
+            zero_size.update(metadata.get(ZERO_SIZE_KEY, "").split())
+        else:
+            found = read_state_dict(path)
+        if index is not None:
+            _check_against_index(path, found, index)
+        tensors.update(found)
+    return tensors, frozenset(zero_size), shard_names
 
 
-class _HuggingFaceCheckpoint:
-    """A folder of one or more weight files, each tensor in exactly one of them."""
+def read_state_dict(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by `torch.save` that holds a state dict and nothing else.
 
-    def __init__(
-        self, directory: Path, kind: str, shards: Mapping[Path, StateDict], index: Mapping[str, str] | None
-    ) -> None:
-        self.directory = directory
-        self.weight_files = tuple(sorted(shards))
-        self.format_name = f"Hugging Face {kind}, {len(shards)} file{'s' if len(shards) > 1 else ''}"
-        self._home: dict[str, StateDict] = {}
-        self._specs: dict[str, TensorSpec] = {}
-        for path, shard in shards.items():
-            specs = shard.specs()
-            if index is not None:
-                _check_against_index(path, specs, index)
-            for tensor_name, spec in specs.items():
-                self._home[tensor_name] = shard
-                self._specs[tensor_name] = spec
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return self._specs
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._home[name].read(name)
-
-
-class _SafetensorsFile:
-    """One `.safetensors` file; the library maps it, so only what is read takes memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as exc:
-            raise _unreadable(path, str(exc)) from exc
-        self._specs: dict[str, TensorSpec] = {}
-        for name in self._file.keys():  # noqa: SIM118 (safe_open is no mapping)
-            piece = self._file.get_slice(name)
-            dtype = _SAFETENSORS_DTYPES.get(piece.get_dtype())
-            if dtype is None:
-                raise CheckpointError(
-                    f"{name} in {path} has a dtype that is not read",
-                    expected="one of " + ", ".join(_SAFETENSORS_DTYPES),
-                    got=piece.get_dtype(),
-                    remedy="save the checkpoint unquantised",
-                )
-            self._specs[name] = TensorSpec(shape=tuple(piece.get_shape()), dtype=dtype)
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return self._specs
-
-    def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        return tensor
-
-
-class _TorchFile:
-    """One `.bin` file, mapped; `weights_only` lets no global of the pickle run."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        # torch.load raises whatever the damaged part happens to raise: RuntimeError, EOFError, KeyError, ...
-        except Exception as exc:
-            raise _unreadable(path, str(exc).split("\n", 1)[0]) from exc
-        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-            raise CheckpointError(
-                f"{path} is no state dict",
-                expected="a dict of tensors",
-                got=type(content).__name__ if not isinstance(content, dict) else "a dict with other values",
-                remedy="save it with model.save_pretrained()",
-            )
-        self._tensors: dict[str, torch.Tensor] = content
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in self._tensors.items()}
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    Raises:
+        CheckpointError: The file is damaged, or holds something else.
+    """
+    content = open_torch_zip(path).content
+    if isinstance(content, dict):
+        refuse_foreign_tensors(path, content)
+    if not isinstance(content, dict) or not all(isinstance(value, StoredTensor) for value in content.values()):
+        raise CheckpointError(
+            f"{path} is no state dict",
+            expected="a dict of tensors",
+            got=type(content).__name__ if not isinstance(content, dict) else "a dict with other values",
+            remedy="save it with model.save_pretrained()",
+        )
+    return {str(name): value for name, value in content.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -146,8 +143,13 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = index["weight_map"]
         if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError("weight_map is empty or names no files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise _unreadable(path, str(exc)) from exc
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="an index with a weight_map",
+            got=f"{path.stat().st_size} bytes ({str(exc).rstrip('.')})",
+            remedy="copy the checkpoint again",
+        ) from exc
     return dict(weight_map)
 
 
@@ -166,27 +168,18 @@ def _check_shard_path(directory: Path, shard_name: str) -> None:
             got="no such file",
             remedy="copy the whole checkpoint",
         )
+    check_inside(directory / shard_name, directory)
 
 
-def _check_against_index(path: Path, specs: Mapping[str, TensorSpec], index: Mapping[str, str]) -> None:
-    promised = {name for name, shard in index.items() if shard == path.name}
-    missing, extra = promised - specs.keys(), specs.keys() - promised
+def _check_against_index(path: Path, found: Iterable[str], index: Mapping[str, str]) -> None:
+    promised, names = {name for name, shard in index.items() if shard == path.name}, set(found)
+    missing, extra = promised - names, names - promised
     if missing or extra:
-        found = [f"without {list_some(missing)}"] if missing else []
-        found += [f"with {list_some(extra)}"] if extra else []
+        wrong = [f"without {list_some(missing)}"] if missing else []
+        wrong += [f"with {list_some(extra)}"] if extra else []
         raise CheckpointError(
             f"{path} is not the shard that the index describes",
             expected=f"its {len(promised)} tensors",
-            got="the file " + " and ".join(found),
+            got="the file " + " and ".join(wrong),
             remedy="copy index and shards from the same save",
         )
-
-
-def _unreadable(path: Path, reason: str) -> CheckpointError:
-    size = path.stat().st_size if path.is_file() else 0
-    return CheckpointError(
-        f"{path} cannot be read",
-        expected="a whole weight file" if path.suffix != ".json" else "an index with a weight_map",
-        got=f"{size} bytes ({reason.rstrip('.')})",
-        remedy="copy the checkpoint again",
-    )

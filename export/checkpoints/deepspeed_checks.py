@@ -1,0 +1,212 @@
+"""What DeepSpeed's rank files give away about each other: none of them says whose it is.
+
+A rank number is only in the file's name. What the contents can show: how many ranks there were, which parameters a
+piece holds (stages 1 and 2), where the padding lies (stage 3), the optimizer's step, and equal checksums. Two files
+swapped at stage 3, neither of them of a rank with padding, look like any other checkpoint: nothing in them can show it,
+unless a gathered 16-bit copy lies beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from export.checkpoints.deepspeed_files import DeepSpeedFiles
+from export.checkpoints.deepspeed_partitions import Shapes, find_slice_padding, map_fragments
+from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates
+from export.checkpoints.stored_tensor import StoredTensor
+from export.errors import CheckpointError, list_some
+
+_DEFAULT_TAG = re.compile(r"global_step(\d+)")
+_RECOPY = "copy the whole checkpoint again, from every node"
+
+
+def check_ranks(found: Mapping[int, Path], world_size: int, *, kind: str, folder: Path) -> None:
+    """Check that each of `world_size` ranks has its file, and no other rank has.
+
+    Raises:
+        CheckpointError: Ranks are missing or too many.
+    """
+    # A damaged file may claim any number of ranks: no more of them are listed than a message shows.
+    missing = list(itertools.islice((rank for rank in range(world_size) if rank not in found), 11))
+    extra = [path.name for rank, path in found.items() if rank >= world_size]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {kind} states of {world_size} ranks",
+            expected=f"{world_size} files",
+            got=f"{len(found)}, without rank {list_some(f'{rank:03d}' for rank in missing)}",
+            remedy="each node may have kept only its own ranks: " + _RECOPY,
+        )
+    if extra:
+        raise CheckpointError(
+            f"{folder} has {kind} states of more ranks than trained",
+            expected=f"{world_size} files",
+            got=f"{len(found)}, with {list_some(extra)}",
+            remedy="they are of another run with more ranks; remove them",
+        )
+
+
+def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> None:
+    """Check that the model states are of one save.
+
+    Raises:
+        CheckpointError: They are of different steps, or two ranks' files are the same.
+    """
+    steps = {model.path.name: model.step for model in models}
+    if len(set(steps.values())) > 1:
+        raise _different_steps(files, steps)
+    if len({repr(model.groups) for model in models}) > 1:
+        raise CheckpointError(
+            f"the model states in {files.folder} are of different models",
+            expected="the same parameters in each",
+            got=f"{len(models)} files that disagree",
+            remedy=_RECOPY,
+        )
+    # Only the first rank records the shared parameters (DeepSpeed 0.19.8, engine.py, `_get_shared_params`).
+    if any(model.shared for model in models[1:]) and not models[0].shared:
+        holder = next(model for model in models[1:] if model.shared)
+        raise _swapped(holder.path, "a later rank", "the file of rank 0")
+    frozen = [{name: part for name, part in model.frozen.items() if part.numel} for model in models]
+    _refuse_doubles([(m.path, _checksums(parts)) for m, parts in zip(models, frozen, strict=True) if parts])
+
+
+def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStates], model: ModelStates) -> None:
+    """Check that the optimizer states are of one save, each of another rank.
+
+    Raises:
+        CheckpointError: They are of different steps or stages, or two are the same file.
+    """
+    kinds = {(state.sliced, len(state.pieces), state.partition_counts, state.alignment_paddings) for state in states}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"the optimizer states in {files.folder} are of different runs",
+            expected="one stage and one number of ranks",
+            got=f"{len(states)} files that disagree",
+            remedy=_RECOPY,
+        )
+    steps = {state.path.name: max(state.steps, default=None) for state in states}
+    if len({state.steps for state in states if any(piece.numel for piece in state.pieces)}) > 1:
+        raise _different_steps(files, steps)
+    last = max((step for step in steps.values() if step is not None), default=None)
+    if last is not None and model.step is not None:
+        # A step that overflowed is counted, but not by the optimizer. Trainers may count from elsewhere in the tag, and
+        # an optimizer may have started anew; but where tag and optimizer agree, it is the model states that are wrong.
+        match = _DEFAULT_TAG.fullmatch(files.folder.name)
+        tagged = int(match[1]) if match else model.step
+        if last > model.step or (tagged != model.step and tagged == last + model.skipped_steps):
+            raise _different_steps(files, {model.path.name: model.step, **steps})
+    # Ranks that hold nothing but padding may well be equal.
+    _refuse_doubles([(state.path, state.checksums) for state in states if _holds_elements(state)])
+
+
+def _holds_elements(state: OptimizerStates) -> bool:
+    return any(piece.numel > 1 for piece in state.pieces)
+
+
+def check_contiguous_owners(index: int, shapes: Shapes, states: Sequence[OptimizerStates]) -> None:
+    """Check by the recorded fragments and paddings that each file's piece of group `index` is its rank's.
+
+    Raises:
+        CheckpointError: A file at stage 1 or 2 holds the piece of another rank.
+    """
+    for rank, state in enumerate(states):
+        padding = state.group_paddings[index : index + 1] if state.group_paddings else ()
+        if padding and padding[0] and sum(other.pieces[index].numel for other in states[rank + 1 :]):
+            raise _swapped(state.path, f"rank {rank}", "the padding of the last rank")
+    piece_numel = max(state.pieces[index].numel for state in states)
+    paddings = states[0].alignment(index)
+    for rank, state in enumerate(states):
+        saved = state.fragments[index] if state.fragments and index < len(state.fragments) else None
+        # With round-robin gradients the record follows another order than the pieces (DeepSpeed, stage_1_and_2.py);
+        # then it matches no rank, and the copy in training precision has to tell.
+        if not saved or saved == map_fragments(shapes, paddings, rank, piece_numel):
+            continue
+        for owner in range(len(states)):
+            if saved == map_fragments(shapes, paddings, owner, piece_numel):
+                raise _swapped(state.path, f"rank {rank}", f"the piece of rank {owner}")
+
+
+def check_sliced_owners(groups: Sequence[Shapes], states: Sequence[OptimizerStates]) -> None:
+    """Check by the padding that each file at stage 3 is of its rank.
+
+    No gradient ever reaches the padding, so Adam's second moment is exactly 0 there. A file with other values in its
+    rank's padding, while another rank's file has zeros there, has been swapped with it.
+
+    Raises:
+        CheckpointError: A file holds the slices of another rank.
+    """
+    world_size = len(states)
+    for rank, state in enumerate(states):
+        if _is_clean(groups, state, rank, world_size):
+            continue
+        for other, candidate in enumerate(states):
+            if other != rank and _is_clean(groups, candidate, rank, world_size):
+                raise _swapped(
+                    state.path, f"rank {rank}", f"values in its padding, where {candidate.path.name} has none"
+                )
+
+
+def describe_unproven(groups: Sequence[Shapes], states: Sequence[OptimizerStates]) -> tuple[str, ...]:
+    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which."""
+    world_size = len(states)
+    alike: dict[str, list[int]] = {}
+    for rank, state in enumerate(states):
+        known = all(moments is not None for moments in state.second_moments)
+        padding = [find_slice_padding(shapes, rank, world_size) for shapes in groups] if known else []
+        alike.setdefault(repr(padding), []).append(rank)
+    return tuple(
+        f"proof of the order of ranks {list_some(f'{rank:03d}' for rank in ranks)}: no gathered copy lies beside them"
+        for ranks in alike.values()
+        if len(ranks) > 1
+    )
+
+
+def _is_clean(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world_size: int) -> bool:
+    for shapes, moments in zip(groups, state.second_moments, strict=False):
+        if moments is None:
+            continue
+        for start, stop in find_slice_padding(shapes, rank, world_size):
+            if stop <= moments.numel and not _is_zero(moments, start, stop):
+                return False
+    return True
+
+
+def _is_zero(tensor: StoredTensor, start: int, stop: int) -> bool:
+    part = StoredTensor(dtype=tensor.dtype, shape=(stop - start,), ranges=tensor.cut(start, stop))
+    return not any(any(chunk) for chunk in part.chunks())
+
+
+def _checksums(tensors: Mapping[str, StoredTensor]) -> tuple[int | None, ...]:
+    return tuple(part.block.crc32 for tensor in tensors.values() for part in tensor.ranges)
+
+
+def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...]]]) -> None:
+    seen: dict[tuple[int | None, ...], Path] = {}
+    for path, checksums in files:
+        if not checksums or None in checksums:
+            continue
+        first = seen.setdefault(checksums, path)
+        if first is not path:
+            raise CheckpointError(
+                f"{path} and {first} have the same contents",
+                expected="each rank's own part",
+                got="every checksum equal",
+                remedy="one is a copy under the other's name; " + _RECOPY,
+            )
+
+
+def _different_steps(files: DeepSpeedFiles, steps: Mapping[str, int | None]) -> CheckpointError:
+    return CheckpointError(
+        f"the files in {files.folder} are from different steps",
+        expected="one step",
+        got=list_some(f"step {step} in {name}" for name, step in steps.items()),
+        remedy=_RECOPY,
+    )
+
+
+def _swapped(path: Path, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is the file of another rank", expected=expected, got=got, remedy="rank files were swapped; " + _RECOPY
+    )

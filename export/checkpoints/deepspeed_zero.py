@@ -1,0 +1,159 @@
+"""DeepSpeed checkpoints: ZeRO stages 0 to 3 on any number of ranks, with frozen, shared and expert parameters.
+
+The weights come from the fp32 pieces of the optimizer wherever there are any. What the optimizer does not train is
+taken from the model states: buffers, frozen parameters, and everything at stage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from export.checkpoints import huggingface, megatron_deepspeed
+from export.checkpoints.deepspeed_assembly import assemble
+from export.checkpoints.deepspeed_checks import (
+    check_contiguous_owners,
+    check_model_states,
+    check_optimizer_states,
+    check_ranks,
+    check_sliced_owners,
+    describe_unproven,
+)
+from export.checkpoints.deepspeed_experts import is_expert_group, join_expert_group, read_experts
+from export.checkpoints.deepspeed_files import DeepSpeedFiles, find_files, recognises_folder
+from export.checkpoints.deepspeed_partitions import Shapes, join_contiguous_group, join_sliced_group
+from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates, read_model_states, read_optimizer_states
+from export.checkpoints.deepspeed_universal import read_universal
+from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from export.checkpoints.stored_tensor import StoredTensor
+from export.errors import CheckpointError, list_some
+
+LOOKED_FOR = "DeepSpeed's latest and *_model_states.pt"
+
+
+def recognises(directory: Path) -> bool:
+    """Tell whether DeepSpeed saved a checkpoint in `directory`."""
+    return recognises_folder(directory)
+
+
+def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
+    """Return a reader for the DeepSpeed checkpoint in `directory`, reading no tensor data.
+
+    Args:
+        directory: The folder with `latest`, or the tag's own folder.
+        tag: Which checkpoint in it; the one that `latest` names where None.
+
+    Raises:
+        CheckpointError: Files are missing, too many, damaged, or not of one save.
+    """
+    files = find_files(directory, tag)
+    _refuse_without_models(files)
+    if megatron_deepspeed.recognises_files(files):
+        return megatron_deepspeed.open_files(files, _read_trained)
+    models = [read_model_states(path) for path in files.models.values()]
+    check_model_states(files, models)
+    experts = read_experts(files, models[0].num_experts)
+    unproven: tuple[str, ...] = ()
+    if files.universal:
+        trained, stage, world_size = read_universal(files, models), models[0].stage, models[0].dp_world_size
+        format_name = "DeepSpeed universal checkpoint"
+    elif files.optimizers:
+        trained, states = _read_trained(files, models)
+        stage, world_size = 3 if states[0].sliced else models[0].stage or 1, len(states)
+        if stage == 3 and not huggingface.recognises(files.directory):
+            unproven = describe_unproven(models[0].groups or [], states)
+        format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
+    else:
+        _refuse_lost_optimizer(files, models[0])
+        trained, stage, world_size = {}, 0, models[0].dp_world_size
+        format_name = "DeepSpeed without ZeRO"
+    facts = CheckpointFacts(
+        trainer="DeepSpeed" + (f" {models[0].version}" if models[0].version else ""),
+        world_size=world_size,
+        stage=stage,
+        step=models[0].step,
+        missing=unproven,
+    )
+    return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts)
+
+
+def _refuse_without_models(files: DeepSpeedFiles) -> None:
+    if not files.models:
+        raise CheckpointError(
+            f"{files.folder} lacks its model states",
+            expected="mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt",
+            got=list_some(path.name for path in files.optimizers.values()) or "none",
+            remedy="copy the whole checkpoint",
+        )
+
+
+def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
+    if files.partitioned or model.stage:
+        raise CheckpointError(
+            f"{files.folder} lacks the optimizer states that hold its fp32 weights",
+            expected=f"{model.dp_world_size or 'one'} files zero_pp_rank_*_optim_states.pt, one per rank",
+            got="none",
+            remedy="copy the whole checkpoint, from every node",
+        )
+
+
+def _read_trained(
+    files: DeepSpeedFiles, models: Sequence[ModelStates]
+) -> tuple[dict[str, StoredTensor], list[OptimizerStates]]:
+    """Return every trained parameter, and the optimizer states by rank."""
+    paths = {rank: path for (rank, _), path in files.optimizers.items()}
+    first = read_optimizer_states(next(iter(paths.values())))
+    counts = [count for count in (*first.partition_counts, models[0].dp_world_size) if count]
+    world_size = max(counts, default=len(paths))
+    check_ranks(paths, world_size, kind="optimizer", folder=files.folder)
+    if files.partitioned:
+        model_paths = {rank: path for (rank, _), path in files.models.items()}
+        check_ranks(model_paths, world_size, kind="model", folder=files.folder)
+    if files.partitioned != first.sliced:
+        raise CheckpointError(
+            f"{files.folder} holds model states and optimizer states of different stages",
+            expected=f"stage {'3' if files.partitioned else '1 or 2'}, as the model states say",
+            got=f"fp32 pieces of stage {'3' if first.sliced else '1 or 2'}",
+            remedy="the files of two runs are mixed; remove those of the older one",
+        )
+    states = [read_optimizer_states(path) for path in paths.values()]
+    check_optimizer_states(files, states, models[0])
+    return _join_groups(files, models[0], states), states
+
+
+def _join_groups(
+    files: DeepSpeedFiles, model: ModelStates, states: Sequence[OptimizerStates]
+) -> dict[str, StoredTensor]:
+    groups = model.groups or []
+    if len(groups) != len(states[0].pieces):
+        raise CheckpointError(
+            f"{model.path} describes other parameter groups than the optimizer states",
+            expected=f"{len(states[0].pieces)} groups",
+            got=str(len(groups)),
+            remedy="the files of two runs are mixed, or were saved before DeepSpeed 0.6",
+        )
+    if states[0].sliced:
+        check_sliced_owners(groups, states)
+    trained: dict[str, StoredTensor] = {}
+    for index, shapes in enumerate(groups):
+        joined = _join_group(shapes, index, model, states, source=f"parameter group {index} of {files.folder}")
+        doubled = joined.keys() & trained.keys()
+        if doubled:
+            raise CheckpointError(
+                f"{model.path} names parameters twice: {list_some(doubled)}", expected="each in one group", got="two"
+            )
+        trained |= joined
+    return trained
+
+
+def _join_group(
+    shapes: Shapes, index: int, model: ModelStates, states: Sequence[OptimizerStates], *, source: str
+) -> dict[str, StoredTensor]:
+    pieces = [state.pieces[index] for state in states]
+    if states[0].sliced:
+        return join_sliced_group(shapes, pieces, source=source)
+    if is_expert_group(shapes):
+        return join_expert_group(shapes, states, index, model.config, source=source)
+    joined = join_contiguous_group(shapes, pieces, states[0].alignment(index), source=source)
+    check_contiguous_owners(index, shapes, states)
+    return joined

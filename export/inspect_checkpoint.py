@@ -1,0 +1,151 @@
+"""The verb `inspect`: what a checkpoint is and holds, without reading its tensors. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from export.checkpoints import StoredCheckpoint, open_checkpoint
+
+# Measured on two cores with a warm page cache: see `tests/bench_consolidate.py`.
+_CONSOLIDATE_MEMORY_BYTES = 100 * 10**6
+_CONSOLIDATE_BYTES_PER_S = 1.0e9
+# The model in fp32, its graph, and the session that verifies the graph; then what torch and the exporter take.
+_EXPORT_COPIES = 3
+_EXPORT_BASE_BYTES = 10**9
+_EXPORT_BASE_S = 30.0
+_EXPORT_BYTES_PER_S = 50e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What the files say, as far as they say it; None or empty where they do not.
+
+    Attributes:
+        tensors: Name → dtype and shape, in the order of the model; tied names included.
+        tied: Groups of names that share one tensor, the holder first.
+        dtypes: Name of the type → number of tensors.
+        parameters: Elements of floating-point tensors that are no buffers, tied ones once.
+        total_bytes: Bytes of weights, tied ones once.
+        missing: What a whole checkpoint of this format would have and this one lacks or cannot show.
+    """
+
+    directory: str
+    format: str
+    trainer: str | None
+    world_size: int | None
+    stage: int | None
+    step: int | None
+    parameters: int
+    total_bytes: int
+    dtypes: dict[str, int]
+    tied: list[list[str]]
+    missing: list[str]
+    files: list[str]
+    estimates: dict[str, float]
+    tensors: dict[str, dict[str, object]]
+
+
+def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection:
+    """Return what the checkpoint in `directory` is and holds; reads directories, pickles and headers only.
+
+    Raises:
+        CheckpointError: It is no checkpoint that we read, or files are missing, damaged or of different saves.
+    """
+    checkpoint = open_checkpoint(directory, tag=tag)
+    owned = checkpoint.owned()
+    groups: dict[str, list[str]] = {}
+    for name, holder in checkpoint.tied.items():
+        groups.setdefault(holder, [holder]).append(name)
+    facts = checkpoint.facts
+    return Inspection(
+        directory=str(directory),
+        format=checkpoint.format_name,
+        trainer=facts.trainer,
+        world_size=facts.world_size,
+        stage=facts.stage,
+        step=facts.step,
+        parameters=sum(
+            tensor.numel
+            for name, tensor in owned.items()
+            if tensor.dtype.is_floating_point and name not in checkpoint.buffer_names
+        ),
+        total_bytes=sum(tensor.nbytes for tensor in owned.values()),
+        dtypes=dict(Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())),
+        tied=list(groups.values()),
+        missing=list(facts.missing),
+        files=[str(path) for path in checkpoint.weight_files],
+        estimates=_estimate(checkpoint),
+        tensors={
+            name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+            for name, tensor in checkpoint.tensors.items()
+        },
+    )
+
+
+def _estimate(checkpoint: StoredCheckpoint) -> dict[str, float]:
+    owned = checkpoint.owned().values()
+    total_bytes = sum(tensor.nbytes for tensor in owned)
+    fp32_bytes = sum(tensor.numel * 4 if tensor.dtype.is_floating_point else tensor.nbytes for tensor in owned)
+    copies = sum(tensor.nbytes for group in checkpoint.copies for tensor in group.values())
+    return {
+        "consolidate_memory_bytes": _CONSOLIDATE_MEMORY_BYTES,
+        "consolidate_s": round((total_bytes + copies) / _CONSOLIDATE_BYTES_PER_S + 0.3, 1),
+        "export_memory_bytes": _EXPORT_BASE_BYTES + _EXPORT_COPIES * fp32_bytes,
+        "export_s": round(_EXPORT_BASE_S + fp32_bytes / _EXPORT_BYTES_PER_S, 1),
+    }
+
+
+def format_inspection(found: Inspection) -> str:
+    """Return the inspection as lines of text for a reader."""
+    shapes = [f"  {name}  {entry['dtype']} {entry['shape']}" for name, entry in found.tensors.items()]
+    estimates = found.estimates
+    rows = [
+        ("format", found.format),
+        ("trainer", found.trainer or "not recorded"),
+        ("ranks", _or_unknown(found.world_size)),
+        ("ZeRO stage", _or_unknown(found.stage)),
+        ("step", _or_unknown(found.step)),
+        ("tensors", f"{len(found.tensors)}: " + ", ".join(f"{n} {dtype}" for dtype, n in found.dtypes.items())),
+        ("parameters", f"{found.parameters:,}"),
+        ("weights", f"{found.total_bytes / 1e9:.3f} GB in {len(found.files)} files"),
+        ("tied", "; ".join(" = ".join(group) for group in found.tied) or "none"),
+        ("missing", "; ".join(found.missing) or "nothing"),
+        (
+            "consolidate",
+            f"about {estimates['consolidate_s']:.1f} s, {estimates['consolidate_memory_bytes'] / 1e9:.1f} GB of memory",
+        ),
+        (
+            "export",
+            f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory",
+        ),
+    ]
+    return "\n".join([f"{found.directory}", *(f"{label:12} {text}" for label, text in rows), *shapes]) + "\n"
+
+
+def _or_unknown(value: int | None) -> str:
+    return "not recorded" if value is None else str(value)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verb to the command line."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="say what a checkpoint is and holds, without reading its tensors",
+        description="Say what a training checkpoint is and holds. Reads no tensor data, runs nothing from the files.",
+    )
+    parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
+    parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")
+    parser.add_argument("--json", action="store_true", help="write JSON for programs instead of text")
+    parser.set_defaults(command=run_inspect)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """Run the verb and write what was found. Raises what `inspect_checkpoint` raises."""
+    found = inspect_checkpoint(args.directory, tag=args.tag)
+    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else format_inspection(found))
+    return 0

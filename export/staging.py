@@ -1,0 +1,67 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from export.errors import CheckpointError
+
+
+@contextlib.contextmanager
+def stage_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target`, and give it that name when the block ends without an error.
+
+    Otherwise the folder is removed. What an earlier run left, because it was killed, is removed first; a run that still
+    goes on holds a lock on its folder and is let be.
+
+    Raises:
+        CheckpointError: `target` exists already, or its parent does not or cannot be written to.
+    """
+    if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise CheckpointError(
+            f"{target} exists already", expected="a new folder", got="something there", remedy="choose another name"
+        )
+    parent, name = target.absolute().parent, target.absolute().name
+    _remove_abandoned(parent, name)
+    staged = parent / f".{name}.partial-{os.getpid()}"
+    try:
+        staged.mkdir()
+    except OSError as exc:
+        raise CheckpointError(
+            f"{target} cannot be made",
+            expected="a folder that can be written to",
+            got=exc.strerror or str(exc),
+            remedy="make the folder above it, or choose another place",
+        ) from exc
+    lock = os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield staged
+        # Replaces `target` if that is an empty folder; fails if somebody filled it meanwhile.
+        staged.rename(target)
+    except OSError as exc:
+        raise CheckpointError(f"{target} cannot be written", got=exc.strerror or str(exc)) from exc
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path, name: str) -> None:
+    for folder in parent.glob(f".{_escape(name)}.partial-*") if parent.is_dir() else ():
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

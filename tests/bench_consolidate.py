@@ -1,0 +1,150 @@
+"""Time and memory of `consolidate` beside DeepSpeed's own script and `cp`, on a real ZeRO-3 checkpoint.
+
+    python tests/bench_consolidate.py [WORK_FOLDER] [--rounds 3]
+
+Trains a model of GPT-2 medium's shape (355M parameters) for one step on two CPU ranks with DeepSpeed, then runs the
+three in turns, each in its own process, with a warm page cache. Memory is the peak of `VmHWM`, which counts mapped
+files and libraries, and of `RssAnon` in /proc/PID/status, looked at every 2 ms. Nothing here asserts: it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HIDDEN, LAYERS, VOCABULARY = 1024, 24, 50257
+
+# `consolidate` without the rest of the command line, which may import what it does not need.
+CONSOLIDATE = (
+    "import sys, pathlib; from export.consolidate import consolidate; consolidate(*map(pathlib.Path, sys.argv[1:]))"
+)
+
+
+def train(out: Path) -> None:
+    """Save one ZeRO-3 checkpoint of 355M parameters in `out`."""
+    import deepspeed
+    import torch
+    import train_zero
+    from torch import nn
+
+    class Block(nn.Module):
+        """The parameters of one GPT-2 block; what it computes does not matter here."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln_1, self.ln_2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+            self.c_attn, self.c_proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+            self.c_fc, self.c_out = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = hidden + self.c_proj(self.c_attn(self.ln_1(hidden))[..., :HIDDEN])
+            return hidden + self.c_out(torch.relu(self.c_fc(self.ln_2(hidden))))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte, self.wpe = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(1024, HIDDEN)
+            self.h = nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.h(self.wte(ids) + self.wpe(ids % 1024))
+
+    def run(rank: int, world_size: int, port: int) -> None:
+        train_zero.join_ranks(rank, world_size, port)
+        torch.set_num_threads(1)
+        torch.manual_seed(3)
+        model = Model()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine.backward(engine(torch.arange(4)[None]).float().square().mean())
+        engine.step()
+        engine.save_checkpoint(str(out))
+
+    train_zero.fork_ranks(2, run)
+
+
+def measure(command: list[str], env: dict[str, str]) -> tuple[float, int, int]:
+    """Run `command`; return its seconds, peak RSS and peak anonymous memory in bytes."""
+    started = time.monotonic()
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    peak = anonymous = 0
+    while process.poll() is None:
+        status = read_status(process.pid)
+        peak = max(peak, status.get("VmHWM", 0))
+        anonymous = max(anonymous, status.get("RssAnon", 0))
+        time.sleep(0.002)
+    seconds = time.monotonic() - started
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return seconds, peak, anonymous
+
+
+def read_status(pid: int) -> dict[str, int]:
+    """The memory fields of /proc/PID/status in bytes; empty once the process is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = (line.split() for line in lines if line.endswith(" kB"))
+    return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields}
+
+
+def bench(work: Path, rounds: int) -> None:
+    checkpoint, out = work / "checkpoint", work / "out"
+    if not (checkpoint / "latest").is_file():
+        train(checkpoint)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    weights = work / "weights.safetensors"
+    runs: dict[str, list[str]] = {
+        "consolidate": [sys.executable, "-c", CONSOLIDATE, str(checkpoint), str(out)],
+        "zero_to_fp32.py": [sys.executable, str(checkpoint / "zero_to_fp32.py"), str(checkpoint), str(out)],
+        "cp": ["cp", str(weights), str(out)],
+    }
+    results: dict[str, list[Any]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, command in runs.items():
+            shutil.rmtree(out, ignore_errors=True)
+            if name == "cp":
+                out.mkdir()
+            results[name].append(measure(command, env))
+            if name == "consolidate" and not weights.is_file():
+                shutil.copyfile(out / "model.safetensors", weights)
+    fp32_bytes = weights.stat().st_size
+    shards = sum(path.stat().st_size for path in checkpoint.rglob("*.pt"))
+    best_cp = min(result[0] for result in results["cp"])
+    sys.stdout.write(
+        f"fp32 weights {fp32_bytes / 1e9:.2f} GB, checkpoint {shards / 1e9:.2f} GB, {os.cpu_count()} cores\n"
+    )
+    sys.stdout.write(f"{'':16} {'seconds (each round)':26} {'best / cp':>9} {'peak RSS':>9} {'anonymous':>10}\n")
+    for name, found in results.items():
+        seconds = [result[0] for result in found]
+        peak, anonymous = (max(result[index] for result in found) / 1e6 for index in (1, 2))
+        each = " ".join(f"{value:.2f}" for value in seconds)
+        sys.stdout.write(f"{name:16} {each:26} {min(seconds) / best_cp:9.2f} {peak:6.0f} MB {anonymous:7.0f} MB\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("work", nargs="?", type=Path, help="where to keep the checkpoint (default: a temporary folder)")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.work is None:
+        with tempfile.TemporaryDirectory() as folder:
+            bench(Path(folder), options.rounds)
+    else:
+        options.work.mkdir(parents=True, exist_ok=True)
+        bench(options.work, options.rounds)

@@ -1,0 +1,356 @@
+import argparse
+import collections
+import enum
+import io
+import os
+import pathlib
+import pickle
+import struct
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export.checkpoints.dtypes import BY_NAME, ElementType
+from export.checkpoints.inert_pickle import MAX_STEPS, OpaqueKey
+from export.checkpoints.torch_zip import GlobalName, Record, StoredTensor, open_torch_zip, read_bare_pickle
+from export.errors import CheckpointError
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.rate = 0.5
+
+
+def save(path: Path, content: Any, **options: Any) -> Path:
+    torch.save(content, path, **options)
+    return path
+
+
+def save_pickle(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
+    """An archive with a pickle of our own making."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", "little")
+        for key, data in (storages or {}).items():
+            archive.writestr(f"archive/data/{key}", data)
+    return path
+
+
+def make_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    wide = torch.randn(30, 20)
+    parameter = torch.nn.Parameter(torch.randn(3))
+    parameter.note = "with an attribute"
+    return {
+        **{name: torch.randint(0, 2, (3, 5)).to(getattr(torch, name)) for name in BY_NAME},
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "view": wide[3:7, :],
+        "column": wide[:, 4],
+        "columns": wide[:, 4:9],
+        "transposed": wide.t(),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "one_side": torch.arange(512.0).expand(1, -1),
+        "parameter": torch.nn.Parameter(wide),
+        "parameter_with_state": parameter,
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_tensor_is_read_as_torch_reads_it(tmp_path: Path, protocol: int) -> None:
+    path = save(tmp_path / "x.pt", make_tensors(), pickle_protocol=protocol)
+    expected, content = torch.load(path, weights_only=False), open_torch_zip(path).content
+    assert list(content) == list(expected)
+    for name, tensor in expected.items():
+        got = content[name].to_torch()
+        assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(got, tensor.detach()), name
+
+
+def test_chunks_of_any_size_are_the_bytes_of_the_rows(tmp_path: Path) -> None:
+    content = open_torch_zip(save(tmp_path / "x.pt", make_tensors())).content
+    for name, tensor in make_tensors().items():
+        whole = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for chunk_bytes in (8, 24, 100, 1 << 19):
+            assert b"".join(content[name].chunks(chunk_bytes)) == whole, (name, chunk_bytes)
+
+
+def test_tied_tensors_are_equal_and_others_are_not(tmp_path: Path) -> None:
+    weight = torch.ones(4, 4)
+    content = open_torch_zip(save(tmp_path / "x.pt", {"a": weight, "b": weight, "c": weight.clone()})).content
+    assert content["a"] == content["b"] != content["c"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_plain_data_comes_back_and_objects_become_records(tmp_path: Path, protocol: int) -> None:
+    saved = {
+        "numbers": [1, -1, 255, 65536, 2**40, -(10**30), 0.25, True, None],
+        "text": "Grüße \U0001f600 \ud800",
+        "bytes": b"\x00\xff",
+        "nested": ({"a": (1, (2,))}, []),
+        "ordered": collections.OrderedDict(x=1),
+        "counts": {1: "int", (1, "a"): "tuple", None: "none"},
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "args": argparse.Namespace(lr=0.1, path=pathlib.PurePosixPath("/data")),
+        "colour": Colour.RED,
+        "settings": Settings(),
+        "set": {1},
+        "class": Settings,
+    }
+    content = open_torch_zip(save(tmp_path / "x.pt", saved, pickle_protocol=protocol)).content
+    for name in ("numbers", "text", "bytes", "nested", "ordered", "counts"):
+        assert content[name] == saved[name], name
+    assert content["size"] == (2, 3)
+    assert content["dtype"] == BY_NAME["bfloat16"]
+    assert content["args"].field("lr") == 0.1
+    assert content["args"].field("path").type_name == "pathlib.PurePosixPath"
+    assert content["settings"].field("rate") == 0.5
+    assert isinstance(content["colour"], Record)
+    assert content["class"] == GlobalName(f"{__name__}.Settings")
+    assert content["set"].type_name == "builtins.set"
+
+
+def test_keys_that_cost_more_than_a_moment_to_hash_are_wrapped(tmp_path: Path) -> None:
+    key: Any = "x"
+    for _ in range(40):
+        key = (key, key)
+    pickled = pickle.dumps({1.5: 1, 2**61: 2, "plain": 3}, 2)
+    content = open_torch_zip(save_pickle(tmp_path / "x.pt", pickled)).content
+    assert [type(name) for name in content] == [OpaqueKey, OpaqueKey, str]
+    # A tuple of 2**40 leaves, 41 of them distinct objects.
+    pickled = b"\x80\x02}X\x01\x00\x00\x00x" + b"q\x00h\x00\x86" * 40 + b"K\x01s."
+    (name,) = open_torch_zip(save_pickle(tmp_path / "y.pt", pickled)).content
+    assert isinstance(name, OpaqueKey)
+
+
+class Evil:
+    """Pickles as a call of whatever it is given."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+HOSTILE = [
+    (Evil(os.system, "touch PWNED"), f"{os.name}.system"),
+    (Evil(eval, "open('PWNED', 'w')"), "builtins.eval"),
+    (Evil(exec, "open('PWNED', 'w')"), "builtins.exec"),
+    (Evil(open, "PWNED", "w"), "io.open"),
+    (Evil(__import__, "antigravity"), "builtins.__import__"),
+    (Evil(torch.load, "PWNED"), "torch.serialization.load"),
+    (Evil(torch.hub.load, "PWNED", "x"), "torch.hub.load"),
+    (Evil(subprocess.check_output, ["touch", "PWNED"]), "subprocess.check_output"),
+]
+
+
+@pytest.mark.parametrize(("evil", "name"), HOSTILE, ids=[name for _, name in HOSTILE])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_that_would_run_code_is_refused_naming_the_global(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evil: Evil, name: str, protocol: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "x.pt", {"state_dict": {"w": torch.ones(2)}, "hook": evil}, pickle_protocol=protocol)
+    with pytest.raises(CheckpointError) as refusal:
+        open_torch_zip(path)
+    assert str(refusal.value) == (
+        f"{path} would call {name} when it is loaded by pickle: "
+        f"expected tensors and plain data, got the global {name}; "
+        "do not load this file with any other tool; nothing of it was run here."
+    )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["x.pt"]
+
+
+@pytest.mark.parametrize(
+    ("pickled", "name"),
+    [
+        (b"cos\nsystem\n(X\x04\x00\x00\x00truetR.", "os.system"),
+        (b"(X\x04\x00\x00\x00trueios\nsystem\n.", "os.system"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "os.system"),
+        # By way of an attribute of a class that may be named, and of objects made without a call.
+        (b"\x80\x02c__builtin__\ngetattr\ncsubprocess\nPopen\nX\x01\x00\x00\x00x\x86R.", "subprocess.Popen"),
+        (b"\x80\x02csubprocess\nPopen\n)\x81.", "subprocess.Popen"),
+        # Under the name that Python 2 had for it.
+        (b"\x80\x02ccommands\nPopen\n)R.", "subprocess.Popen"),
+        (b"\x80\x02cmymodule\nrun\n)R.", "mymodule.run"),
+    ],
+)
+def test_code_by_any_opcode_is_refused_naming_the_global(tmp_path: Path, pickled: bytes, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"would call {name} when"):
+        open_torch_zip(save_pickle(tmp_path / "x.pt", pickled))
+    (tmp_path / "bare").write_bytes(pickled)
+    with pytest.raises(CheckpointError, match=f"would call {name} when"):
+        read_bare_pickle(tmp_path / "bare")
+
+
+def tensor_pickle(key: str, numel: int, offset: int, shape: list[int], stride: list[int]) -> bytes:
+    """What torch would write for a tensor, with any numbers in it."""
+
+    class Storage:
+        pass
+
+    class Tensor:
+        def __reduce__(self) -> Any:
+            args = (Storage(), offset, tuple(shape), tuple(stride), False, collections.OrderedDict())
+            return torch._utils._rebuild_tensor_v2, args
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return ("storage", torch.FloatStorage, key, "cpu", numel) if isinstance(value, Storage) else None
+
+    buffer = io.BytesIO()
+    Pickler(buffer, 2).dump({"w": Tensor()})
+    return buffer.getvalue()
+
+
+def test_the_tensor_of_our_own_making_is_read(tmp_path: Path) -> None:
+    pickled = tensor_pickle("0", 6, 1, [2, 2], [2, 1])
+    content = open_torch_zip(save_pickle(tmp_path / "x.pt", pickled, {"0": struct.pack("<6f", *range(6))})).content
+    assert content["w"].to_torch().tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        ((7, 0, [2], [1]), "storage 0 of .* is not what the pickle says: expected 7 elements of 4 bytes, got 24 bytes"),
+        ((6, 0, [7], [1]), r"expected a tensor inside its storage of 24 bytes, got shape \(7,\), stride \(1,\)"),
+        (
+            (6, 5, [2], [1]),
+            r"expected a tensor inside its storage of 24 bytes, got shape \(2,\), stride \(1,\), offset 5",
+        ),
+        ((6, 0, [2], [6]), "expected a tensor inside its storage of 24 bytes"),
+        ((6, 0, [1 << 40], [0]), "expected a tensor inside its storage of 24 bytes"),
+        ((6, -1, [1], [1]), "expected a whole pickle, got nonsense"),
+        ((6, 0, [-1], [1]), "expected a whole pickle, got nonsense"),
+        ((6, 0, [2, 3], [1]), "expected a whole pickle, got nonsense"),
+        ((6, 0, [1] * 65, [1] * 65), "expected a whole pickle, got nonsense"),
+        ((6, 0, [1 << 62, 1 << 62], [1, 1]), "expected a whole pickle, got nonsense"),
+    ],
+)
+def test_a_tensor_that_lies_about_its_storage_is_refused(tmp_path: Path, numbers: Any, sentence: str) -> None:
+    path = save_pickle(tmp_path / "x.pt", tensor_pickle("0", *numbers), {"0": bytes(24)})
+    with pytest.raises(CheckpointError, match=sentence):
+        open_torch_zip(path)
+
+
+def test_a_storage_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = save_pickle(tmp_path / "x.pt", tensor_pickle("1", 6, 0, [1], [1]), {"0": bytes(24)})
+    with pytest.raises(CheckpointError, match=r"storage 1 of .* is not what the pickle says: expected its bytes"):
+        open_torch_zip(path)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "sentence"),
+    [
+        (b"", "expected a whole pickle, got nonsense at byte 0"),
+        (b"\x80\x02}", "expected a whole pickle, got nonsense at byte 3"),
+        (b"\x80\x07N.", "expected a pickle protocol up to 5, got 7"),
+        (b"\x80\x02NN.", "expected one value at the pickle's end, got 2"),
+        (b"\x80\x02\x82\x01.", "expected opcodes that picklers emit for data, got 0x82"),
+        (b"\x80\x02B\xff\xff\xff\x7fabc.", "expected a whole pickle, got nonsense"),
+        (b"\x80\x04\x8e" + b"\xff" * 8 + b".", "expected a whole pickle, got nonsense"),
+        (b"\x80\x02h\x05.", "expected a whole pickle, got nonsense"),
+        (b"\x80\x02K\x01Q.", "expected a pickle without outer references|expected a whole pickle, got nonsense"),
+        (b"\x80\x02" + b"(" * 2000 + b".", "expected at most 1000 values within each other, got more"),
+        (b"\x80\x02" + b"N0" * (MAX_STEPS // 2) + b"N.", f"expected at most {MAX_STEPS} steps, got more"),
+    ],
+)
+def test_a_damaged_or_excessive_pickle_is_refused(tmp_path: Path, pickled: bytes, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        open_torch_zip(save_pickle(tmp_path / "x.pt", pickled))
+
+
+def test_a_memo_index_of_four_billion_takes_no_memory(tmp_path: Path) -> None:
+    content = open_torch_zip(save_pickle(tmp_path / "x.pt", b"\x80\x02Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.")).content
+    assert content is None
+
+
+def test_ten_thousand_levels_of_nesting_are_read_without_recursion(tmp_path: Path) -> None:
+    content = open_torch_zip(save_pickle(tmp_path / "x.pt", b"\x80\x02N" + b"\x85" * 10_000 + b".")).content
+    depth = 0
+    while content is not None:
+        (content,), depth = content, depth + 1
+    assert depth == 10_000
+
+
+def test_other_formats_of_torch_are_refused_by_name(tmp_path: Path) -> None:
+    legacy = save(tmp_path / "legacy.pt", {"w": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    with pytest.raises(
+        CheckpointError, match=r"got the format before torch 1\.6; if it is a checkpoint, load and save"
+    ):
+        open_torch_zip(legacy)
+    with tarfile.open(tmp_path / "old.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("pickle"))
+    with pytest.raises(CheckpointError, match=r"got a tar file, the format before torch 0\.1\.10"):
+        open_torch_zip(tmp_path / "old.tar")
+    with pytest.warns(DeprecationWarning, match="jit"):
+        torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
+    with pytest.raises(CheckpointError, match=r"expected an archive by torch.save, got a TorchScript program"):
+        open_torch_zip(tmp_path / "script.pt")
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(CheckpointError, match="got 0 bytes of something else"):
+        open_torch_zip(tmp_path / "empty.pt")
+
+
+def test_a_file_of_another_byte_order_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02N.")
+        archive.writestr("archive/byteorder", "big")
+    with pytest.raises(CheckpointError, match="with another byte order: expected little, got 'big'"):
+        open_torch_zip(path)
+
+
+def test_a_file_saved_without_checksums_is_read(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save(tmp_path / "x.pt", {"w": torch.ones(3)})
+    finally:
+        torch.serialization.set_crc32_options(before)
+    opened = open_torch_zip(path)
+    assert [block.crc32 for block in opened.storages.values()] == [None]
+    assert torch.equal(opened.content["w"].to_torch(), torch.ones(3))
+
+
+def test_an_archive_within_a_file_is_read_at_its_place(tmp_path: Path) -> None:
+    inner = save(tmp_path / "x.pt", {"w": torch.arange(5.0)}).read_bytes()
+    outer = tmp_path / "outer"
+    outer.write_bytes(b"before" + inner + b"after")
+    opened = open_torch_zip(outer, start=6, length=len(inner))
+    assert torch.equal(opened.content["w"].to_torch(), torch.arange(5.0))
+    with pytest.raises(CheckpointError, match="is no intact torch archive at byte 6"):
+        open_torch_zip(outer, start=6, length=len(inner) + 1)
+
+
+def test_tensors_that_are_no_byte_ranges_become_records(tmp_path: Path) -> None:
+    saved = {"sparse": torch.eye(3).to_sparse(), "complex": torch.ones(2, dtype=torch.complex64)}
+    content = open_torch_zip(save(tmp_path / "x.pt", saved)).content
+    assert all(isinstance(value, Record) and "ensor" in value.type_name for value in content.values())
+
+
+def test_element_types_are_torchs_own() -> None:
+    for element in BY_NAME.values():
+        assert isinstance(element, ElementType)
+        assert element.to_torch().itemsize == element.itemsize
+        assert element.to_torch().is_floating_point == element.is_floating_point
+
+
+def test_a_stored_tensor_is_cut_only_within_its_elements(tmp_path: Path) -> None:
+    tensor: StoredTensor = open_torch_zip(save(tmp_path / "x.pt", torch.arange(10.0))).content
+    part = StoredTensor(dtype=tensor.dtype, shape=(3,), ranges=tensor.cut(4, 7))
+    assert part.to_torch().tolist() == [4, 5, 6]
+    with pytest.raises(CheckpointError, match="is too short: expected elements 4 to 11, row-major, got 10 elements"):
+        tensor.cut(4, 11)

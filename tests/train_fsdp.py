@@ -1,0 +1,279 @@
+"""Real FSDP, FSDP2 and Accelerate training on CPU ranks, for the tests of the readers: checkpoints and the truth.
+
+    python tests/train_fsdp.py OUT WORLD_SIZE
+
+Each variant leaves OUT/<variant>/ and OUT/<variant>.truth.pt: {name: tensor}, gathered from the live ranks. The ranks
+are forked from one process that has imported everything already: an import takes longer than the training.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["ACCELERATE_USE_CPU"] = "true"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+class Net(nn.Module):
+    """Layers whose sides divide by no number of ranks, or are smaller than it. Takes ids [batch, seq] in 0..36."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 10)
+        self.inner = nn.Linear(10, 13)
+        self.norm = nn.LayerNorm(13)
+        self.outer = nn.Linear(13, 10)
+        self.scale = nn.Linear(10, 1)
+        self.head = nn.Linear(10, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("running_mean", torch.zeros(10))
+        self.register_buffer("batches", torch.tensor(0))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("passing", torch.ones(4), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        hidden = hidden + self.outer(torch.relu(self.norm(self.inner(hidden))))
+        self.batches += 1
+        return self.head(hidden * self.scale(hidden))
+
+
+def make_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 31, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, architectures=["GPT2LMHeadModel"]))
+
+
+def gather(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The live state dict, every tensor whole."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in state.items()
+    }
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    for index in range(2):
+        torch.manual_seed(100 * index + dist.get_rank())
+        ids = torch.randint(0, 31, (2, 5))
+        output = model(ids)
+        logits = getattr(output, "logits", output)
+        nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def keep_truth(out: Path, names: list[str], truth: dict[str, torch.Tensor]) -> None:
+    if dist.get_rank() == 0:
+        for name in names:
+            (out / name).mkdir(parents=True, exist_ok=True)
+            torch.save(truth, out / f"{name}.truth.pt")
+    dist.barrier()
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    for layer in (model.inner, model.outer):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def save_fsdp2(out: Path) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(7)
+    model = shard(Net(), init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    truth = gather(state)
+    keep_truth(
+        out, ["dcp_raw", "dcp_app", "dcp_ema", "dcp_opt", "dcp_moments", "dcp_alone", "rank_files", "verl"], truth
+    )
+    # The safetensors writer refuses tied names, so whoever uses it leaves the second one out.
+    untied = {name: value for name, value in state.items() if name != "head.weight"}
+    keep_truth(out, ["dcp_hf", "dcp_hf_files"], gather(untied))
+    dcp.save(state, checkpoint_id=out / "dcp_raw")
+    dcp.save({"app": {"model": state, "optim": optimizer_state}, "step": 2}, checkpoint_id=out / "dcp_app")
+    dcp.save({"model": state, "ema": state, "step": 2}, checkpoint_id=out / "dcp_ema")
+    dcp.save({"model": state, "optimizer": optimizer_state, "rng": torch.ones(3)}, checkpoint_id=out / "dcp_opt")
+    dcp.save({"optimizer": optimizer_state}, checkpoint_id=out / "dcp_moments")
+    dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(out / "dcp_hf"), save_distributed=True))
+    files = {name: 1 + index % 2 for index, name in enumerate(untied)}
+    dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(out / "dcp_hf_files"), files, save_distributed=True))
+    dcp.save(state, checkpoint_id=out / "dcp_alone", use_collectives=False)
+    torch.save(state, out / "rank_files" / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    torch.save(state, out / "verl" / f"model_world_size_{world_size}_rank_{rank}.pt")
+
+
+def save_bf16(out: Path) -> None:
+    torch.manual_seed(8)
+    model = shard(Net().to(torch.bfloat16), init_device_mesh("cpu", (dist.get_world_size(),)))
+    step(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    state = model.state_dict()
+    keep_truth(out, ["bf16_dcp", "bf16_rank_files"], gather(state))
+    untied = {name: value for name, value in state.items() if name != "head.weight"}
+    keep_truth(out, ["bf16_hf"], gather(untied))
+    dcp.save(state, checkpoint_id=out / "bf16_dcp")
+    dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(out / "bf16_hf"), save_distributed=True))
+    torch.save(state, out / "bf16_rank_files" / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+
+
+def save_columns(out: Path) -> None:
+    """Tensor parallelism: matrices sharded along their second dimension, over all ranks or half of a mesh."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(9)
+    mesh = init_device_mesh("cpu", (world_size,))
+    weights = {
+        "wide": torch.randn(5, 11),
+        "cube": torch.randn(3, 7, 4),
+        "few": torch.randn(1),
+        "table": torch.randn(9, 2),
+    }
+    state = {
+        name: distribute_tensor(weight, mesh, [Shard(min(1, weight.dim() - 1))]) for name, weight in weights.items()
+    }
+    keep_truth(out, ["columns_dcp", "columns_rank_files"], weights)
+    dcp.save(state, checkpoint_id=out / "columns_dcp")
+    torch.save(state, out / "columns_rank_files" / f"pytorch_model_fsdp_0_rank{rank}.bin")
+
+
+def save_hybrid(out: Path) -> None:
+    """HSDP: two replicas of two shards each; and a mesh of both kinds of sharding."""
+    torch.manual_seed(10)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(Net(), mesh)
+    step(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    state = model.state_dict()
+    keep_truth(out, ["hybrid_dcp", "hybrid_rank_files"], gather(state))
+    dcp.save(state, checkpoint_id=out / "hybrid_dcp")
+    torch.save(state, out / "hybrid_rank_files" / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+    weights = {"grid": torch.randn(7, 5), "rows": torch.randn(9, 3)}
+    placements = {"grid": [Shard(0), Shard(1)], "rows": [Shard(0), Shard(0)]}
+    both = {name: distribute_tensor(weight, mesh, placements[name]) for name, weight in weights.items()}
+    keep_truth(out, ["grid_dcp", "grid_rank_files"], weights)
+    dcp.save(both, checkpoint_id=out / "grid_dcp")
+    torch.save(both, out / "grid_rank_files" / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+
+
+def wrap_fsdp1(model: Any, use_orig_params: bool) -> FullyShardedDataParallel:
+    device = torch.device("cpu")
+    inner = getattr(model, "transformer", None)
+    if inner is not None:
+        inner.h[0] = FullyShardedDataParallel(inner.h[0], use_orig_params=use_orig_params, device_id=device)
+    return FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=device)
+
+
+def save_fsdp1(out: Path) -> None:
+    """FSDP1. Its full state dict crashes on CPU, so the truth is gathered through the sharded one."""
+    rank = dist.get_rank()
+    model = wrap_fsdp1(make_gpt2(), use_orig_params=True)
+    step(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    truth = {}
+    for name, value in state.items():
+        whole = torch.zeros(value.size())
+        value.gather(0, whole if rank == 0 else None)
+        truth[name] = whole
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        local = model.state_dict()
+    keep_truth(out, ["fsdp1_dcp", "fsdp1_rank_files", "local", "local_flat"], truth)
+    if rank == 0:
+        make_gpt2().config.save_pretrained(out / "local")
+    dcp.save({"model": state}, checkpoint_id=out / "fsdp1_dcp")
+    torch.save(state, out / "fsdp1_rank_files" / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    torch.save(local, out / "local" / f"pytorch_model_fsdp_rank{rank}.bin")
+    flat = wrap_fsdp1(make_gpt2(), use_orig_params=False)
+    with FullyShardedDataParallel.state_dict_type(flat, StateDictType.LOCAL_STATE_DICT):
+        torch.save(flat.state_dict(), out / "local_flat" / f"pytorch_model_fsdp_rank{rank}.bin")
+
+
+def save_accelerate(out: Path, name: str, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state() if state is not AcceleratorState else state._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    if plugin is not None:
+        # Accelerate turns FSDP on for accelerators only; what it does then is the same on gloo ranks.
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    model = make_gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    step(model, optimizer)
+    state = accelerator.unwrap_model(model).state_dict() if plugin is None else model.state_dict()
+    keep_truth(out, [name], gather(state))
+    accelerator.save_state(str(out / name))
+
+
+def run_rank(rank: int, world_size: int, port: int, out: Path) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    save_fsdp2(out)
+    save_columns(out)
+    if world_size == 4:
+        save_hybrid(out)
+    else:
+        save_bf16(out)
+        save_fsdp1(out)
+        sharded = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        save_accelerate(out, "accelerate_sharded", sharded)
+        full = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+        save_accelerate(out, "accelerate_full", full)
+        save_accelerate(out, "accelerate_ddp", None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(out: Path, world_size: int) -> None:
+    """Train and save every variant of `world_size`, each rank in a forked process."""
+    out.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run_rank(rank, world_size, port, out)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        ranks.append(child)
+    failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
+    if failed:
+        raise SystemExit(f"ranks {failed} of {world_size} failed")
+
+
+if __name__ == "__main__":
+    launch(Path(sys.argv[1]), int(sys.argv[2]))
