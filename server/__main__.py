@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from server.control_key import open_key
+from server.doctor import examine, render
 from server.errors import ServerError
 from server.health import check_ensembles
 from server.installation import assemble_backends, find_installation
@@ -24,10 +25,11 @@ examples:
   python -m server --repository /srv/models --host 0.0.0.0
   python -m server --http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003
   python -m server --check
+  python -m server --doctor
 
-exit codes: 0 stopped by Ctrl-C or SIGTERM and everything in flight was answered (--check: answers as verified),
-1 could not start (--check: does not answer as verified), 2 wrong usage, 3 gave up on a tritonserver that died again
-and again, 4 stopped before everything in flight was answered
+exit codes: 0 stopped by Ctrl-C or SIGTERM and everything in flight was answered (--check: answers as verified;
+--doctor: can serve), 1 could not start (--check: does not answer as verified; --doctor: cannot serve), 2 wrong
+usage, 3 gave up on a tritonserver that died again and again, 4 stopped before everything in flight was answered
 """
 
 _EXIT_UNANSWERED = 4
@@ -63,6 +65,8 @@ def main() -> int:
         status_port=arguments.status_port,
     )
     try:
+        if arguments.doctor:
+            return diagnose(arguments.repository, endpoints, as_json=arguments.json)
         if arguments.check:
             return check(arguments.repository, endpoints)
         return serve(arguments, endpoints, StopSignals())
@@ -116,6 +120,13 @@ def check(repository: Path, endpoints: Endpoints) -> int:
     return 0
 
 
+def diagnose(repository: Path, endpoints: Endpoints, *, as_json: bool) -> int:
+    """Print what this machine lacks to serve `repository`; return 1 if that keeps it from serving."""
+    findings = examine(repository, endpoints)
+    print(render(findings, as_json=as_json))  # noqa: T201
+    return int(any(finding.verdict == "broken" for finding in findings))
+
+
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m server",
@@ -145,6 +156,8 @@ def _build_parser() -> argparse.ArgumentParser:
         help="header that opens the control endpoints; made with mode 600 (default: .cache/control.key)",
     )
     parser.add_argument("--check", action="store_true", help="ask a running server for its verified answers, and end")
+    parser.add_argument("--doctor", action="store_true", help="tell what this machine lacks to serve, and end")
+    parser.add_argument("--json", action="store_true", help="with --doctor, as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
     return parser
 
