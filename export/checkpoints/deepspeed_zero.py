@@ -58,8 +58,8 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         trained, stage, world_size = read_universal(files, models), models[0].stage, models[0].dp_world_size
         format_name = "DeepSpeed universal checkpoint"
     elif files.optimizers:
-        trained, states = _read_trained(files, models)
-        stage, world_size = 3 if states[0].sliced else models[0].stage or 1, len(states)
+        states = _read_states(files, models)
+        trained, stage, world_size = _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
         if stage == 3 and not huggingface.recognises(files.directory):
             unproven = describe_unproven(models[0].groups or [], states)
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
@@ -97,10 +97,19 @@ def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
         )
 
 
-def _read_trained(
-    files: DeepSpeedFiles, models: Sequence[ModelStates]
-) -> tuple[dict[str, StoredTensor], list[OptimizerStates]]:
-    """Return every trained parameter, and the optimizer states by rank."""
+def _read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> tuple[dict[str, StoredTensor], int, int]:
+    """Return every trained parameter, the stage and the number of ranks."""
+    states = _read_states(files, models)
+    return _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
+
+
+def _find_stage(model: ModelStates, states: Sequence[OptimizerStates]) -> int:
+    # The pieces tell; BF16_Optimizer does not record the stage, which is 1.
+    return 3 if states[0].sliced else model.stage or 1
+
+
+def _read_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> list[OptimizerStates]:
+    """Return the optimizer states of every rank, checked against each other."""
     paths = {rank: path for (rank, _), path in files.optimizers.items()}
     first = read_optimizer_states(next(iter(paths.values())))
     counts = [count for count in (*first.partition_counts, models[0].dp_world_size) if count]
@@ -118,7 +127,7 @@ def _read_trained(
         )
     states = [read_optimizer_states(path) for path in paths.values()]
     check_optimizer_states(files, states, models[0])
-    return _join_groups(files, models[0], states), states
+    return states
 
 
 def _join_groups(
