@@ -85,8 +85,12 @@ class Load:
     def _send(self, number: int) -> None:
         library: Any = (tritonclient.http, tritonclient.grpc)[number % 2]
         url = f"127.0.0.1:{(self.server.http, self.server.grpc)[number % 2]}"
-        limits = {} if number % 2 else {"connection_timeout": TIMEOUT_S, "network_timeout": TIMEOUT_S}
-        client = library.InferenceServerClient(url, **limits)
+        if number % 2:
+            # Or it would be the client that waits before it connects again.
+            options: dict[str, Any] = {"channel_args": [("grpc.max_reconnect_backoff_ms", 200)]}
+        else:
+            options = {"connection_timeout": TIMEOUT_S, "network_timeout": TIMEOUT_S}
+        client = library.InferenceServerClient(url, **options)
         index = number
         while not self._stopped.is_set():
             sample = self._samples[index % len(self._samples)]
