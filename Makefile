@@ -10,7 +10,7 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test lint bench bench-consolidate clean
+.PHONY: help setup demo serve test test-containers lint bench bench-consolidate fuzz kills clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -37,6 +37,12 @@ serve: setup ## Serve model_repository until Ctrl-C
 test: setup lint ## Run the whole test suite
 	@$(BIN)/python -m pytest
 
+test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
+	@docker/podman/prepare.sh
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,containers]'
+	@$(BIN)/python -m pytest -m containers tests/test_containers.py
+	@$(BIN)/python -m pytest tests/test_compose.py
+
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 
@@ -45,6 +51,12 @@ bench: setup ## Measure the demo model with perf_analyzer on real text
 
 bench-consolidate: setup ## Measure consolidate beside DeepSpeed's script and cp
 	@$(BIN)/python tests/bench_consolidate.py
+
+fuzz: setup ## Feed the checkpoint readers 40,000 damaged and hostile files
+	@$(BIN)/python tests/fuzz_torch_zip.py --inputs 40000
+
+kills: setup ## Kill every kind of process 20 times under load, and see it come back
+	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/test_healing.py -s
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache

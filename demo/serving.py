@@ -33,6 +33,7 @@ class Addresses:
     http: str
     grpc: str
     metrics: str
+    status: str
 
 
 def run_python(*arguments: str) -> None:
@@ -62,7 +63,12 @@ def serve(repository: Path) -> Iterator[Addresses]:
         ServingError: It does not answer in time, or does not end with exit code 0.
     """
     addresses = _find_free_addresses()
-    ports = {"--http-port": addresses.http, "--grpc-port": addresses.grpc, "--metrics-port": addresses.metrics}
+    ports = {
+        "--http-port": addresses.http,
+        "--grpc-port": addresses.grpc,
+        "--metrics-port": addresses.metrics,
+        "--status-port": addresses.status,
+    }
     options = [word for option, address in ports.items() for word in (option, address.rsplit(":", 1)[1])]
     server = subprocess.Popen([sys.executable, "-m", "server", "--repository", str(repository), *options], cwd=CHECKOUT)
     try:
@@ -97,8 +103,8 @@ def _wait_for_answer(http: str, server: "subprocess.Popen[bytes]") -> None:
 def _find_free_addresses() -> Addresses:
     """Return ports that are free now, so that this runs beside whatever listens on 8000."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(4)]
         for item in sockets:
             item.bind(("127.0.0.1", 0))
-        http, grpc, metrics = (f"localhost:{item.getsockname()[1]}" for item in sockets)
-    return Addresses(http=http, grpc=grpc, metrics=metrics)
+        http, grpc, metrics, status = (f"localhost:{item.getsockname()[1]}" for item in sockets)
+    return Addresses(http=http, grpc=grpc, metrics=metrics, status=status)

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from export.errors import SettingsError
-from export.request import TASKS, UNUSED_ROWS, AddedToken, ExportRequest, TaskOptions, VocabularyOptions
+from export.request import (
+    AGGREGATIONS,
+    POOLINGS,
+    TASKS,
+    UNUSED_ROWS,
+    AddedToken,
+    ExportRequest,
+    TaskOptions,
+    VocabularyOptions,
+)
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +41,12 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "pooling": (str,),
     "normalize": (bool,),
 }
-_CHOICES: Mapping[str, tuple[str, ...]] = {"task": tuple(TASKS), "unused_rows": UNUSED_ROWS}
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "task": tuple(TASKS),
+    "unused_rows": UNUSED_ROWS,
+    "aggregation": tuple(AGGREGATIONS),
+    "pooling": tuple(POOLINGS),
+}
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -4,15 +4,17 @@ import argparse
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import FrameType
 
-from server.errors import ServerError, StartError
-from server.health import ModelState, check_answer, is_live, read_states
+from server.control_key import open_key
+from server.errors import ServerError
+from server.health import check_ensembles
 from server.installation import assemble_backends, find_installation
 from server.models import list_models
-from server.process import EXIT_TIMEOUT_S, Endpoints, TritonServer, check_ports_free
+from server.process import Endpoints, check_ports_free
+from server.status import Status, serve_status
+from server.supervisor import Settings, Supervisor
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -20,142 +22,98 @@ _EXAMPLES = """
 examples:
   python -m server
   python -m server --repository /srv/models --host 0.0.0.0
-  python -m server --http-port 9000 --grpc-port 9001 --metrics-port 9002
+  python -m server --http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003
+  python -m server --check
 
-exit codes: 0 stopped by Ctrl-C or SIGTERM, 1 could not start or tritonserver ended by itself, 2 wrong usage
+exit codes: 0 stopped by Ctrl-C or SIGTERM and everything in flight was answered (--check: answers as verified),
+1 could not start (--check: does not answer as verified), 2 wrong usage, 3 gave up on a tritonserver that died again
+and again, 4 stopped before everything in flight was answered
 """
 
+_EXIT_UNANSWERED = 4
 
-class _Stopped(BaseException):
-    """Ctrl-C or SIGTERM. No Exception, so that no handler of faults takes it for one."""
+
+class StopSignals:
+    """Ctrl-C and SIGTERM, counted.
+
+    The handler does nothing else: it may interrupt any line, so it must take no lock and raise nothing.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def __call__(self) -> int:
+        """Return how many there were."""
+        return self._count
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, _stop)
-    try:
-        return serve(arguments)
-    except ServerError as exc:
-        _say(f"error: {exc}")
-        return 1
-    except _Stopped:
-        return 0
-
-
-def serve(arguments: argparse.Namespace) -> int:
-    """Start tritonserver, tell when it answers, and stay until it is stopped.
-
-    Raises:
-        ServerError: It cannot start, or no model can be served.
-    """
-    repository: Path = arguments.repository
     endpoints = Endpoints(
         host=arguments.host,
         http_port=arguments.http_port,
         grpc_port=arguments.grpc_port,
         metrics_port=arguments.metrics_port,
+        status_port=arguments.status_port,
     )
+    try:
+        if arguments.check:
+            return check(arguments.repository, endpoints)
+        return serve(arguments, endpoints, StopSignals())
+    except ServerError as exc:
+        _say(f"error: {exc}")
+        return exc.exit_code
+
+
+def serve(arguments: argparse.Namespace, endpoints: Endpoints, stops: StopSignals) -> int:
+    """Start tritonserver, tell when it answers, keep it alive, and stay until it is stopped.
+
+    Raises:
+        ServerError: It cannot start, or no model can be served, or it would not stay alive.
+    """
     installation = find_installation()
-    models = list_models(repository)
+    models = list_models(arguments.repository)
+    key = open_key(arguments.key_file)
     check_ports_free(endpoints)
+    status = Status(models)
     with tempfile.TemporaryDirectory(prefix="modelyard-server-") as folder:
         backends = Path(folder, "backends")
         backends.mkdir()
         assemble_backends(installation, _CHECKOUT / "backends", backends)
-        _say(f"starting {installation.executable} ({installation.source}) on {repository}")
-        server = TritonServer(
-            installation,
-            repository=repository,
+        _say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
+        settings = Settings(
+            installation=installation,
+            repository=arguments.repository,
             models=models,
             endpoints=endpoints,
+            key=key,
             run_directory=Path(folder),
             verbose=arguments.verbose,
         )
+        stop_status = serve_status(status, endpoints.host, endpoints.status_port)
         try:
-            _wait_until_live(server, endpoints)
-            _report_models(repository, endpoints, models)
-            _say(_describe(endpoints))
-            code = server.wait()
-        except _Stopped:
-            _say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
-            return _drain(server)
+            answered = Supervisor(settings, status, stops, _say).run()
         finally:
-            server.stop()
-    raise StartError(f"tritonserver ended by itself: expected it to run until it is stopped, got exit code {code}.")
+            stop_status()
+    _say("stopped" if answered else "stopped before everything in flight was answered")
+    return 0 if answered else _EXIT_UNANSWERED
 
 
-def _drain(server: TritonServer) -> int:
-    try:
-        server.stop()
-    except _Stopped:
-        server.kill()
-        server.stop()
-        _say("stopped at once")
-        return 0
-    _say("stopped")
-    return 0
-
-
-def _wait_until_live(server: TritonServer, endpoints: Endpoints) -> None:
-    start = told = time.monotonic()
-    while not is_live(endpoints.http_url):
-        code = server.poll()
-        if code is not None:
-            raise StartError(
-                f"tritonserver could not start: expected it to listen on {endpoints.http_url}, got exit code {code}; "
-                f"see its log above."
-            )
-        if time.monotonic() - told > 5:
-            told = time.monotonic()
-            _say(f"loading models, {told - start:.0f} s")
-        time.sleep(0.1)
-
-
-def _report_models(repository: Path, endpoints: Endpoints, models: list[str]) -> None:
-    """Say of every model whether it answers.
+def check(repository: Path, endpoints: Endpoints) -> int:
+    """Ask the running server for the verified answer of every ensemble, as a container's health check does.
 
     Raises:
-        StartError: None does.
+        CheckError: It does not give it.
     """
-    states = read_states(endpoints.http_url)
-    # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
-    states += [
-        ModelState(
-            name=name, version="", state="NOT LOADED", reason="a step of it or its configuration failed, see above"
-        )
-        for name in models
-        if name not in {state.name for state in states if state.state != "NOT LOADED"}
-    ]
-    verdicts = {state: _judge(repository, endpoints, state) for state in states if state.name in models and state.state}
-    width = max(len(state.name) for state in verdicts)
-    for state, (_, text) in verdicts.items():
-        _say(f"  {state.name:<{width}}  {'version ' + state.version if state.version else '-':<11}  {text}")
-    if not any(answers for answers, _ in verdicts.values()):
-        raise StartError(
-            f"no model of {repository} can be served: expected at least one of {', '.join(models)} to load, got none; "
-            f"see the log above."
-        )
-
-
-def _judge(repository: Path, endpoints: Endpoints, state: ModelState) -> tuple[bool, str]:
-    if not state.ready:
-        return False, f"FAILED: {' '.join((state.reason or state.state).split())}"
-    try:
-        error = check_answer(endpoints.http_url, repository, state)
-    except (OSError, ValueError, KeyError) as exc:
-        return False, f"FAILED: {exc}"
-    return True, "ready" if error is None else f"ready, answers as verified within {error:.1e}"
-
-
-def _describe(endpoints: Endpoints) -> str:
-    port = endpoints.http_port
-    return (
-        f"serving HTTP on {endpoints.host}:{port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
-        f"metrics on {endpoints.host}:{endpoints.metrics_port}\n"
-        f'Next: python client/infer.py --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
-    )
+    for name, error in check_ensembles(endpoints.http_url, repository).items():
+        _say(f"{name} answers as verified within {error:.1e}")
+    return 0
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -175,13 +133,20 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument("--grpc-port", type=int, default=8001, help="default: %(default)s")
-    parser.add_argument("--metrics-port", type=int, default=8002, help="default: %(default)s")
+    parser.add_argument("--metrics-port", type=int, default=8002, help="tritonserver's metrics (default: %(default)s)")
+    parser.add_argument(
+        "--status-port", type=int, default=8003, help="/ready, and metrics of this launcher (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        default=_CHECKOUT / ".cache" / "control.key",
+        metavar="FILE",
+        help="header that opens the control endpoints; made with mode 600 (default: .cache/control.key)",
+    )
+    parser.add_argument("--check", action="store_true", help="ask a running server for its verified answers, and end")
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
     return parser
-
-
-def _stop(signal_number: int, frame: FrameType | None) -> None:
-    raise _Stopped
 
 
 def _say(text: str) -> None:

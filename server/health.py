@@ -1,30 +1,19 @@
 """Whether a running server answers, and answers what was verified when the model was published."""
 
+import http.client
 import json
 import math
 import urllib.error
+import urllib.parse
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server.errors import CheckError
+
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelState:
-    """What the server says of one version of a model."""
-
-    name: str
-    version: str
-    state: str
-    reason: str
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests are accepted."""
-        return self.state == "READY"
+_METADATA_TIMEOUT_S = 5.0
 
 
 def is_live(url: str) -> bool:
@@ -32,26 +21,12 @@ def is_live(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/v2/health/live", timeout=1.0) as response:
             return bool(response.status == 200)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return False
 
 
-def read_states(url: str) -> list[ModelState]:
-    """Return the state of every model that was asked for."""
-    entries = _post(f"{url}/v2/repository/index", {})
-    return [
-        ModelState(
-            name=entry["name"],
-            version=entry.get("version", ""),
-            state=entry.get("state", "NOT LOADED"),
-            reason=entry.get("reason", ""),
-        )
-        for entry in entries
-    ]
-
-
-def check_answer(url: str, repository: Path, model: ModelState) -> float | None:
-    """Ask `model` for an answer that was recorded when it was verified.
+def check_answer(url: str, repository: Path, name: str, version: str) -> float | None:
+    """Ask a model for an answer that was recorded when it was verified.
 
     Returns:
         The largest difference to it, of vectors at length 1; None where nothing was recorded.
@@ -60,7 +35,7 @@ def check_answer(url: str, repository: Path, model: ModelState) -> float | None:
         OSError: The server does not answer, or refuses.
         ValueError: It answers something else than the file promises.
     """
-    path = repository / model.name / model.version / "golden.json"
+    path = repository / name / version / "golden.json"
     if not path.is_file():
         return None
     golden = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +45,7 @@ def check_answer(url: str, repository: Path, model: ModelState) -> float | None:
         "inputs": [{"name": k, "shape": [1, 1], "datatype": "BYTES", "data": [text]} for k, text in texts.items()],
         "outputs": [{"name": golden["output"]}],
     }
-    answer = _post(f"{url}/v2/models/{model.name}/versions/{model.version}/infer", body)
+    answer = _post(f"{url}/v2/models/{name}/versions/{version}/infer", body)
     got, expected = answer["outputs"][0]["data"], sample["expected"]
     if len(got) != len(expected):
         raise ValueError(f"expected {len(expected)} values, got {len(got)}")
@@ -86,6 +61,44 @@ def check_answer(url: str, repository: Path, model: ModelState) -> float | None:
     return error
 
 
+def check_ensembles(url: str, repository: Path) -> dict[str, float]:
+    """Ask every ensemble of `repository` for its verified answer.
+
+    Returns:
+        Name of the ensemble to the largest difference.
+
+    Raises:
+        CheckError: One of them does not answer, or otherwise, or there is none to ask.
+    """
+    names = sorted({path.parent.parent.name for path in repository.glob("*/*/golden.json")})
+    errors, failures = {}, []
+    for name in names:
+        try:
+            version = _read_version(url, name)
+            error = check_answer(url, repository, name, version)
+            if error is None:
+                raise ValueError(f"version {version} has no golden.json")
+            errors[name] = error
+        except (OSError, ValueError, KeyError) as exc:
+            failures.append(f"{name}: {exc}")
+    if failures or not errors:
+        raise CheckError(
+            f"{url} does not serve {repository} as verified: expected an answer of every ensemble, got "
+            f"{'; '.join(failures) or 'no ensemble with a golden.json'}; see the server's log."
+        )
+    return errors
+
+
+def _read_version(url: str, name: str) -> str:
+    try:
+        with urllib.request.urlopen(
+            f"{url}/v2/models/{urllib.parse.quote(name)}", timeout=_METADATA_TIMEOUT_S
+        ) as response:
+            return str(max(json.load(response)["versions"], key=int))
+    except http.client.HTTPException as exc:
+        raise OSError(f"no HTTP: {exc!r}") from exc
+
+
 def _post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
     try:
@@ -93,6 +106,8 @@ def _post(url: str, body: dict[str, Any]) -> Any:
             return json.load(response)
     except urllib.error.HTTPError as exc:
         raise OSError(f"HTTP {exc.code}: {exc.read(500).decode(errors='replace')}") from exc
+    except http.client.HTTPException as exc:
+        raise OSError(f"no HTTP: {exc!r}") from exc
 
 
 def _normalize(vector: list[float]) -> list[float]:

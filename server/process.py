@@ -9,11 +9,11 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.control_key import ControlKey
 from server.errors import PortTakenError
 from server.installation import Installation, build_environment
 
-# Requests in flight get this long to be answered when the server stops. tritonserver 2.51 waits as long for clients
-# that merely keep an HTTP connection open, so more would make every stop slow. Docker's own grace period is the same.
+# Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
 EXIT_TIMEOUT_S = 10
 
 # tritonserver 2.51 logs these as errors and warnings wherever there is no GPU, and they mean nothing else.
@@ -34,12 +34,22 @@ class Endpoints:
     http_port: int
     grpc_port: int
     metrics_port: int
+    status_port: int
 
     @property
     def http_url(self) -> str:
         """The URL under which a program on this machine reaches the HTTP port."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"http://{host}:{self.http_port}"
+        return f"http://{self._local_host}:{self.http_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """The URL of the metrics port, likewise."""
+        return f"http://{self._local_host}:{self.metrics_port}"
+
+    @property
+    def _local_host(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
 
 
 class TritonServer:
@@ -52,13 +62,16 @@ class TritonServer:
         repository: Path,
         models: list[str],
         endpoints: Endpoints,
+        key: ControlKey,
         run_directory: Path,
         verbose: bool,
     ) -> None:
         command = _build_command(installation, repository, models, endpoints, run_directory / "backends", verbose)
+        command += key.options
+        self._key = key
         # An empty working directory: the Python backend has it first on sys.path.
         working_directory = run_directory / "empty"
-        working_directory.mkdir()
+        working_directory.mkdir(exist_ok=True)
         self._process = subprocess.Popen(
             command,
             cwd=working_directory,
@@ -72,35 +85,32 @@ class TritonServer:
         self._log = threading.Thread(target=self._copy_log, args=(verbose,), daemon=True)
         self._log.start()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs."""
         return self._process.poll()
 
-    def wait(self) -> int:
-        """Wait until it ends by itself and return its exit code."""
-        return self._process.wait()
+    def terminate(self) -> None:
+        """Tell it to answer what is in flight, refuse new connections and end."""
+        self._process.terminate()
 
-    def stop(self) -> int:
-        """Let it answer what is in flight, refuse the rest and end; return its exit code."""
-        if self._process.poll() is None:
-            self._process.terminate()
-        try:
-            code = self._process.wait(timeout=EXIT_TIMEOUT_S + 5)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = self._process.wait()
-        self._log.join(timeout=5)
-        return code
-
-    def kill(self) -> None:
-        """End it at once."""
+    def kill(self) -> int:
+        """End it at once, if it has not ended yet, and return its exit code."""
         self._process.kill()
+        code = self._process.wait()
+        # A backend process that outlives it by a moment holds the other end of the pipe.
+        self._log.join(timeout=2)
+        return code
 
     def _copy_log(self, verbose: bool) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
             if verbose or (line.strip() and not any(text in line for text in _HARMLESS_WITHOUT_GPU)):
-                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.write(self._key.redact(line))
                 sys.stderr.buffer.flush()
 
 
@@ -114,6 +124,7 @@ def check_ports_free(endpoints: Endpoints) -> None:
         "--http-port": endpoints.http_port,
         "--grpc-port": endpoints.grpc_port,
         "--metrics-port": endpoints.metrics_port,
+        "--status-port": endpoints.status_port,
     }
     for option, port in ports.items():
         family = socket.AF_INET6 if ":" in endpoints.host else socket.AF_INET

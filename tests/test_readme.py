@@ -26,10 +26,12 @@ PRINTS = {
     "client/infer.py": '"results": [{"text": "Hello", "EMBEDDING": [',
     "Grüße aus Köln": '"shape":[2,384]',
     "Inference-Header": '"shape":[1,384]',
-    "/ready": 'nv_inference_count{model="sentence_embedding",version="1"}',
+    "sentence_embedding/ready": 'nv_inference_count{model="sentence_embedding",version="1"}',
     "tritonclient.http as": "[[1.    0.714]",
     "asyncio": "(3, 384)",
     "client.parity": "HTTP binary",
+    "repository/index": '"state":"READY"',
+    "localhost:8003": "modelyard_tritonserver_restarts_total 0",
     "client.bench": "texts/s",
 }
 
@@ -41,6 +43,7 @@ def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory:
     for name in ("client", "demo", "export", "server", "backends"):
         (directory / name).symlink_to(CHECKOUT / name)
     (directory / ".cache").mkdir()
+    (directory / ".cache" / "control.key").symlink_to(CHECKOUT / ".cache" / "control.key")
     (directory / ".cache" / "all-MiniLM-L6-v2").symlink_to(fetch_checkpoint())
     (directory / "model_repository").symlink_to(published.repository)
     (directory / "my_base").symlink_to(tiny_checkpoint)
@@ -56,7 +59,12 @@ def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory:
 def test_a_recipe_runs_and_prints_what_it_promises(
     kind: str, code: str, server: Addresses, checkout_copy: Path
 ) -> None:
-    for port, address in (("8000", server.http), ("8001", server.grpc), ("8002", server.metrics)):
+    for port, address in (
+        ("8000", server.http),
+        ("8001", server.grpc),
+        ("8002", server.metrics),
+        ("8003", server.status),
+    ):
         code = code.replace(f"localhost:{port}", address)
     command = ["bash", "-euo", "pipefail", "-c", code] if kind == "bash" else [sys.executable, "-c", code]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

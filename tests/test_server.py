@@ -1,6 +1,5 @@
 """`python -m server`: what it finds, what it refuses, how it ends."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,60 +16,13 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from conftest import CHECKOUT, Published
+from launcher import find_ports, running
 from tritonclient.utils import InferenceServerException
 
 from server.errors import NotFoundError
 from server.installation import check_libpython, find_installation
 
 BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
-
-
-def find_ports(count: int = 3) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
-
-
-class Running:
-    """A `python -m server` with its output."""
-
-    def __init__(self, repository: Path, *, cwd: Path = CHECKOUT, environment: dict[str, str] | None = None) -> None:
-        self.http, self.grpc, self.metrics = find_ports()
-        ports = ["--http-port", self.http, "--grpc-port", self.grpc, "--metrics-port", self.metrics]
-        command = [sys.executable, "-m", "server", "--repository", str(repository), *map(str, ports)]
-        self.process = subprocess.Popen(
-            command, cwd=cwd, env=os.environ | (environment or {}), stderr=subprocess.PIPE, text=True
-        )
-        self.lines: list[str] = []
-
-    def read_until(self, text: str) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-            if text in line:
-                return
-        raise AssertionError(f"{text!r} was never said:\n" + "\n".join(self.lines))
-
-    def stop(self, signal_number: int = signal.SIGINT) -> int:
-        self.process.send_signal(signal_number)
-        return self.finish()
-
-    def finish(self) -> int:
-        assert self.process.stderr is not None
-        self.lines += self.process.stderr.read().splitlines()
-        return self.process.wait()
-
-
-@contextlib.contextmanager
-def running(repository: Path, **options: object) -> Iterator[Running]:
-    server = Running(repository, **options)  # type: ignore[arg-type]
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 def serve_until_exit(*arguments: str, executable: Path | str = sys.executable, **environment: str) -> tuple[int, str]:
@@ -89,8 +40,8 @@ def serve_until_exit(*arguments: str, executable: Path | str = sys.executable, *
 def test_a_taken_port_is_refused_with_its_option(published: Published) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        http, metrics = find_ports(2)
-        ports = ["--http-port", str(http), "--grpc-port", str(port), "--metrics-port", str(metrics)]
+        http, metrics, status = map(str, find_ports(3))
+        ports = ["--http-port", http, "--grpc-port", str(port), "--metrics-port", metrics, "--status-port", status]
         code, error = serve_until_exit("--repository", str(published.repository), *ports)
     assert code == 1
     assert error == (
@@ -266,7 +217,7 @@ def test_it_listens_on_this_machine_alone_unless_told_otherwise(published: Publi
         # Local address and port, remote ones, and the state; 0A is LISTEN (proc(5)).
         listening = {line.split()[1] for line in table.splitlines() if line.split()[3] == "0A"}
         loopback = ("0100007F", "0000000000000000FFFF00000100007F")
-        for port in (server.http, server.grpc, server.metrics):
+        for port in (server.http, server.grpc, server.metrics, server.status):
             addresses = {entry.split(":")[0] for entry in listening if entry.endswith(f":{port:04X}")}
             assert addresses and addresses <= set(loopback)
         assert server.stop() == 0

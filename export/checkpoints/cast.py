@@ -70,7 +70,4 @@ def count_non_finite(data: Buffer, dtype: ElementType) -> int:
     if dtype.name not in _NUMPY_FLOATS:
         return 0
     values = np.frombuffer(data, _NUMPY_FLOATS[dtype.name])
-    # max and min run in vector registers and pass NaN and infinity on; counting is three times slower.
-    if values.size == 0 or (np.isfinite(values.max()) and np.isfinite(values.min())):
-        return 0
     return int(values.size - np.count_nonzero(np.isfinite(values)))

@@ -1,0 +1,135 @@
+"""Orders to a running tritonserver over HTTP, and what it says of its models."""
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from server.control_key import ControlKey
+from server.errors import ControlError
+
+# A parameter that no backend reads. tritonserver 2.51 takes a load with an unchanged configuration for done.
+_REVIVAL_PARAMETER = "modelyard_revival"
+
+# Loading a model may have to wait for a warmup or a cold disk.
+_LOAD_TIMEOUT_S = 120.0
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """What the server says of one version of a model."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are accepted."""
+        return self.state == "READY"
+
+
+class Control:
+    """The control endpoints of the tritonserver at one address.
+
+    Args:
+        url: Of its HTTP port.
+        key: That opens them.
+    """
+
+    def __init__(self, url: str, key: ControlKey) -> None:
+        self.url = url
+        self._key = key
+
+    def read_states(self) -> list[ModelState]:
+        """Return the state of every model that was asked for.
+
+        Raises:
+            ControlError: It does not answer, or refuses.
+        """
+        return [
+            ModelState(
+                name=entry["name"],
+                version=entry.get("version", ""),
+                state=entry.get("state", "NOT LOADED"),
+                reason=entry.get("reason", ""),
+            )
+            for entry in json.loads(self._ask("/v2/repository/index", {}))
+        ]
+
+    def revive(self, model: str, number: int) -> None:
+        """Load `model` anew as it is configured now; what is left of it answers until the new one is ready.
+
+        Args:
+            model: Its name.
+            number: Of this revival; one not used before, or nothing is loaded.
+
+        Raises:
+            ControlError: It cannot be loaded.
+        """
+        config = json.loads(self._ask(f"{_path(model)}/config"))
+        config.setdefault("parameters", {})[_REVIVAL_PARAMETER] = {"string_value": str(number)}
+        body = {"parameters": {"config": json.dumps(config)}}
+        self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", body, timeout_s=_LOAD_TIMEOUT_S)
+
+    def unload(self, model: str) -> None:
+        """Stop serving `model`, so that nobody is told that it is ready.
+
+        Raises:
+            ControlError: It does not answer, or refuses.
+        """
+        self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/unload", {})
+
+    def count_answers(self, model: str) -> int:
+        """Return how many requests `model` answered since it was last loaded.
+
+        Raises:
+            ControlError: It does not answer, or refuses.
+        """
+        statistics = json.loads(self._ask(f"{_path(model)}/stats"))["model_stats"]
+        return sum(int(entry["inference_stats"]["success"]["count"]) for entry in statistics)
+
+    def count_instances(self, model: str) -> int:
+        """Return how many instances of `model` should run: of every version that is ready, those of its config.
+
+        Raises:
+            ControlError: It does not answer, or refuses.
+        """
+        versions = sum(state.name == model and state.ready for state in self.read_states())
+        if not versions:
+            return 0
+        groups = json.loads(self._ask(f"{_path(model)}/config"))["instance_group"]
+        return versions * sum(int(group["count"]) * max(1, len(group["gpus"])) for group in groups)
+
+    def is_ensemble(self, model: str) -> bool:
+        """Tell whether `model` is an ensemble, which runs in no process of its own.
+
+        Raises:
+            ControlError: It does not answer, or refuses.
+        """
+        return bool(json.loads(self._ask(_path(model)))["platform"] == "ensemble")
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
+        request = urllib.request.Request(
+            f"{self.url}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **self._key.headers},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                answer: bytes = response.read()
+                return answer
+        except urllib.error.HTTPError as exc:
+            reason = exc.read(2000).decode(errors="replace")
+            raise ControlError(f"{path}: expected an answer, got HTTP {exc.code}: {' '.join(reason.split())}") from exc
+        except (OSError, http.client.HTTPException) as exc:
+            raise ControlError(f"{path}: expected an answer within {timeout_s:g} s, got '{exc}'") from exc
+
+
+def _path(model: str) -> str:
+    return f"/v2/models/{urllib.parse.quote(model)}"

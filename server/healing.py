@@ -1,0 +1,192 @@
+"""Brings back what dies: a model whose backend process died or hangs, while its neighbours go on serving.
+
+tritonserver 2.51 calls a model ready whose backend process is dead, and fails every request for it, for good.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from server.control import Control
+from server.errors import ControlError
+from server.status import Status
+from server.stubs import Stub, StubTable
+
+# A model's own code that neither computes nor ends for this long hangs; one request that computes for longer as well.
+BLOCKED_S = 1.5
+BUSY_S = 60.0
+
+# Deaths without one answered request in between, and deaths in all, after which a model is given up.
+MAX_STREAK = 5
+MAX_DEATHS = 100
+MAX_DEATHS_WINDOW_S = 600.0
+
+# So many looks in a row must find a process missing: instances come and go while a model is loaded.
+_MISSING_LOOKS = 3
+
+# What a replaced instance gets to answer what it still has, before it is taken for forgotten.
+_RETIREMENT_S = 5.0
+_RETIREMENT_LIMIT_S = 60.0
+
+
+class ModelHealer:
+    """Watches the backend processes of one model and loads it anew when one of them is no more."""
+
+    def __init__(self, model: str, control: Control, status: Status, say: Callable[[str], None]) -> None:
+        self.model = model
+        self.given_up = False
+        self._ended = False
+        status.mark_given_up(model, False)
+        self._control = control
+        self._status = status
+        self._say = say
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+        self._streak = 0
+        self._answers_at_start = 0
+        self._expected = 0
+        self._missing_looks = 0
+        self._worker: threading.Thread | None = None
+        self._replaced: list[tuple[Stub, float]] = []
+
+    def look(self, stubs: list[Stub]) -> None:
+        """Find the dead and the hung among `stubs`, and start to bring the model back."""
+        if self._worker and self._worker.is_alive():
+            return
+        self._retire()
+        if self.given_up:
+            return
+        ends = []
+        for stub in stubs:
+            if stub.handled:
+                continue
+            if stub.is_dead:
+                ends.append(f"{stub.instance} (process {stub.pid}) {stub.describe_end()}")
+                self._status.count_death(self.model, "died")
+            elif hang := stub.find_hang(BLOCKED_S, BUSY_S):
+                ends.append(f"{stub.instance} (process {stub.pid}) {hang} and was ended")
+                self._status.count_death(self.model, "hung")
+                # Its requests fail at once instead of never.
+                stub.kill()
+            else:
+                continue
+            stub.handled = True
+        living = [stub for stub in stubs if not stub.handled]
+        if ends:
+            self._replace(stubs, "; ".join(ends))
+        elif len(living) < self._expected:
+            self._missing_looks += 1
+            if self._missing_looks >= _MISSING_LOOKS:
+                self._missing_looks = 0
+                self._start_worker(self._investigate, stubs, living)
+        else:
+            self._expected, self._missing_looks = len(living), 0
+
+    def end(self) -> None:
+        """Try nothing any more: the tritonserver of this model is no more."""
+        self._ended = True
+
+    def _investigate(self, stubs: list[Stub], living: list[Stub]) -> None:
+        """Find out why there are fewer processes than there were: a death that was never seen, or another config.
+
+        A process that dies before the first look at it leaves a nameless zombie.
+        """
+        try:
+            expected = self._control.count_instances(self.model)
+        except ControlError:
+            return
+        if len(living) >= expected:
+            self._expected = expected
+            return
+        self._status.count_death(self.model, "died")
+        self._replace_in_worker(stubs, f"{expected - len(living)} of {expected} instances died as they started")
+
+    def _replace(self, stubs: list[Stub], reason: str) -> None:
+        self._start_worker(self._replace_in_worker, stubs, reason)
+
+    def _start_worker(self, target: Callable[..., None], *arguments: object) -> None:
+        self._worker = threading.Thread(target=target, args=arguments, daemon=True)
+        self._worker.start()
+
+    def _replace_in_worker(self, stubs: list[Stub], reason: str) -> None:
+        now = time.monotonic()
+        self._deaths.append(now)
+        # Instances are replaced together, so what dies of the old ones from here on is no news.
+        for stub in stubs:
+            stub.handled = True
+        known = {stub for stub, _ in self._replaced}
+        self._replaced += [(stub, now) for stub in stubs if stub not in known]
+        self._revive(reason)
+
+    def _revive(self, reason: str) -> None:
+        start = time.monotonic()
+        self._say(f"{self.model}: {reason}; loading it anew")
+        for attempt in range(MAX_STREAK):
+            try:
+                answers = self._control.count_answers(self.model)
+                self._streak = 1 if answers > self._answers_at_start else self._streak + 1
+                if self._is_hopeless():
+                    break
+                self._control.revive(self.model, time.time_ns())
+                # Loading resets the statistics, and the warmup's answers are counted in them.
+                self._answers_at_start = self._control.count_answers(self.model)
+            except ControlError as exc:
+                if self._ended:
+                    return
+                self._say(f"{self.model}: cannot be loaded anew: {exc}")
+                time.sleep(0.25 * 2**attempt)
+                continue
+            self._status.count_revival(self.model)
+            self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
+            return
+        self._give_up()
+
+    def _is_hopeless(self) -> bool:
+        recent = [moment for moment in self._deaths if time.monotonic() - moment < MAX_DEATHS_WINDOW_S]
+        return self._streak > MAX_STREAK or len(recent) >= MAX_DEATHS
+
+    def _give_up(self) -> None:
+        self.given_up = True
+        self._status.mark_given_up(self.model, True)
+        self._say(
+            f"ERROR: {self.model} was given up and unloaded: expected it to stay alive, got {len(self._deaths)} "
+            f"deaths, {self._streak} of them in a row without an answer; look for the cause above, then start anew."
+        )
+        try:
+            self._control.unload(self.model)
+        except ControlError as exc:
+            self._say(f"{self.model}: cannot be unloaded either: {exc}")
+
+    def _retire(self) -> None:
+        """End the instances that tritonserver replaced and then forgot.
+
+        2.51 never releases a model of which one request failed for a dead process, and keeps its other processes.
+        """
+        now = time.monotonic()
+        for stub, since in self._replaced:
+            age = now - since
+            if (age > _RETIREMENT_S and stub.is_idle) or age > _RETIREMENT_LIMIT_S:
+                stub.kill()
+        self._replaced = [(stub, since) for stub, since in self._replaced if now - since <= _RETIREMENT_LIMIT_S]
+
+
+class Healer:
+    """Watches all backend processes of one tritonserver."""
+
+    def __init__(
+        self, tritonserver_pid: int, models: list[str], control: Control, status: Status, say: Callable[[str], None]
+    ) -> None:
+        self.table = StubTable(tritonserver_pid)
+        self._models = {model: ModelHealer(model, control, status, say) for model in models}
+
+    def look(self) -> None:
+        """Look at every process once, and start to bring back what needs it."""
+        stubs = self.table.refresh()
+        for name, healer in self._models.items():
+            healer.look([stub for stub in stubs if stub.model == name])
+
+    def end(self) -> None:
+        """Clear away what a dead tritonserver left, and try nothing any more."""
+        for healer in self._models.values():
+            healer.end()
+        self.table.clear_away()

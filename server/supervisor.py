@@ -1,0 +1,287 @@
+"""Keeps one tritonserver serving: starts it, watches it and its backend processes, and ends it."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.control import Control, ModelState
+from server.control_key import ControlKey, hide_key
+from server.draining import drain
+from server.errors import GaveUpError, StartError
+from server.healing import Healer
+from server.health import check_answer, is_live
+from server.installation import Installation
+from server.process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from server.status import Status
+from server.stubs import list_children
+
+# Dead and hung processes are looked for this often.
+_INTERVAL_S = 0.1
+
+# A tritonserver that is stopped by a signal, or does not even say that it is alive, for this long is started anew.
+_STOPPED_S = 1.0
+_SILENT_S = 10.0
+
+# Starts in a row that never came to an answer, after which it is given up.
+MAX_FAILED_STARTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to serve, and how.
+
+    Attributes:
+        installation: The tritonserver.
+        repository: Model repository.
+        models: Names of those to load.
+        endpoints: Where to listen.
+        key: That opens the control endpoints.
+        run_directory: An empty folder with the assembled `backends`.
+        verbose: Whether to show the whole log of tritonserver.
+    """
+
+    installation: Installation
+    repository: Path
+    models: list[str]
+    endpoints: Endpoints
+    key: ControlKey
+    run_directory: Path
+    verbose: bool
+
+
+class Supervisor:
+    """One tritonserver after another, of which each serves until it dies.
+
+    Args:
+        settings: What to serve, and how.
+        status: Where to count what happens.
+        stops: Tells how often we were asked to stop.
+        say: Logs a line.
+    """
+
+    def __init__(
+        self, settings: Settings, status: Status, stops: Callable[[], int], say: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._status = status
+        self._stops = stops
+        self._say = say
+        self._control = Control(settings.endpoints.http_url, settings.key)
+        self._all_stubs = False
+        self._launch()
+
+    def run(self) -> bool:
+        """Serve until we are asked to stop; return whether everything in flight was answered then.
+
+        Raises:
+            StartError: It cannot start, or no model can be served.
+            GaveUpError: It died again and again.
+        """
+        try:
+            if self._wait_until_live():
+                self._report_models()
+                self._status.ready = True
+                self._say(_describe(self._settings.endpoints))
+            while not self._stops():
+                if reason := self._find_end():
+                    self._restart(reason)
+                self._healer.look()
+                time.sleep(_INTERVAL_S)
+            return self._stop()
+        finally:
+            self._end()
+
+    def _launch(self) -> None:
+        settings = self._settings
+        self._server = TritonServer(
+            settings.installation,
+            repository=settings.repository,
+            models=settings.models,
+            endpoints=settings.endpoints,
+            key=settings.key,
+            run_directory=settings.run_directory,
+            verbose=settings.verbose,
+        )
+        self._healer = Healer(self._server.pid, settings.models, self._control, self._status, self._say)
+        self._pulse = _Pulse(settings.endpoints.http_url)
+
+    def _end(self) -> None:
+        """Leave nothing of this tritonserver behind."""
+        self._pulse.end()
+        # Its processes first: they notice its end late, and hold its log open until then.
+        self._healer.end()
+        self._server.kill()
+
+    def _wait_until_live(self) -> bool:
+        """Wait for its first word; return False if we are asked to stop before.
+
+        Raises:
+            StartError: It ended instead.
+        """
+        start = told = time.monotonic()
+        hidden = False
+        while not self._stops():
+            live = is_live(self._settings.endpoints.http_url)
+            # It has parsed its arguments by the time it starts the first backend process.
+            if not hidden and (live or list_children(self._server.pid)):
+                hidden = True
+                if not hide_key(self._settings.key, self._server.pid):
+                    self._say("warning: the control key stands in the process list; see docs/threat_model.md")
+            if live:
+                self._pulse.start()
+                return True
+            if _read_state(self._server.pid) == "T":
+                self._server.kill()
+            code = self._server.poll()
+            if code is not None:
+                raise StartError(
+                    f"tritonserver could not start: expected it to listen on {self._settings.endpoints.http_url}, got "
+                    f"exit code {code}; see its log above."
+                )
+            if time.monotonic() - told > 5:
+                told = time.monotonic()
+                self._say(f"loading models, {told - start:.0f} s")
+            time.sleep(0.05)
+        return False
+
+    def _find_end(self) -> str | None:
+        """Return why this tritonserver serves no more, or None."""
+        code = self._server.poll()
+        if code is not None:
+            return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if self._pulse.silent_for_s > _STOPPED_S and _read_state(self._server.pid) == "T":
+            return "was stopped by a signal"
+        if self._pulse.silent_for_s > _SILENT_S:
+            return f"gave no sign of life for {_SILENT_S:g} s"
+        return None
+
+    def _restart(self, reason: str) -> None:
+        """Start a new tritonserver in place of the one that `reason` tells of.
+
+        Raises:
+            GaveUpError: None of several would start.
+        """
+        start = time.monotonic()
+        self._status.ready = False
+        for attempt in range(MAX_FAILED_STARTS):
+            self._say(f"tritonserver {reason}; starting it anew")
+            self._end()
+            self._status.count_restart()
+            self._launch()
+            try:
+                if not self._wait_until_live():
+                    return
+            except StartError as exc:
+                self._say(str(exc))
+                reason = "did not start"
+                time.sleep(0.25 * 2**attempt)
+                continue
+            self._status.ready = True
+            self._say(f"tritonserver answers again, {time.monotonic() - start:.1f} s after its end was found")
+            return
+        raise GaveUpError(
+            f"tritonserver was given up: expected it to start, got {MAX_FAILED_STARTS} failures in a row; "
+            f"see its log above."
+        )
+
+    def _stop(self) -> bool:
+        if not self._status.ready:
+            return True
+        self._status.ready = False
+        self._pulse.end()
+        asked = self._stops()
+        self._say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
+        return drain(
+            self._server,
+            self._settings.endpoints,
+            self._healer.table,
+            all_stubs=self._all_stubs,
+            hurry=lambda: self._stops() > asked,
+        )
+
+    def _report_models(self) -> None:
+        """Say of every model whether it answers.
+
+        Raises:
+            StartError: None does.
+        """
+        models, repository = self._settings.models, self._settings.repository
+        states = self._control.read_states()
+        # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
+        states += [
+            ModelState(
+                name=name, version="", state="NOT LOADED", reason="a step of it or its configuration failed, see above"
+            )
+            for name in models
+            if name not in {state.name for state in states if state.state != "NOT LOADED"}
+        ]
+        verdicts = {state: self._judge(state) for state in states if state.name in models and state.state}
+        width = max(len(state.name) for state in verdicts)
+        for state, (_, text) in verdicts.items():
+            self._say(f"  {state.name:<{width}}  {'version ' + state.version if state.version else '-':<11}  {text}")
+        if not any(answers for answers, _ in verdicts.values()):
+            raise StartError(
+                f"no model of {repository} can be served: expected at least one of {', '.join(models)} to load, got "
+                f"none; see the log above."
+            )
+        in_stubs = {stub.model for stub in self._healer.table.refresh()}
+        ready = {state.name for state in states if state.ready}
+        self._all_stubs = all(name in in_stubs or self._control.is_ensemble(name) for name in ready)
+
+    def _judge(self, state: ModelState) -> tuple[bool, str]:
+        if not state.ready:
+            return False, f"FAILED: {' '.join((state.reason or state.state).split())}"
+        try:
+            error = check_answer(
+                self._settings.endpoints.http_url, self._settings.repository, state.name, state.version
+            )
+        except (OSError, ValueError, KeyError) as exc:
+            return False, f"FAILED: {exc}"
+        return True, "ready" if error is None else f"ready, answers as verified within {error:.1e}"
+
+
+class _Pulse:
+    """Asks a server for a sign of life twice a second, on a thread of its own: a hung one would hold up the asker."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._ended = threading.Event()
+        self._last = time.monotonic()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask; it is alive now."""
+        self._last = time.monotonic()
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    @property
+    def silent_for_s(self) -> float:
+        """How long the last sign of life is ago."""
+        return time.monotonic() - self._last
+
+    def _ask(self) -> None:
+        while not self._ended.wait(0.5):
+            if is_live(self._url):
+                self._last = time.monotonic()
+
+
+def _read_state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def _describe(endpoints: Endpoints) -> str:
+    port = endpoints.http_port
+    return (
+        f"serving HTTP on {endpoints.host}:{port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
+        f"metrics on {endpoints.host}:{endpoints.metrics_port}, status on {endpoints.host}:{endpoints.status_port}\n"
+        f'Next: python client/infer.py --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
+    )

@@ -1,0 +1,114 @@
+"""A real `python -m server` for the tests that stop, kill or starve one."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from conftest import CHECKOUT, Finished, run
+
+from server.stubs import Stub, StubTable, list_children
+
+
+def find_ports(count: int = 4) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
+
+
+class Running:
+    """A `python -m server` with its output."""
+
+    def __init__(
+        self, repository: Path, *options: str, cwd: Path = CHECKOUT, environment: dict[str, str] | None = None
+    ) -> None:
+        self.http, self.grpc, self.metrics, self.status = find_ports()
+        ports = ["--http-port", self.http, "--grpc-port", self.grpc]
+        ports += ["--metrics-port", self.metrics, "--status-port", self.status]
+        self.options = [*map(str, ports), "--repository", str(repository)]
+        command = [sys.executable, "-m", "server", *self.options, *options]
+        self.process = subprocess.Popen(
+            command, cwd=cwd, env=os.environ | (environment or {}), stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        self.read = 0
+
+    def read_until(self, text: str) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was never said:\n" + "\n".join(self.lines))
+
+    def follow(self) -> None:
+        """Read what it says from now on in the background."""
+
+        def read() -> None:
+            assert self.process.stderr is not None
+            for line in self.process.stderr:
+                self.lines.append(line.rstrip("\n"))
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def wait_for_line(self, texts: str | tuple[str, ...], limit_s: float) -> None:
+        """Wait until it says one of `texts`, after whatever this has already found; `follow` comes first."""
+        texts = (texts,) if isinstance(texts, str) else texts
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            for index in range(self.read, len(self.lines)):
+                if any(text in self.lines[index] for text in texts):
+                    self.read = index + 1
+                    return
+            time.sleep(0.01)
+        raise AssertionError(f"{texts} was not said within {limit_s} s:\n" + "\n".join(self.lines))
+
+    def stop(self, signal_number: int = signal.SIGINT) -> int:
+        self.process.send_signal(signal_number)
+        return self.finish()
+
+    def finish(self) -> int:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr.read().splitlines()
+        return self.process.wait()
+
+    def check(self) -> Finished:
+        """Run the check that a container's health is judged by."""
+        return run("-m", "server", "--check", *self.options)
+
+    @property
+    def tritonserver(self) -> int:
+        """The id of the process."""
+        (pid,) = list_children(self.process.pid)
+        return pid
+
+    def find_stubs(self, model: str) -> list[Stub]:
+        """Return the living backend processes of a model, oldest first."""
+        found = [stub for stub in StubTable(self.tritonserver).refresh() if stub.model == model and not stub.is_dead]
+        return sorted(found, key=lambda stub: stub.started)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return what the launcher itself counts."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.status}/metrics", timeout=5) as response:
+            lines = response.read().decode().splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+@contextlib.contextmanager
+def running(repository: Path, *arguments: str, **options: object) -> Iterator[Running]:
+    server = Running(repository, *arguments, **options)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.terminate()
+            server.process.wait(timeout=30)

@@ -1,0 +1,171 @@
+"""What dies comes back: backend processes killed, stopped or stuck, and tritonserver itself, under load.
+
+`make kills` kills each kind of process 20 times instead of twice.
+"""
+
+import os
+import shutil
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http
+from conftest import Published
+from launcher import Running, running
+from load import Load
+from tritonclient.utils import InferenceServerException
+
+from server.healing import MAX_STREAK
+
+KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
+
+# From the kill to the first of eight answers in a row.
+BACK_WITHIN_S = 5.0
+
+STEPS = ("sentence_embedding_preprocess", "sentence_embedding_model")
+
+# Obeys its caller: ends, blocks, or answers with the id of its process.
+OBEDIENT = """
+import os, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            order = pb_utils.get_input_tensor_by_name(request, "ORDER").as_numpy().item().decode()
+            if order == "die":
+                os._exit(7)
+            if order == "block":
+                time.sleep(1000)
+        pid = pb_utils.Tensor("PID", np.array([os.getpid()]))
+        return [pb_utils.InferenceResponse([pid]) for _ in requests]
+"""
+OBEDIENT_CONFIG = """
+name: "obedient"
+backend: "python"
+max_batch_size: 0
+input [ { name: "ORDER" data_type: TYPE_STRING dims: [1] } ]
+output [ { name: "PID" data_type: TYPE_INT64 dims: [1] } ]
+instance_group [ { kind: KIND_CPU count: 1 } ]
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the published repository with a model beside it that dies when it is told to."""
+    repository = Path(shutil.copytree(published.repository, tmp_path_factory.mktemp("healing") / "models"))
+    (repository / "obedient" / "1").mkdir(parents=True)
+    (repository / "obedient" / "1" / "model.py").write_text(OBEDIENT)
+    (repository / "obedient" / "config.pbtxt").write_text(OBEDIENT_CONFIG)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Running]:
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        yield server
+
+
+def report(text: object) -> None:
+    """Show a figure; pytest shows it with -s, as `make kills` does."""
+    print(text)  # noqa: T201
+
+
+def give_order(server: Running, order: str, timeout_s: float = 10.0) -> int:
+    client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.http}", network_timeout=timeout_s)
+    tensor = tritonclient.http.InferInput("ORDER", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([order], dtype=object))
+    return int(client.infer("obedient", [tensor]).as_numpy("PID").item())
+
+
+def wait_until_obedient(server: Running, limit_s: float = BACK_WITHIN_S) -> int:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return give_order(server, "tell")
+        except InferenceServerException:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("sort", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_lost_backend_process_is_replaced_under_load(
+    server: Running, repository: Path, step: str, sort: signal.Signals
+) -> None:
+    neighbour = next(name for name in STEPS if name != step)
+    untouched = [stub.pid for stub in server.find_stubs(neighbour)]
+    name = "died" if sort == signal.SIGKILL else "hung"
+    metric = f'modelyard_backend_deaths_total{{model="{step}",reason="{name}"}}'
+    before = server.read_metrics()[metric]
+    with Load(server, repository) as load:
+        load.wait_for_answer(time.monotonic(), 30)
+        for _ in range(KILLS):
+            victim = server.find_stubs(step)[-1]
+            moment = time.monotonic()
+            os.kill(victim.pid, sort)
+            server.wait_for_line((f"process {victim.pid}", "died as they started"), 2.0)
+            took = load.wait_for_answer(moment, BACK_WITHIN_S)
+            server.wait_for_line(f"{step}: answers again", BACK_WITHIN_S)
+            report(f"{step} {name}: answered again after {took:.2f} s")
+    load.assert_sound()
+    report(load.count())
+    assert server.read_metrics()[metric] == before + KILLS
+    assert [stub.pid for stub in server.find_stubs(neighbour)] == untouched
+
+
+def test_a_lost_tritonserver_is_replaced_under_load(server: Running, repository: Path) -> None:
+    before = server.read_metrics()["modelyard_tritonserver_restarts_total"]
+    with Load(server, repository) as load:
+        for number in range(KILLS):
+            load.wait_for_answer(time.monotonic(), 30)
+            moment = time.monotonic()
+            # Now and then it hangs instead.
+            os.kill(server.tritonserver, signal.SIGSTOP if number % 10 == 9 else signal.SIGKILL)
+            server.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
+            report(f"tritonserver: answered again after {load.wait_for_answer(moment, BACK_WITHIN_S):.2f} s")
+    load.assert_sound()
+    report(load.count())
+    assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == before + KILLS
+
+
+def test_a_replaced_instance_does_not_stay_in_memory(server: Running) -> None:
+    """tritonserver forgets the other instance of a model whose request failed for a dead process."""
+    deadline = time.monotonic() + 15
+    while len(server.find_stubs("sentence_embedding_model")) != 2:
+        assert time.monotonic() < deadline, server.find_stubs("sentence_embedding_model")
+        time.sleep(0.2)
+
+
+def test_a_model_that_blocks_inside_a_request_is_replaced(server: Running) -> None:
+    pid = wait_until_obedient(server)
+    start = time.monotonic()
+    with pytest.raises(InferenceServerException, match="not healthy|Stub process"):
+        give_order(server, "block")
+    server.wait_for_line("waited 1.5 s inside a request without computing", 2.0)
+    assert wait_until_obedient(server) != pid
+    assert time.monotonic() - start < BACK_WITHIN_S
+
+
+def test_a_model_that_cannot_stay_alive_is_given_up_loudly_and_its_neighbours_serve_on(
+    server: Running, repository: Path
+) -> None:
+    wait_until_obedient(server)
+    with Load(server, repository, clients=2) as load:
+        for _ in range(MAX_STREAK + 1):
+            with pytest.raises(InferenceServerException):
+                give_order(server, "die")
+            server.wait_for_line(("obedient: answers again", "was given up"), BACK_WITHIN_S)
+    server.wait_for_line("ERROR: obedient was given up and unloaded", 1.0)
+    assert server.read_metrics()['modelyard_model_given_up{model="obedient"}'] == 1
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/models/obedient/ready")
+    assert set(load.count()) == {"answered"}
