@@ -147,7 +147,7 @@ def check_special_ids(
     recorded = read_json(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
-    # Not the padding's: multilingual MiniLM, for one, was trained with 1 and says 0, which a masked id never shows.
+    # Not the padding's: the mask hides it, so a configuration that names another one changes no answer.
     for kind in ("bos", "eos", "cls", "sep", "mask"):
         wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
         if isinstance(wanted, int) and isinstance(got, int) and wanted != got:
