@@ -126,6 +126,20 @@ def test_a_zero_3_training_checkpoint_is_published_with_the_bytes_of_its_live_we
     assert hashes[0] == hashes[1]
 
 
+def test_an_adapter_that_only_zero_3_files_hold_is_merged_as_peft_merges_it(
+    tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
+) -> None:
+    trained = run(str(CHECKOUT / "tests" / "train_lora.py"), str(tiny_checkpoint), str(tmp_path))
+    assert trained.code == 0, trained.err
+    hashes = []
+    for source, options in ((tmp_path / "truth", []), (tmp_path / "zero", ["--base", str(tiny_checkpoint)])):
+        repository = tmp_path / f"models-{source.name}"
+        done = export_cli("run", str(source), "--name", "tiny", "--repository", str(repository), "--json", *options)
+        assert done.code == 0, done.err
+        hashes.append(json.loads(done.out)["report"]["sha256"]["model.onnx"])
+    assert hashes[0] == hashes[1]
+
+
 def truncate(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100_000])
