@@ -23,9 +23,13 @@ $(VENV)/installed: pyproject.toml
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
+	@touch $@
+
+# Only the tests train; its build imports torch, so it comes after everything else.
+$(VENV)/trainers: $(VENV)/installed
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
 	@touch $@
 
 demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, stop
@@ -34,7 +38,7 @@ demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, sto
 serve: setup ## Serve model_repository until Ctrl-C
 	@exec $(BIN)/python -m server
 
-test: setup lint ## Run the whole test suite
+test: setup lint $(VENV)/trainers ## Run the whole test suite
 	@$(BIN)/python -m pytest
 
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
@@ -49,7 +53,7 @@ lint: setup ## Check format, style and types
 bench: setup ## Measure the demo model with perf_analyzer on real text
 	@$(BIN)/python -m demo.bench
 
-bench-consolidate: setup ## Measure consolidate beside DeepSpeed's script and cp
+bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpeed's script and cp
 	@$(BIN)/python tests/bench_consolidate.py
 
 fuzz: setup ## Feed the checkpoint readers 40,000 damaged and hostile files
