@@ -2,6 +2,7 @@
 
 import ctypes
 import resource
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,9 @@ _HARMLESS_WITHOUT_GPU = (
     b"unable to create stream for",
     b"failed to allocate pinned system memory",
 )
+
+# Information, as glog begins such a line. Backend processes log it whatever --log-info says.
+_INFORMATION = re.compile(rb"I\d{4} ")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -114,9 +118,14 @@ class TritonServer:
     def _copy_log(self, verbose: bool) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
-            if verbose or (line.strip() and not any(text in line for text in _HARMLESS_WITHOUT_GPU)):
+            if verbose or not _is_noise(line):
                 sys.stderr.buffer.write(self._key.redact(line))
                 sys.stderr.buffer.flush()
+
+
+def _is_noise(line: bytes) -> bool:
+    """Tell whether a line of the log means nothing to an operator."""
+    return not line.strip() or bool(_INFORMATION.match(line)) or any(text in line for text in _HARMLESS_WITHOUT_GPU)
 
 
 def check_ports_free(endpoints: Endpoints) -> None:
