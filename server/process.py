@@ -1,8 +1,8 @@
 """One tritonserver process: its command line, its log, its end."""
 
 import ctypes
-import resource
 import re
+import resource
 import signal
 import socket
 import subprocess
