@@ -61,7 +61,7 @@ def _trace(module: nn.Module, signature: ModelSignature) -> torch.onnx.ONNXProgr
                 "the model cannot be exported",
                 expected="a graph without data-dependent control flow",
                 got=str(exc).strip().split("\n", 1)[0].rstrip("."),
-                remedy="see the cause with --verbose",
+                remedy="rewrite the part of the model's code that the message names",
             ) from exc
     assert program is not None, "Bug: torch.onnx.export(dynamo=True) returned no program"
     return program
