@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from export.checkpoints import StateDict, TensorSpec
+from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import AdapterError, list_some
 from export.json_file import read_json
 
@@ -265,15 +268,23 @@ def _read_adapter_config(folder: Path) -> Mapping[str, Any]:
     return settings
 
 
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    content = open_torch_zip(path).content
+    if not isinstance(content, dict) or not all(isinstance(value, StoredTensor) for value in content.values()):
+        raise AdapterError(
+            f"{path} is no state dict", expected="a dict of tensors", got="other values", remedy="save it with peft"
+        )
+    return {name: tensor.to_torch() for name, tensor in content.items()}
+
+
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     safe, pickled = folder / "adapter_model.safetensors", folder / "adapter_model.bin"
     try:
         if safe.is_file():
             return dict(load_file(safe))
         if pickled.is_file():
-            return dict(torch.load(pickled, map_location="cpu", weights_only=True))
-    # torch.load raises whatever the damaged part happens to raise.
-    except Exception as exc:
+            return _read_pickled(pickled)
+    except (SafetensorError, OSError) as exc:
         reason = str(exc).split("\n", 1)[0].rstrip(".")
         raise AdapterError(f"the weights in {folder} cannot be read", got=reason, remedy="copy them again") from exc
     if (folder / "adapter_config.json").is_file():

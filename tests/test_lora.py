@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from export.checkpoints import open_checkpoint
-from export.errors import AdapterError
-from export.lora import merge_adapters
+from export.errors import AdapterError, CheckpointError
+from export.lora import _read_tensors, merge_adapters
 from export.torch_model import load_config, load_model
 from export.transforms import CastToFloat32
 
@@ -209,3 +209,23 @@ def test_an_adapter_of_another_model_or_kind_is_refused(base: Path, tmp_path: Pa
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
     with pytest.raises(AdapterError, match="of a kind that is not merged: expected plain LoRA, got use_dora"):
         merge_here(base, AutoModelForSequenceClassification, folder)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("executed",)
+
+
+def test_a_pickled_adapter_is_read_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {
+        "base_model.model.x.lora_A.weight": torch.randn(2, 3),
+        "base_model.model.x.lora_B.weight": torch.ones(3, 2),
+    }
+    torch.save(tensors, tmp_path / "adapter_model.bin")
+    read = _read_tensors(tmp_path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    torch.save({"x": Hostile()}, tmp_path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin would call builtins\.print"):
+        _read_tensors(tmp_path)
+    assert "executed" not in capsys.readouterr().out
