@@ -22,6 +22,7 @@ from export.settings import build_request, read_settings
 if TYPE_CHECKING:
     from export.pipeline import ExportResult
     from export.verify import VerificationReport
+    from export.vocabulary_rows import VocabularyRows
 
 _EXAMPLES = """
 examples:
@@ -188,71 +189,86 @@ def _print_report(report: "VerificationReport", console: Console) -> None:
 
 def _print_summary(result: "ExportResult", repository: Path, console: Console) -> None:
     from export.comparison import describe_errors
+    from export.signature import TextSignature
 
     source, publication, worst = result.source, result.publication, result.report.worst
-    rows = source.rows
-    vocabulary = f"{rows.after} rows"
-    if rows.added:
-        vocabulary += f" ({rows.before} before; added {', '.join(rows.added)})"
-    elif rows.after != rows.before:
-        vocabulary += f" ({rows.before} before)"
-    if rows.unused:
-        vocabulary += f", {rows.unused} beyond the tokenizer"
-    if rows.recorded != rows.before:
-        vocabulary += f"; config.json said {rows.recorded}"
     written = {
         "created": f"version {publication.version}, new",
         "switched": f"version {publication.version}, which was there already and is served again",
         "unchanged": f"version {publication.version} already holds exactly this; nothing was written",
     }[publication.outcome]
-    lines = {
+    signature = source.task.signature
+    facts = {
         "checkpoint": f"{source.checkpoint.format_name}, {source.parameters / 1e6:.1f} M parameters",
-        "vocabulary": vocabulary,
+        "adapters": ", ".join(str(folder) for folder in source.adapters),
+        "vocabulary": _describe_rows(source.rows) if source.rows else "",
+        "left out": list_some(source.task.left_out) if source.task.left_out else "",
         "served as": f"{source.task.name}: {source.task.description}",
-        "text": f"up to {source.signature.max_length} tokens, longer is truncated",
+        "text": f"up to {signature.max_length} tokens, longer is truncated"
+        if isinstance(signature, TextSignature)
+        else "",
         "model": f"{result.model_bytes / 1e6:.1f} MB ONNX, fp32, for Triton {result.report.target}",
         "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",
-        "published": f"{publication.ensemble} in {repository}, {written}",
+        "published": f"{publication.name} in {repository}, {written}",
         "report": str(publication.report_file),
     }
-    if source.adapters:
-        lines["adapters"] = ", ".join(str(folder) for folder in source.adapters)
-    if source.task.left_out:
-        lines["left out"] = list_some(source.task.left_out)
+    lines = {label: text for label, text in facts.items() if text}
     console.print()
     for label, text in lines.items():
         console.print(f"{label:>10}  {text}", markup=False)
     console.print(f"\nNext: python -m server --repository {repository}", markup=False)
 
 
+def _describe_rows(rows: "VocabularyRows") -> str:
+    text = f"{rows.after} rows"
+    if rows.added:
+        text += f" ({rows.before} before; added {', '.join(rows.added)})"
+    elif rows.after != rows.before:
+        text += f" ({rows.before} before)"
+    if rows.unused:
+        text += f", {rows.unused} beyond the tokenizer"
+    if rows.recorded != rows.before:
+        text += f"; config.json said {rows.recorded}"
+    return text
+
+
 def _to_json(result: "ExportResult") -> dict[str, Any]:
+    from export.signature import TextSignature
+
     source, publication = result.source, result.publication
-    return {
+    task, rows = source.task, source.rows
+    content: dict[str, Any] = {
         "checkpoint": source.checkpoint.format_name,
         "parameters": source.parameters,
-        "vocabulary": {
-            "rows_before": source.rows.before,
-            "rows_after": source.rows.after,
-            "rows_unused": source.rows.unused,
-            "rows_in_config": source.rows.recorded,
-            "tokens": source.rows.tokens,
-            "tokens_added": source.rows.added,
-            "tables": source.rows.tables,
-            "sha256": source.rows.sha256,
-        },
-        "task": source.task.name,
-        "served_as": source.task.description,
+        "task": task.name,
+        "served_as": task.description,
         "contract": {
-            "inputs": source.signature.contract.texts,
-            "outputs": [tensor.name for tensor in source.signature.contract.answers],
+            "inputs": [tensor.name for tensor in task.signature.inputs],
+            "outputs": [tensor.name for tensor in task.signature.outputs],
         },
         "adapters": [str(folder) for folder in source.adapters],
-        "max_length": source.signature.max_length,
-        "left_out": source.task.left_out,
+        "left_out": task.left_out,
         "model_bytes": result.model_bytes,
         "report": result.report.to_json(),
         "publication": asdict(publication) | {"report_file": str(publication.report_file)},
     }
+    if isinstance(task.signature, TextSignature):
+        contract = task.signature.contract
+        answers = [tensor.name for tensor in contract.answers]
+        content["contract"] = {"inputs": list(contract.texts), "outputs": answers}
+        content["max_length"] = task.signature.max_length
+    if rows:
+        content["vocabulary"] = {
+            "rows_before": rows.before,
+            "rows_after": rows.after,
+            "rows_unused": rows.unused,
+            "rows_in_config": rows.recorded,
+            "tokens": rows.tokens,
+            "tokens_added": rows.added,
+            "tables": rows.tables,
+            "sha256": rows.sha256,
+        }
+    return content
 
 
 if __name__ == "__main__":

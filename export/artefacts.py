@@ -10,18 +10,18 @@ class Artefacts:
 
     Attributes:
         model: `model.onnx` and whatever belongs to it.
-        tokenizer: `tokenizer.json`.
+        tokenizer: `tokenizer.json`, where there is a step that reads texts.
         postprocess: `postprocess.json`, where the task has such a step.
     """
 
     model: tuple[Path, ...]
-    tokenizer: Path
+    tokenizer: Path | None = None
     postprocess: Path | None = None
 
     @property
     def all(self) -> list[Path]:
         """Every file."""
-        return [*self.model, self.tokenizer, *([self.postprocess] if self.postprocess else [])]
+        return [*self.model, *(path for path in (self.tokenizer, self.postprocess) if path)]
 
     @property
     def graph(self) -> Path:

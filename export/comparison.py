@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
 
 # fp32 sums in another order differ in the 7th digit; through a dozen layers that stays below 1e-6 on a vector of
@@ -18,6 +20,13 @@ EMBEDDING_TOLERANCES = {"max_abs_error": 1e-5, "min_cosine": 0.999999, "max_rela
 MAX_LOGIT_ERROR = 1e-4
 ANSWER_TOLERANCES = {"max_abs_error": MAX_LOGIT_ERROR}
 LOGIT_TOLERANCES = {"max_abs_error": MAX_LOGIT_ERROR, "min_label_agreement": 1.0}
+
+# Tensors of any meaning: counted in parts of the largest value of a row, where whole models of 49 architectures were
+# seen to be off by 1e-5 at most.
+TENSOR_TOLERANCES = {"max_relative_error": 1e-4, "min_cosine": 0.99999}
+
+# The edges between which differences are counted, as powers of ten.
+_HISTOGRAM_EDGES = np.arange(-12.0, 3.5, 0.5)
 
 
 def is_within(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> bool:
@@ -62,16 +71,19 @@ def compare_embeddings(expected: FloatArray, got: FloatArray) -> dict[str, float
     }
 
 
-def compare_logits(expected: Sequence[FloatArray], got: Sequence[FloatArray]) -> dict[str, float]:
+def compare_logits(
+    expected: Sequence[FloatArray], got: Sequence[FloatArray], max_error: float = MAX_LOGIT_ERROR
+) -> dict[str, float]:
     """Return the worst error between two sets of logits, and in how many choices both prefer the same one.
 
     Args:
         expected: One array a row, [choices, ..., labels]; the label of a choice is its largest logit.
         got: The same shapes.
+        max_error: How far a logit may be off; two labels that are nearer to each other count as one.
 
     Returns:
         `max_abs_error`, in parts of the largest logit where that is above 1, and `min_label_agreement`, the share of
-        choices, in which two labels that are nearer to each other than the tolerance count as one.
+        choices in which both prefer the same label.
     """
     if [array.shape for array in expected] != [array.shape for array in got]:
         return {"max_abs_error": math.inf, "min_label_agreement": 0.0}
@@ -80,7 +92,7 @@ def compare_logits(expected: Sequence[FloatArray], got: Sequence[FloatArray]) ->
         want, have = want.reshape(-1, want.shape[-1]), have.reshape(-1, have.shape[-1])
         worst.append(np.abs(want - have).max() / max(1.0, np.abs(want).max()))
         preferred = np.take_along_axis(want, have.argmax(axis=1)[:, None], axis=1)[:, 0]
-        agreeing += int((want.max(axis=1) - preferred <= 2 * MAX_LOGIT_ERROR * max(1.0, np.abs(want).max())).sum())
+        agreeing += int((want.max(axis=1) - preferred <= 2 * max_error * max(1.0, np.abs(want).max())).sum())
         choices += len(want)
     # np.max keeps a NaN, which Python's max may lose.
     return {"max_abs_error": float(np.max(worst)), "min_label_agreement": agreeing / choices}
@@ -89,12 +101,14 @@ def compare_logits(expected: Sequence[FloatArray], got: Sequence[FloatArray]) ->
 def compare_rankings(
     expected: Sequence[tuple[FloatArray, npt.NDArray[np.int64]]],
     got: Sequence[tuple[FloatArray, npt.NDArray[np.int64]]],
+    max_error: float = MAX_LOGIT_ERROR,
 ) -> dict[str, float]:
     """Return the worst error between two sets of ranked log-probabilities, and the share of ranks of the same id.
 
     Args:
         expected: A row's log-probabilities and ids, both [choices, k], best first.
         got: The same shapes.
+        max_error: How far a log-probability may be off; ids that are nearer to each other are tied.
 
     Returns:
         `max_abs_error`, in parts of the largest where that is beyond -1, so that no probability is off by more; and
@@ -109,10 +123,102 @@ def compare_rankings(
         worst.append(np.abs(want - have).max() / max(1.0, np.abs(want).max()))
         gaps = np.abs(np.diff(want, axis=1))
         tied = np.zeros(want.shape, dtype=bool)
-        tied[:, 1:] |= gaps <= MAX_LOGIT_ERROR
-        tied[:, :-1] |= gaps <= MAX_LOGIT_ERROR
+        tied[:, 1:] |= gaps <= max_error
+        tied[:, :-1] |= gaps <= max_error
         # Whether the last one is tied with the one that was cut off cannot be seen.
         tied[:, -1] = True
         agreeing += int(((want_ids == have_ids) | tied).sum())
         ranks += want.size
     return {"max_abs_error": float(np.max(worst)), "min_label_agreement": agreeing / ranks if ranks else 1.0}
+
+
+def compare_tensors(expected: Sequence[Sequence[Array]], got: Sequence[Sequence[Array]]) -> dict[str, float]:
+    """Return the worst errors over all rows and outputs, whatever they mean.
+
+    Args:
+        expected: The outputs of each row.
+        got: The same shapes and dtypes.
+
+    Returns:
+        `max_relative_error`, in parts of the largest value of the same row and output, and `min_cosine`. Integers and
+        booleans must be equal: where they are not, the error is infinite.
+    """
+    columns = [
+        ([row[index] for row in expected], [row[index] for row in got])
+        for index in range(len(expected[0]) if expected else 0)
+    ]
+    measured = [measure_outputs(want, have) for want, have in columns]
+    # np.max keeps a NaN, which Python's max may lose.
+    return {
+        "max_relative_error": float(np.max([0.0, *(item["max_relative_error"] for item in measured)])),
+        "min_cosine": float(np.min([1.0, *(item["min_cosine"] for item in measured)])),
+    }
+
+
+def measure_outputs(expected: Sequence[Array], got: Sequence[Array]) -> dict[str, float]:
+    """Return how far one output is off over all rows.
+
+    Args:
+        expected: One array a row.
+        got: The same shapes.
+
+    Returns:
+        `max_abs_error`; `max_relative_error`, in parts of the row's largest value; `min_cosine` of a row taken as one
+        vector, 1 where both are zero.
+    """
+    if [array.shape for array in expected] != [array.shape for array in got]:
+        return {"max_abs_error": math.inf, "max_relative_error": math.inf, "min_cosine": -1.0}
+    absolute, relative, cosines = [0.0], [0.0], [1.0]
+    for want, have in zip(expected, got, strict=True):
+        if not want.size:
+            continue
+        if want.dtype.kind != "f":
+            is_equal = bool(np.array_equal(want, have))
+            absolute.append(0.0 if is_equal else float(np.abs(want.astype(np.float64) - have).max()))
+            relative.append(0.0 if is_equal else math.inf)
+            continue
+        error, largest = float(np.abs(want - have).max()), float(np.abs(want).max())
+        absolute.append(error)
+        relative.append(error / largest if largest else error)
+        cosines.append(_cosine(want, have))
+    return {
+        "max_abs_error": float(np.max(absolute)),
+        "max_relative_error": float(np.max(relative)),
+        "min_cosine": float(np.min(cosines)),
+    }
+
+
+def _cosine(want: Array, have: Array) -> float:
+    first, second = want.reshape(-1).astype(np.float64), have.reshape(-1).astype(np.float64)
+    lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
+    if lengths == 0:
+        return float(np.array_equal(first, second))
+    return float(first @ second / lengths)
+
+
+class Distribution:
+    """How the differences of one output are distributed: counted by powers of ten, over any number of rows."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(len(_HISTOGRAM_EDGES) - 1, dtype=np.int64)
+        self._exact = 0
+
+    def add(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
+        """Count every finite difference between arrays of the same shapes; others are none that could be counted."""
+        for want, have in zip(expected, got, strict=True):
+            if want.shape != have.shape or want.dtype.kind != "f":
+                continue
+            difference = np.abs(want - have)
+            positive = difference[(difference > 0) & np.isfinite(difference)]
+            self._exact += int((difference == 0).sum())
+            edges = _HISTOGRAM_EDGES
+            powers = np.clip(np.log10(positive), edges[0], np.nextafter(edges[-1], 0))
+            self._counts += np.histogram(powers, edges)[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the edges, as powers of ten, the counts between them, and how many values were equal to the bit."""
+        return {
+            "log10_bins": _HISTOGRAM_EDGES.tolist(),
+            "counts": self._counts.tolist(),
+            "exact_zeros": self._exact,
+        }

@@ -9,7 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from export.errors import VerificationError
 
 # Tensor name → its values for one sequence.
-Row = Mapping[str, list[int]]
+TokenRow = Mapping[str, list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class QuestionEncoder:
         self.max_length = max_length
         self.stride = stride
 
-    def encode(self, question: Question) -> list[Row]:
+    def encode(self, question: Question) -> list[TokenRow]:
         """Return the windows of a question, which is one sequence unless there is a stride."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         options = {"return_token_type_ids": True, "return_attention_mask": True, "max_length": self.max_length}

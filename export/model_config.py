@@ -10,7 +10,7 @@ import torch
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.signature import SEQ_LEN, STRING, ModelSignature, TensorSignature
+from export.signature import BATCH, PAST_LEN, SEQ_LEN, STRING, ModelSignature, TensorSignature, TextSignature
 
 PREPROCESS_BACKEND = "python_preprocess"
 POSTPROCESS_BACKEND = "python_postprocess"
@@ -31,57 +31,79 @@ PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 MODEL_INSTANCES = 2
 INTRA_OP_THREADS = 1
 
-_TRITON_DTYPES = {torch.int64: pb.TYPE_INT64, torch.float32: pb.TYPE_FP32, STRING: pb.TYPE_STRING}
+_TRITON_DTYPES = {
+    torch.bool: pb.TYPE_BOOL,
+    torch.uint8: pb.TYPE_UINT8,
+    torch.int8: pb.TYPE_INT8,
+    torch.int16: pb.TYPE_INT16,
+    torch.int32: pb.TYPE_INT32,
+    torch.int64: pb.TYPE_INT64,
+    torch.float16: pb.TYPE_FP16,
+    torch.float32: pb.TYPE_FP32,
+    torch.float64: pb.TYPE_FP64,
+    STRING: pb.TYPE_STRING,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnsembleNames:
-    """The names under which one published model appears in the repository."""
+class ModelNames:
+    """The names under which one published model appears in the repository.
 
-    ensemble: str
+    Attributes:
+        name: What clients ask for: the ensemble, or the graph itself where nothing stands around it.
+        is_ensemble: Whether there are steps of an ensemble.
+        has_postprocess: Whether one of them makes the answers.
+    """
+
+    name: str
+    is_ensemble: bool = True
     has_postprocess: bool = False
 
     @property
     def preprocess(self) -> str:
         """The step that makes token ids of texts."""
-        return f"{self.ensemble}_preprocess"
+        return f"{self.name}_preprocess"
 
     @property
     def model(self) -> str:
-        """The step that runs the ONNX file."""
-        return f"{self.ensemble}_model"
+        """What runs the ONNX file."""
+        return f"{self.name}_model" if self.is_ensemble else self.name
 
     @property
     def postprocess(self) -> str:
         """The step that makes answers of the graph's outputs, where the task has one."""
-        return f"{self.ensemble}_postprocess"
+        return f"{self.name}_postprocess"
 
     @property
     def all(self) -> tuple[str, ...]:
         """Every name, steps first, the ensemble last."""
+        if not self.is_ensemble:
+            return (self.name,)
         postprocess = (self.postprocess,) if self.has_postprocess else ()
-        return (self.preprocess, self.model, *postprocess, self.ensemble)
+        return (self.preprocess, self.model, *postprocess, self.name)
 
 
 def build_configs(
-    names: EnsembleNames, signature: ModelSignature, *, version: int, served: Iterable[int]
+    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int]
 ) -> Mapping[str, pb.ModelConfig]:
     """Return model name → configuration, steps first, the ensemble last.
 
     Args:
-        names: Of the ensemble and its steps.
+        names: Of the model, and of the ensemble around it where there is one.
         signature: Of the ONNX file.
         version: That the ensemble's steps are pinned to.
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
     """
     served = sorted(set(served))
+    if not isinstance(signature, TextSignature):
+        return {names.model: _build_model(names.model, signature, served)}
     configs = {
         names.preprocess: _build_preprocess(names.preprocess, signature, served),
         names.model: _build_model(names.model, signature, served),
     }
     if signature.contract.has_postprocess:
         configs[names.postprocess] = _build_postprocess(names.postprocess, signature, served)
-    return configs | {names.ensemble: _build_ensemble(names, signature, version)}
+    return configs | {names.name: _build_ensemble(names, signature, version)}
 
 
 def render_config(config: pb.ModelConfig) -> str:
@@ -99,7 +121,7 @@ def parse_config(text: str) -> pb.ModelConfig:
     return text_format.Parse(text, pb.ModelConfig())
 
 
-def _build_preprocess(name: str, signature: ModelSignature, served: list[int]) -> pb.ModelConfig:
+def _build_preprocess(name: str, signature: TextSignature, served: list[int]) -> pb.ModelConfig:
     return pb.ModelConfig(
         name=name,
         backend=PREPROCESS_BACKEND,
@@ -113,7 +135,7 @@ def _build_preprocess(name: str, signature: ModelSignature, served: list[int]) -
     )
 
 
-def _build_postprocess(name: str, signature: ModelSignature, served: list[int]) -> pb.ModelConfig:
+def _build_postprocess(name: str, signature: TextSignature, served: list[int]) -> pb.ModelConfig:
     return pb.ModelConfig(
         name=name,
         backend=POSTPROCESS_BACKEND,
@@ -133,20 +155,21 @@ def _build_model(name: str, signature: ModelSignature, served: list[int]) -> pb.
     config = pb.ModelConfig(
         name=name,
         backend=MODEL_BACKEND,
-        max_batch_size=MAX_BATCH_SIZE,
+        max_batch_size=MAX_BATCH_SIZE if signature.is_batched else 0,
         default_model_filename="model.onnx",
         version_policy=_serve(served),
         input=[_input(tensor) for tensor in signature.inputs],
         output=[_output(tensor) for tensor in signature.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_AUTO, count=MODEL_INSTANCES)],
-        dynamic_batching=_batching(0),
-        model_warmup=[_warmup("shortest", 1, signature), _warmup("longest", signature.max_length, signature)],
+        model_warmup=_warmups(signature),
     )
+    if signature.is_batched:
+        config.dynamic_batching.CopyFrom(_batching(0))
     config.parameters["intra_op_thread_count"].string_value = str(INTRA_OP_THREADS)
     return config
 
 
-def _build_ensemble(names: EnsembleNames, signature: ModelSignature, version: int) -> pb.ModelConfig:
+def _build_ensemble(names: ModelNames, signature: TextSignature, version: int) -> pb.ModelConfig:
     contract = signature.contract
     texts = {name: name for name in contract.texts}
     answers = {tensor.name: tensor.name for tensor in contract.answers}
@@ -169,7 +192,7 @@ def _build_ensemble(names: EnsembleNames, signature: ModelSignature, version: in
             )
         )
     return pb.ModelConfig(
-        name=names.ensemble,
+        name=names.name,
         platform="ensemble",
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve([version]),
@@ -192,20 +215,34 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
     )
 
 
-def _warmup(label: str, seq_len: int, signature: ModelSignature) -> pb.ModelWarmup:
+def _warmups(signature: ModelSignature) -> list[pb.ModelWarmup]:
+    if isinstance(signature, TextSignature):
+        longest = signature.max_length
+        return [
+            _warmup("shortest, 1 tokens", {SEQ_LEN: 1}, signature),
+            _warmup(f"longest, {longest} tokens", {SEQ_LEN: longest}, signature),
+        ]
+    return [_warmup("one row", {PAST_LEN: 0}, signature)] if signature.is_batched else []
+
+
+def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> pb.ModelWarmup:
+    """Return a request of one row; symbols that `sizes` does not name have size 1."""
     # Zeros, not random values: a random id lies outside the vocabulary.
     inputs = {
         tensor.name: pb.ModelWarmup.Input(
             data_type=_TRITON_DTYPES[tensor.dtype],
-            dims=[seq_len if dim == SEQ_LEN else 1 for dim in tensor.dims[1:]],
+            dims=[
+                dim if isinstance(dim, int) else sum(sizes.get(part, 1) for part in dim.split("+"))
+                for dim in tensor.dims[1:]
+            ],
             zero_data=True,
         )
         for tensor in signature.inputs
     }
-    return pb.ModelWarmup(name=f"{label}, {seq_len} tokens", batch_size=1, inputs=inputs)
+    return pb.ModelWarmup(name=label, batch_size=1, inputs=inputs)
 
 
-def _text_inputs(signature: ModelSignature) -> list[pb.ModelInput]:
+def _text_inputs(signature: TextSignature) -> list[pb.ModelInput]:
     return [pb.ModelInput(name=name, data_type=pb.TYPE_STRING, dims=[1]) for name in signature.contract.texts]
 
 
@@ -219,4 +256,4 @@ def _output(tensor: TensorSignature) -> pb.ModelOutput:
 
 def _dims(tensor: TensorSignature) -> list[int]:
     """Return the dimensions without the batch, -1 where symbolic, as Triton counts them."""
-    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[1:]]
+    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[tensor.dims[:1] == (BATCH,) :]]

@@ -1,76 +1,124 @@
 """From the torch module to an ONNX file that the target's ONNX Runtime loads."""
 
+import contextlib
+import inspect
+import io
 import logging
 import warnings
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
 from export.errors import GraphError
-from export.signature import BATCH, WINDOWS, ModelSignature, TensorSignature
+from export.signature import ModelSignature, TensorSignature
 from export.targets import Target
 
 # Every target from Triton 24.03 on loads opset 18, and it is the lowest that the exporter writes natively.
 OPSET = 18
 
-# Sizes of the example that is traced: distinct, and none of them 1, for a size of 1 may be taken for a constant.
-_EXAMPLE_BATCH = 2
-_EXAMPLE_SEQ_LEN = 7
-_EXAMPLE_WINDOWS = 3
+# The names under which outputs are traced: one that the model's own values bear as well would be given out twice, which
+# the exporter does not notice and ONNX Runtime refuses.
+_OUTPUT_PREFIX = "modelyard_output_"
 
 
-def export_onnx(module: nn.Module, signature: ModelSignature, path: Path, target: Target) -> None:
+def export_onnx(
+    module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...], path: Path, target: Target
+) -> None:
     """Write `module` as ONNX to `path`, and check that the file is what the signature and the target ask for.
+
+    Args:
+        module: Takes and returns what the signature says.
+        signature: Names and axes of the graph.
+        example: What is traced, in the order of the inputs. Sizes of 1 may be taken for constants.
+        path: Of the file; above 2 GB the weights go into a second one beside it.
+        target: Whose ONNX Runtime must load the file.
 
     Raises:
         GraphError: The exporter fails, or the file has other axes, names, opset or IR version than asked for.
     """
-    program = _trace(module, signature)
+    program = _trace(module, signature, example)
     # The traced source lines and module names: no part of the model, and they would carry paths of this machine.
     ClearMetadataAndDocStringPass()(program.model)
     program.model.graph.name = "main"
+    _name_outputs(program.model.graph, signature)
     program.save(str(path), external_data=False)
     check_graph(path, signature, target)
 
 
-def _trace(module: nn.Module, signature: ModelSignature) -> torch.onnx.ONNXProgram:
+def _trace(module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...]) -> torch.onnx.ONNXProgram:
     # String dimensions, not torch.export.Dim: a Dim that the code specialises becomes static without any error.
     axes = tuple(tensor.dynamic_axes for tensor in signature.inputs)
-    with warnings.catch_warnings():
+    # The shapes of `forward(*inputs)` are those of one argument.
+    is_variadic = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values())
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         # It warns at every export that torchvision is not installed, which it must not be.
         logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
         try:
             program = torch.onnx.export(
                 module,
-                tuple(_example(tensor) for tensor in signature.inputs),
+                example,
                 None,
                 input_names=[tensor.name for tensor in signature.inputs],
-                output_names=[tensor.name for tensor in signature.outputs],
+                output_names=[f"{_OUTPUT_PREFIX}{index}" for index in range(len(signature.outputs))],
                 dynamo=True,
                 opset_version=OPSET,
                 verbose=False,
-                dynamic_shapes=(axes,),
+                dynamic_shapes=(axes,) if is_variadic else axes,
             )
         # The exporter wraps whatever went wrong inside the model's own code in errors of its own.
         except Exception as exc:
             raise GraphError(
                 "the model cannot be exported",
                 expected="a graph without data-dependent control flow",
-                got=str(exc).strip().split("\n", 1)[0].rstrip("."),
+                got=_find_reason(exc),
                 remedy="rewrite the part of the model's code that the message names",
             ) from exc
     assert program is not None, "Bug: torch.onnx.export(dynamo=True) returned no program"
     return program
 
 
-def _example(tensor: TensorSignature) -> Tensor:
-    symbols = {BATCH: _EXAMPLE_BATCH, WINDOWS: _EXAMPLE_WINDOWS}
-    sizes = [symbols.get(dim, _EXAMPLE_SEQ_LEN) if isinstance(dim, str) else dim for dim in tensor.dims]
-    return torch.ones(sizes, dtype=tensor.torch_dtype)
+def _find_reason(exc: Exception) -> str:
+    """Return what went wrong in the model's code, which the exporter tells at the end of a long report."""
+    lines = [line.strip() for line in str(exc).split("## Exception summary")[-1].splitlines()]
+    lines = [line for line in lines if line and not line.startswith("(Refer to") and not set(line) <= {"-", "="}]
+    return " ".join(lines[:2]).rstrip(".")[:400] if lines else type(exc).__name__
+
+
+def _name_outputs(graph: ir.Graph, signature: ModelSignature) -> None:
+    """Give the outputs the signature's names, and their symbolic axes its symbols."""
+    if len(graph.outputs) != len(signature.outputs):
+        raise GraphError(
+            "the model returns another number of outputs than its signature names",
+            expected=", ".join(tensor.name for tensor in signature.outputs),
+            got=str(len(graph.outputs)),
+        )
+    wanted = {tensor.name for tensor in signature.outputs}
+    for value in [value for node in graph for value in node.outputs] + list(graph.initializers.values()):
+        if value.name in wanted and not value.is_graph_output():
+            value.name = f"{value.name}_inner"
+    taken: set[int] = set()
+    for index, tensor in enumerate(signature.outputs):
+        output = graph.outputs[index]
+        # An input that is returned as it came, or a value that is returned twice, gets a value of its own.
+        if output.is_graph_input() or output.is_initializer() or id(output) in taken:
+            node = ir.node("Identity", [output])
+            node.outputs[0].shape, node.outputs[0].type = output.shape, output.type
+            graph.append(node)
+            graph.outputs[index] = output = node.outputs[0]
+        taken.add(id(output))
+        output.name = tensor.name
+        if output.shape is not None and len(output.shape) == len(tensor.dims):
+            # The exporter's own words for an axis: "seq_len + past_len", "s77". A number stays, and is then refused.
+            named = [
+                want if isinstance(want, str) and not isinstance(have, int) else have
+                for have, want in zip(output.shape, tensor.dims, strict=True)
+            ]
+            output.shape = ir.Shape(named)
 
 
 def check_graph(path: Path, signature: ModelSignature, target: Target) -> None:
@@ -117,4 +165,4 @@ def _check_tensors(
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return {torch.int64: "INT64", torch.float32: "FLOAT"}[dtype]
+    return str(onnx.TensorProto.DataType.Name(ir.tensor(torch.zeros(0, dtype=dtype)).dtype.value))

@@ -6,22 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from export import vocabulary
 from export.artefacts import Artefacts
 from export.checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from export.comparison import describe_errors
-from export.errors import VerificationError
+from export.errors import VerificationError, VocabularyError
 from export.lora import merge_adapters
-from export.model_config import EnsembleNames
+from export.model_config import ModelNames
 from export.onnx_export import export_onnx
 from export.progress import Progress
 from export.repository import Publication, check_contract, check_name, publish
 from export.request import ExportRequest
-from export.signature import ModelSignature
 from export.targets import DEFAULT_TARGET
-from export.tasks import Task, TaskSource, build_task, find_task_name
+from export.tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
 from export.torch_model import load_config
 from export.transforms import CastToFloat32
 from export.verify import VerificationReport, verify
@@ -32,23 +29,21 @@ STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The checkpoint as it is to be served: the truth that the ONNX file is compared with."""
+    """The checkpoint as it is to be served: the truth that the ONNX file is compared with.
+
+    Attributes:
+        checkpoint: As it was opened.
+        task: What is exported.
+        parameters: How many numbers the checkpoint holds.
+        rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
+        adapters: That were merged.
+    """
 
     checkpoint: StoredCheckpoint
     task: Task
     parameters: int
-    rows: VocabularyRows
+    rows: VocabularyRows | None
     adapters: tuple[Path, ...]
-
-    @property
-    def signature(self) -> ModelSignature:
-        """Of the model, and of the ensemble around it."""
-        return self.task.signature
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The checkpoint's own, with the added tokens."""
-        return self.task.tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +66,22 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
         checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
         directory = request.base or checkpoint.directory
         config = load_config(directory, checkpoint.config)
-        tokenizer = vocabulary.load_tokenizer(directory)
         weights: StateDict = CastToFloat32(source=checkpoint)
         settings = checkpoint.directory if (checkpoint.directory / "adapter_config.json").is_file() else directory
         weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
-        if not request.vocabulary.allow_other_tokenizer:
-            vocabulary.check_special_ids(directory, tokenizer, checkpoint.config)
-        weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
         task_name = request.task or find_task_name(directory, config, weights.specs())
-        max_length = vocabulary.read_max_length(directory, tokenizer, config)
+        tokenizer, rows = None, None
+        if must_read_text(task_name) or (may_read_text(task_name) and vocabulary.has_tokenizer(directory)):
+            tokenizer = vocabulary.load_tokenizer(directory)
+            if not request.vocabulary.allow_other_tokenizer:
+                vocabulary.check_special_ids(directory, tokenizer, checkpoint.config)
+            weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
+        elif request.vocabulary.added_tokens:
+            raise VocabularyError(
+                f"tokens cannot be added to {directory}", expected="a model with a tokenizer", got=f"--task {task_name}"
+            )
+        is_required = must_read_text(task_name)
+        max_length = vocabulary.read_max_length(directory, tokenizer, config, is_required=is_required)
     parameters = sum(spec.numel for spec in weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         source = TaskSource(
@@ -89,6 +91,7 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
             tokenizer=tokenizer,
             max_length=max_length,
             options=request.task_options,
+            added_tokens=tuple(item.token for item in request.vocabulary.added_tokens),
         )
         task = build_task(task_name, source)
     return Source(
@@ -116,19 +119,13 @@ def run_export(
     check_name(request.name)
     source = load_source(request, progress)
     task = source.task
-    names = EnsembleNames(ensemble=request.name, has_postprocess=task.signature.contract.has_postprocess)
+    names = name_models(request.name, task)
     check_contract(request.repository, names, task.signature)
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         with progress.step("exporting to ONNX"):
             files = write_files(task, Path(folder))
         with progress.step("verifying against the checkpoint") as tell:
-            report = verify(
-                task=task,
-                files=files,
-                added_tokens=[item.token for item in request.vocabulary.added_tokens],
-                target=DEFAULT_TARGET,
-                on_case=tell,
-            )
+            report = verify(task=task, files=files, target=DEFAULT_TARGET, on_case=tell)
         on_report(report)
         _require_passed(report)
         model_bytes = sum(path.stat().st_size for path in files.model)
@@ -145,17 +142,26 @@ def write_files(task: Task, directory: Path) -> Artefacts:
     Raises:
         GraphError: The module cannot be exported.
     """
-    tokenizer_file, model_file = directory / "tokenizer.json", directory / "model" / "model.onnx"
+    model_file = directory / "model" / "model.onnx"
     model_file.parent.mkdir()
-    task.encoder.build_server_tokenizer().save(str(tokenizer_file))
-    export_onnx(task.module, task.signature, model_file, DEFAULT_TARGET)
-    postprocess_file = None
+    export_onnx(task.module, task.signature, task.build_example(), model_file, DEFAULT_TARGET)
+    tokenizer_file = postprocess_file = None
+    if isinstance(task, TextTask):
+        tokenizer_file = directory / "tokenizer.json"
+        task.encoder.build_server_tokenizer().save(str(tokenizer_file))
     if task.settings is not None:
         postprocess_file = directory / "postprocess.json"
         postprocess_file.write_text(json.dumps(task.settings, ensure_ascii=False) + "\n", encoding="utf-8")
     return Artefacts(
         model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file, postprocess=postprocess_file
     )
+
+
+def name_models(name: str, task: Task) -> ModelNames:
+    """Return the names that a publication of `task` has in the repository."""
+    if not isinstance(task, TextTask):
+        return ModelNames(name=name, is_ensemble=False)
+    return ModelNames(name=name, has_postprocess=task.signature.contract.has_postprocess)
 
 
 def _require_passed(report: VerificationReport) -> None:

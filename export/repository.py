@@ -1,6 +1,6 @@
 """The Triton model repository: numbered versions, staged, hashed and renamed into place.
 
-A published model is several Triton models (see `EnsembleNames`) that share one version number. A new version N
+A published model is several Triton models (see `ModelNames`) that share one version number. A new version N
 appears in this order, so that whoever starts a server on the repository at any moment finds a whole one:
 
     1. every file of version N, hashed as read back, in a folder `staging-*` of its model, which Triton does not take
@@ -30,9 +30,10 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.artefacts import Artefacts
+from export.comparison import describe_errors
 from export.errors import RepositoryError
-from export.model_config import EnsembleNames, build_configs, parse_config, render_config
-from export.signature import TEXT, ModelSignature
+from export.model_config import ModelNames, build_configs, parse_config, render_config
+from export.signature import ModelSignature
 from export.verify import VerificationReport, hash_file
 
 REPORT_FILE = "verification.json"
@@ -49,13 +50,13 @@ class Publication:
     """What a publication led to.
 
     Attributes:
-        ensemble: The name that clients use.
+        name: What clients ask for.
         version: The version that is now served.
         outcome: `created` a version, `switched` back to one that holds the same content, or left all `unchanged`.
         report_file: The verification report beside that version.
     """
 
-    ensemble: str
+    name: str
     version: int
     outcome: Literal["created", "switched", "unchanged"]
     report_file: Path
@@ -76,7 +77,7 @@ def check_name(name: str) -> None:
         )
 
 
-def check_contract(repository: Path, names: EnsembleNames, signature: ModelSignature) -> None:
+def check_contract(repository: Path, names: ModelNames, signature: ModelSignature) -> None:
     """Refuse a name that is taken by something else than an earlier version of this very contract.
 
     Clients rely on a name's inputs and outputs, and during a rollout both versions share one config: so a name keeps
@@ -113,10 +114,11 @@ def check_contract(repository: Path, names: EnsembleNames, signature: ModelSigna
 def publish(
     *,
     repository: Path,
-    names: EnsembleNames,
+    names: ModelNames,
     signature: ModelSignature,
     files: Artefacts,
     report: VerificationReport,
+    documents: Mapping[str, str] | None = None,
 ) -> Publication:
     """Add a version to the repository, or find that the newest one has the same content.
 
@@ -126,39 +128,48 @@ def publish(
         signature: Of the ONNX file.
         files: What the export wrote.
         report: Of exactly these files.
+        documents: File name → text of what is kept beside the report.
 
     Raises:
         RepositoryError: The report does not vouch for these bytes, the name is taken, the disk is full, or another
             publication is at work.
     """
     _check_report(report, files.all)
-    homes = {names.preprocess: [files.tokenizer], names.model: list(files.model), names.ensemble: []}
+    homes: dict[str, list[Path]] = {name: [] for name in names.all}
+    homes[names.model] += files.model
+    if files.tokenizer:
+        homes[names.preprocess] += [files.tokenizer]
     if files.postprocess:
-        homes[names.postprocess] = [files.postprocess]
+        homes[names.postprocess] += [files.postprocess]
+    documents = {
+        REPORT_FILE: json.dumps(report.to_json(), indent=2) + "\n",
+        GOLDEN_FILE: json.dumps(report.golden) + "\n",
+        **(documents or {}),
+    }
     with contextlib.ExitStack() as undo:
         _make_directory(repository, undo)
         with _lock(repository):
             check_contract(repository, names, signature)
             _remove_leftovers(repository, names)
-            version = max(_list_versions(repository / names.ensemble), default=0)
-            created = not version or not _holds_files(repository, names, version, homes, report)
+            version = max(_list_versions(repository / names.name), default=0)
+            created = not version or not _holds_files(repository, names, version, homes, report, {*documents})
             try:
                 if created:
                     version += 1
-                    _add_version(_stage(repository, names, homes, report, undo), version, undo)
+                    _add_version(_stage(repository, names, homes, report, documents, undo), version, undo)
                 switched = _switch(repository, names, signature, version, undo)
             except OSError as exc:
                 raise RepositoryError(
-                    f"version {version} of {names.ensemble} cannot be written to {repository}",
+                    f"version {version} of {names.name} cannot be written to {repository}",
                     got=exc.strerror or str(exc),
                     remedy="free the disk or correct the permissions, then export again",
                 ) from exc
             undo.pop_all()
     return Publication(
-        ensemble=names.ensemble,
+        name=names.name,
         version=version,
         outcome="created" if created else "switched" if switched else "unchanged",
-        report_file=repository / names.ensemble / str(version) / REPORT_FILE,
+        report_file=repository / names.name / str(version) / REPORT_FILE,
     )
 
 
@@ -167,7 +178,7 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
         raise RepositoryError(
             "a model that failed its verification is not published",
             expected="every case within the tolerances",
-            got=f"an error of {report.worst.max_abs_error:.2g} in {report.worst.name!r}",
+            got=f"{describe_errors(report.worst.errors)} in {report.worst.name!r}",
         )
     hashes = {path.name: hash_file(path) for path in files}
     if hashes != report.sha256:
@@ -182,9 +193,10 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
 
 def _stage(
     repository: Path,
-    names: EnsembleNames,
+    names: ModelNames,
     files: Mapping[str, list[Path]],
     report: VerificationReport,
+    documents: Mapping[str, str],
     undo: contextlib.ExitStack,
 ) -> dict[str, Path]:
     """Return model name → a staging folder with that model's whole version, on disk and read back."""
@@ -205,21 +217,11 @@ def _stage(
                     remedy="check the disk",
                 )
         staged[model_name] = folder
-    _write(staged[names.ensemble] / REPORT_FILE, json.dumps(report.to_json(), indent=2) + "\n")
-    _write(staged[names.ensemble] / GOLDEN_FILE, json.dumps(_golden(report)) + "\n")
+    for file_name, text in documents.items():
+        _write(staged[names.name] / file_name, text)
     for folder in staged.values():
         _sync_directory(folder)
     return staged
-
-
-def _golden(report: VerificationReport) -> dict[str, object]:
-    """Return texts and expected answers, in the names that clients use."""
-    return {
-        "input": TEXT,
-        "output": report.golden_output,
-        "tolerances": dict(report.golden_tolerances),
-        "samples": [sample.to_json() for sample in report.golden],
-    }
 
 
 def _add_version(staged: Mapping[str, Path], version: int, undo: contextlib.ExitStack) -> None:
@@ -232,7 +234,7 @@ def _add_version(staged: Mapping[str, Path], version: int, undo: contextlib.Exit
 
 
 def _switch(
-    repository: Path, names: EnsembleNames, signature: ModelSignature, version: int, undo: contextlib.ExitStack
+    repository: Path, names: ModelNames, signature: ModelSignature, version: int, undo: contextlib.ExitStack
 ) -> bool:
     """Make `version` the one that is served, in the order that the module describes; False if it was so already."""
     after = build_configs(names, signature, version=version, served=[version])
@@ -248,10 +250,16 @@ def _switch(
     return True
 
 
-def _find_served_version(repository: Path, names: EnsembleNames) -> int:
-    """Return the version that the ensemble's config pins its steps to, 0 where there is none on disk."""
-    text = _read_config(repository / names.ensemble)
-    steps = parse_config(text).ensemble_scheduling.step if text else []
+def _find_served_version(repository: Path, names: ModelNames) -> int:
+    """Return the version that the ensemble's config pins its steps to, or the one that a lone model serves.
+
+    0 where there is none on disk.
+    """
+    text = _read_config(repository / names.name)
+    config = parse_config(text) if text else pb.ModelConfig()
+    if not names.is_ensemble:
+        return max({*config.version_policy.specific.versions} & {*_list_versions(repository / names.name)}, default=0)
+    steps = config.ensemble_scheduling.step
     return next((step.model_version for step in steps if _list_versions(repository / step.model_name)), 0)
 
 
@@ -262,17 +270,21 @@ def _read_config(model_directory: Path) -> str:
 
 def _holds_files(
     repository: Path,
-    names: EnsembleNames,
+    names: ModelNames,
     version: int,
     files: Mapping[str, list[Path]],
     report: VerificationReport,
+    documents: set[str],
 ) -> bool:
     """Tell whether `version` is complete and holds these very files, by their hashes."""
     for model_name in names.all:
         folder = repository / model_name / str(version)
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        evidence = {REPORT_FILE, GOLDEN_FILE} if model_name == names.ensemble else set()
-        if present != {source.name for source in files[model_name]} | evidence:
+        if model_name == names.name:
+            present -= documents
+        if present != {source.name for source in files[model_name]}:
+            return False
+        if model_name == names.name and not (folder / REPORT_FILE).is_file():
             return False
         if any(hash_file(folder / source.name) != report.sha256[source.name] for source in files[model_name]):
             return False
@@ -291,9 +303,9 @@ def _contract(config: pb.ModelConfig) -> str:
     return ", ".join(f"{t.name} {pb.DataType.Name(t.data_type).removeprefix('TYPE_')} {list(t.dims)}" for t in tensors)
 
 
-def _remove_leftovers(repository: Path, names: EnsembleNames) -> None:
+def _remove_leftovers(repository: Path, names: ModelNames) -> None:
     """Remove what a killed publication left: staged files, and step versions newer than any of the ensemble."""
-    newest = max(_list_versions(repository / names.ensemble), default=0)
+    newest = max(_list_versions(repository / names.name), default=0)
     for model_name in names.all:
         unfinished = {str(version) for version in _list_versions(repository / model_name) if version > newest}
         for entry in (repository / model_name).glob("*"):

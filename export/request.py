@@ -12,6 +12,14 @@ TASKS = {
     "question-answering": "the part of a context that answers a question",
     "fill-mask": "the likeliest tokens for each mask",
     "reward": "the score of a reward model",
+    "text-generation": "tensors: the scores of the next token at every token of a text",
+    "text-generation-with-past": "tensors: the same with keys and values of the tokens before, for one token a step",
+    "text2text-generation": "tensors: the same of an encoder and a decoder",
+    "image-classification": "tensors: the scores of an image's labels",
+    "image-feature-extraction": "tensors: the last hidden states of an image",
+    "audio-classification": "tensors: the scores of a sound's labels",
+    "automatic-speech-recognition": "tensors: the scores of the characters at every frame of a sound",
+    "audio-feature-extraction": "tensors: the last hidden states of a sound",
 }
 
 UNUSED_ROWS = ("keep", "cut")

@@ -1,16 +1,19 @@
 """The one description of a model's tensors that graph, config and test inputs are all derived from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 
-# The symbolic dimensions of a text model. Every other dimension is a number.
+# The symbolic dimensions of the models known here. Every other dimension is a number, or a symbol of the user's own.
 BATCH = "batch"
 SEQ_LEN = "seq_len"
 # The pieces that a long text is cut into, each of them a sequence.
 WINDOWS = "windows"
+# The tokens whose keys and values a decoder already has, and the sequence that a decoder writes.
+PAST_LEN = "past_len"
+DECODER_LEN = "decoder_len"
 # How many answers one text has, such as entities; a dimension of the ensemble only.
 ANSWERS = "answers"
 
@@ -29,7 +32,7 @@ class TensorSignature:
     Attributes:
         name: Its name in the ONNX graph and in Triton.
         dtype: Its dtype, the same in every step of the ensemble; `STRING` for text.
-        dims: All dimensions, the batch first; a string is symbolic.
+        dims: All dimensions; a string is symbolic, and one such as `past_len+seq_len` the sum of others.
     """
 
     name: str
@@ -41,6 +44,10 @@ class TensorSignature:
         """Its dtype where it is a tensor of the graph, which holds no text."""
         assert isinstance(self.dtype, torch.dtype), f"Bug: {self.name} is text, which no graph here takes"
         return self.dtype
+
+    def resolve_dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the dimensions where every symbol has the size that `sizes` gives it."""
+        return tuple(dim if isinstance(dim, int) else sum(sizes[part] for part in dim.split("+")) for dim in self.dims)
 
     @property
     def dynamic_axes(self) -> dict[int, str]:
@@ -67,19 +74,33 @@ class Contract:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSignature:
-    """The tensors of a text model.
+    """The tensors of a graph.
 
     Attributes:
         inputs: In the order of the module's `forward`.
         outputs: In the order of the tuple that `forward` returns.
-        max_length: The longest sequence, in tokens, special tokens included.
-        contract: Of the ensemble around the model.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
-    max_length: int
-    contract: Contract
 
     def __iter__(self) -> Iterator[TensorSignature]:
         return iter(self.inputs + self.outputs)
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether every tensor's first dimension is the batch, so that requests can be joined."""
+        return all(tensor.dims[:1] == (BATCH,) for tensor in self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSignature(ModelSignature):
+    """The tensors of a graph that an ensemble feeds with the tokens of texts.
+
+    Attributes:
+        max_length: The longest sequence, in tokens, special tokens included.
+        contract: Of the ensemble around the graph.
+    """
+
+    max_length: int
+    contract: Contract

@@ -11,6 +11,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -100,7 +101,7 @@ def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec]
     there is no such head.
     """
     names: set[str] = set()
-    for auto_class in (AutoModelForMaskedLM, AutoModelForCausalLM):
+    for auto_class in (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
         if names or type(config) not in auto_class._model_mapping:
             continue
         model = build_on_meta(config, auto_class)
@@ -142,7 +143,7 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
 
 
 def load_model(
-    config: PretrainedConfig, weights: StateDict, auto_class: Any = AutoModel
+    config: PretrainedConfig, weights: StateDict, auto_class: Any = AutoModel, without: tuple[str, ...] = ()
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model with `weights` in it, ready to be traced, and the names of the tensors it has no place for.
 
@@ -153,6 +154,7 @@ def load_model(
         config: Of the checkpoint, already as large as the vocabulary.
         weights: In fp32.
         auto_class: As `build_on_meta` takes it.
+        without: Names, or beginnings of names, of further parts that the checkpoint may have and the model need not.
 
     Raises:
         ModelError: A weight is missing, has another shape, or belongs to no part of this architecture.
@@ -180,12 +182,14 @@ def load_model(
         ) from exc
     model: PreTrainedModel = loaded[0]
     info: Mapping[str, Any] = loaded[1]
-    _check_loading_info(empty, info)
+    _check_loading_info(empty, info, without)
     left_out = sorted(info["unexpected_keys"])
+    # The other ways of running experts choose them by data-dependent loops or by operators that ONNX does not have.
+    model.set_experts_implementation("batched_mm")
     return model.eval().requires_grad_(False), left_out
 
 
-def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any], without: tuple[str, ...]) -> None:
     architecture = type(model).__name__
     # The pooler of a model without a head is no part of what is served.
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
@@ -197,6 +201,7 @@ def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any]) -> None
             remedy="use the config.json that the checkpoint was trained with, or pass the --task it was trained for",
         )
     unplaced = [name for name in info["unexpected_keys"] if not _may_be_left_out(name, model.base_model_prefix)]
+    unplaced = [name for name in unplaced if not name.startswith(without)]
     if unplaced:
         raise ModelError(
             f"the checkpoint has weights that {architecture} has no place for",

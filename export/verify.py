@@ -1,41 +1,36 @@
-"""The parity gate: the ONNX file, run by ONNX Runtime, against the torch model that the checkpoint gave."""
+"""The parity gate: the ONNX file, run by the target's ONNX Runtime, against the module that the checkpoint gave."""
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
-from tokenizers import Tokenizer
 
 from export.artefacts import Artefacts
-from export.comparison import is_within
-from export.encoding import Question, Row
-from export.errors import VerificationError
-from export.signature import SEQ_LEN, WINDOWS
+from export.cases import Array, Batch, Case, Outputs, Row, join_rows
+from export.comparison import Distribution, is_within, measure_outputs
+from export.errors import RuntimeFailure, VerificationError
+from export.target_runtime import TargetSession, open_runtime
 from export.targets import Target
-from export.tasks import Outputs, Task
+from export.tasks import Task
 
-# Lengths in tokens that are tried besides the maximum: the two at which axes like to become constants, odd ones, one
-# beyond the traced 7, and long ones.
-_LENGTHS = (1, 2, 3, 7, 8, 31, 127)
-
-# Texts whose expected answers are kept, to ask a running server for.
-_GOLDEN_TEXTS = 16
+# The module's answers are kept for the next case with the same row, up to this size.
+_KEPT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """One case that was tried: `rows` sequences of at most `seq_len` tokens.
+    """One case that was tried: `rows` rows of at most `seq_len` tokens, or whatever the longest axis counts.
 
     Attributes:
         errors: The worst among the rows, by the names of the task's tolerances.
         passed: Whether every error is within its tolerance; NaN is not.
+        outputs: Output → how far it is off, by every measure that has a meaning for it.
     """
 
     name: str
@@ -43,39 +38,17 @@ class CaseResult:
     seq_len: int
     errors: Mapping[str, float]
     passed: bool
+    outputs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
-    def max_abs_error(self) -> float:
+    def error(self) -> float:
         """The largest difference, as the task counts it."""
-        return self.errors["max_abs_error"]
+        return next(value for key, value in self.errors.items() if key.startswith("max_"))
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything in one flat object."""
-        return {"name": self.name, "rows": self.rows, "seq_len": self.seq_len, "passed": self.passed, **self.errors}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GoldenSample:
-    """A text, or a pair, and what the checkpoint itself answers to it.
-
-    Attributes:
-        text: The first text.
-        expected: Every value of the output that is compared by number, flat.
-        pair: The second text, where the task takes pairs.
-        others: Output name → every value of the other outputs, flat.
-    """
-
-    text: str
-    expected: list[float]
-    pair: str | None = None
-    others: Mapping[str, list[Any]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a `golden.json` holds of it; what does not apply is left out."""
-        content: dict[str, Any] = {"text": self.text, "expected": self.expected}
-        if self.pair is not None:
-            content["pair"] = self.pair
-        return content | ({"others": dict(self.others)} if self.others else {})
+        """Return everything in one object, the errors beside the name."""
+        plain = {"name": self.name, "rows": self.rows, "seq_len": self.seq_len, "passed": self.passed}
+        return plain | dict(self.errors) | {"outputs": {name: dict(values) for name, values in self.outputs.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +58,22 @@ class VerificationReport:
     Attributes:
         sha256: File name → hash of the bytes that were verified.
         cases: Everything that was tried.
-        golden: Texts and expected answers, for the same check through a running server.
-        golden_output: The output that is compared by number there.
-        golden_tolerances: And how far it may be off.
+        golden: Inputs and the checkpoint's own answers, for the same check through a running server.
         tolerances: Error → bound that every case must keep.
         texts_tokenized: Texts whose ids were equal in transformers and in the server's tokenizer.
         target: The Triton release.
         versions: Distribution → version of what made and ran the file.
+        distribution: Output → how its differences are distributed over all cases.
     """
 
     sha256: dict[str, str]
     cases: list[CaseResult]
-    golden: list[GoldenSample]
-    golden_output: str
-    golden_tolerances: Mapping[str, float]
+    golden: Mapping[str, Any]
     tolerances: Mapping[str, float]
     texts_tokenized: int
     target: str
     versions: dict[str, str] = field(default_factory=dict)
+    distribution: Mapping[str, Distribution] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -112,10 +83,7 @@ class VerificationReport:
     @property
     def worst(self) -> CaseResult:
         """A failed case before any other, then the one with the largest error; NaN counts as the largest."""
-        return max(
-            self.cases,
-            key=lambda case: (not case.passed, math.inf if math.isnan(case.max_abs_error) else case.max_abs_error),
-        )
+        return max(self.cases, key=lambda case: (not case.passed, math.inf if math.isnan(case.error) else case.error))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the golden samples, which have a file of their own."""
@@ -127,93 +95,60 @@ class VerificationReport:
             "versions": self.versions,
             "passed": self.passed,
             "tolerances": dict(self.tolerances),
+            "distribution": {name: counted.to_json() for name, counted in self.distribution.items()},
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """Some sequences, run as batches of `batch_size`, padded to the longest of each batch.
-
-    With `as_windows` each batch is one row of several windows.
-    """
-
-    name: str
-    rows: list[Row]
-    batch_size: int
-    as_windows: bool = False
 
 
 def verify(
     *,
     task: Task,
     files: Artefacts,
-    added_tokens: Sequence[str],
     target: Target,
+    tolerances: Mapping[str, float] | None = None,
+    real_inputs_only: bool = False,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> VerificationReport:
-    """Compare the ONNX file with the task's module on real text, at every shape that matters. Does not judge.
+    """Compare the ONNX file with the task's module, at every shape that matters. Does not judge.
 
-    Expected values come from the torch module, one row at a time and without padding, on the ids that transformers'
-    own tokenizer makes. So an error of the graph, of its mask, of batching or of the server's tokenizer all show.
+    Expected values come from the torch module. Most rows it runs alone and without padding, on the ids that
+    transformers' own tokenizer makes: so an error of the graph, of its mask, of batching or of the server's tokenizer
+    all show.
 
     Args:
         task: The source of truth.
         files: What the export wrote.
-        added_tokens: Tokens that the export added, to be tried one by one.
-        target: Whose ONNX Runtime this must be.
+        target: Whose ONNX Runtime the graph is run by.
+        tolerances: Error → bound; the task's own for fp32 if left out.
+        real_inputs_only: Whether only inputs such as users send must keep them, as with precisions that promise no
+            more. Whatever else is tried must be finite.
         on_case: Called with the name of each case before it runs.
 
     Raises:
-        VerificationError: The server's tokenizer makes other ids than transformers', or ONNX Runtime is not the
-            target's, or cannot run the file.
+        VerificationError: The server's tokenizer makes other ids than transformers', or the graph fails on a case.
+        RuntimeFailure: The target's ONNX Runtime cannot be had, or cannot load the file.
     """
-    _check_runtime(target)
-    texts = read_verification_texts() + [f"{token} between words {token}" for token in added_tokens]
-    questions = task.build_questions(texts)
-    task.encoder.check_agrees(Tokenizer.from_file(str(files.tokenizer)), questions)
-    session = _open_session(files.graph)
+    bounds = task.tolerances if tolerances is None else tolerances
+    texts_tokenized = task.check_files(files)
     results = []
-    for case in _build_cases(task, questions, added_tokens):
-        on_case(case.name)
-        results.append(_run_case(case, task, session))
-    output = next(tensor.name for tensor in task.signature.contract.answers if tensor.dtype == torch.float32)
+    distribution = {tensor.name: Distribution() for tensor in task.signature.outputs}
+    reference = Reference(task)
+    with open_runtime(target) as runtime:
+        session = runtime.load(files.graph)
+        for case in task.build_cases():
+            on_case(case.name)
+            applied = bounds if case.is_real or not real_inputs_only else {}
+            results.append(_run_case(case, reference, session, bounds, applied, distribution))
     return VerificationReport(
         sha256={path.name: hash_file(path) for path in sorted(files.all)},
         cases=results,
-        golden=_answer_golden(task, questions, output),
-        golden_output=output,
-        golden_tolerances=task.golden_tolerances,
-        tolerances=task.tolerances,
-        texts_tokenized=len(questions),
+        golden=task.build_golden(),
+        tolerances=bounds,
+        texts_tokenized=texts_tokenized,
         target=target.release,
-        versions={
-            name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx", "onnxruntime")
-        },
+        versions={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx")}
+        | {"onnxruntime": target.onnxruntime_version},
+        distribution=distribution,
     )
-
-
-def _answer_golden(task: Task, questions: Sequence[Question], output: str) -> list[GoldenSample]:
-    """Return what the checkpoint answers to the first questions and the last two, one with numbers first.
-
-    A server asks the first one when it starts; an answer of nothing but zeros would prove little.
-    """
-    samples = []
-    for question in [*questions[: _GOLDEN_TEXTS - 2], *questions[-2:]]:
-        answer = dict(task.answer(question))
-        samples.append(
-            GoldenSample(
-                text=question.text,
-                pair=question.pair,
-                expected=[float(value) for value in answer.pop(output)],
-                others=answer,
-            )
-        )
-    return sorted(samples, key=lambda sample: not any(sample.expected))
-
-
-def read_verification_texts() -> list[str]:
-    """Return the sentences that every export is checked on: several languages and scripts, short to long."""
-    return resources.files("export").joinpath("verification_texts.txt").read_text(encoding="utf-8").splitlines()
 
 
 def hash_file(path: Path) -> str:
@@ -225,108 +160,83 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_runtime(target: Target) -> None:
-    if onnxruntime.__version__ != target.onnxruntime_version:
-        raise VerificationError(
-            f"this ONNX Runtime is not the one of Triton {target.release}",
-            expected=target.onnxruntime_version,
-            got=str(onnxruntime.__version__),
-            remedy=f"pip install onnxruntime=={target.onnxruntime_version}",
+class Reference:
+    """The module that an export is compared with, asked once for each row."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._kept: dict[int, tuple[Row, Outputs]] = {}
+
+    def answer_row(self, row: Row) -> Outputs:
+        """Return the outputs for one row alone, without any padding; each without batch."""
+        known = self._kept.get(id(row))
+        if known is None:
+            batch = join_rows([row], self.task.signature, {})
+            known = (row, batch.cut(self.task.signature.outputs, self._run(batch))[0])
+            if sum(output.nbytes for output in known[1]) <= _KEPT_BYTES:
+                # With the row itself, so that its id stays its own.
+                self._kept[id(row)] = known
+        return known[1]
+
+    def answer_batch(self, batch: Batch) -> list[Outputs]:
+        """Return the outputs for rows in the padded batch in which the graph sees them."""
+        return batch.cut(self.task.signature.outputs, self._run(batch))
+
+    def _run(self, batch: Batch) -> list[Array]:
+        inputs = (torch.from_numpy(np.ascontiguousarray(batch.feeds[t.name])) for t in self.task.signature.inputs)
+        with torch.no_grad():
+            outputs = self.task.module(*inputs)
+        return [output.numpy() for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
+
+
+def _run_case(
+    case: Case,
+    reference: Reference,
+    session: TargetSession,
+    bounds: Mapping[str, float],
+    applied: Mapping[str, float],
+    distribution: Mapping[str, Distribution],
+) -> CaseResult:
+    task = reference.task
+    names = [tensor.name for tensor in task.signature.outputs]
+    expected: list[Outputs] = []
+    got: list[Outputs] = []
+    for rows in case.batches:
+        batch = join_rows(rows, task.signature, task.filling, case.padding_side)
+        try:
+            outputs = session.run(names, batch.feeds)
+        except RuntimeFailure as exc:
+            raise VerificationError(
+                f"the graph fails on the case {case.name!r}",
+                got=str(exc).rstrip("."),
+                remedy="a dimension was probably fixed by the model's own code",
+            ) from exc
+        got += batch.cut(task.signature.outputs, outputs)
+        expected += (
+            reference.answer_batch(batch) if case.padded_reference else [reference.answer_row(row) for row in rows]
         )
-
-
-def _open_session(model_file: Path) -> onnxruntime.InferenceSession:
-    try:
-        return onnxruntime.InferenceSession(str(model_file), providers=["CPUExecutionProvider"])
-    # ONNX Runtime raises one class per kind of fault, without a common base of its own.
-    except Exception as exc:
-        raise VerificationError(
-            f"ONNX Runtime cannot load {model_file.name}", got=str(exc).strip().split("\n", 1)[0]
-        ) from exc
-
-
-def _build_cases(task: Task, questions: Sequence[Question], added_tokens: Sequence[str]) -> Iterator[_Case]:
-    encoder, max_length = task.encoder, task.signature.max_length
-    windows = [encoder.encode(question) for question in questions]
-    sentences = [row for rows in windows for row in rows]
-    flow = [token_id for row in sentences for token_id in row["input_ids"]]
-    flow *= -(-max_length // len(flow))
-    lengths = sorted({length for length in _LENGTHS if length < max_length} | {max_length})
-    flows = [_build_row(flow[:length]) for length in lengths]
-    for length, row in zip(lengths, flows, strict=True):
-        yield _Case(name=f"{length} tokens" if length > 1 else "1 token", rows=[row], batch_size=1)
-    yield _Case(name="mixed lengths in one batch", rows=flows, batch_size=len(lengths))
-    yield _Case(name="sentences one by one", rows=sentences, batch_size=1)
-    yield _Case(name="sentences in one batch", rows=sentences, batch_size=len(sentences))
-    # Neighbours and padding of another batch must change nothing: the same rows in another order, eight at a time.
-    yield _Case(name="sentences in batches of 8", rows=sentences[::-1], batch_size=8)
-    if WINDOWS in task.signature.inputs[0].dims:
-        rows = max(windows, key=len)
-        yield _Case(name="windows of one text", rows=rows, batch_size=len(rows), as_windows=True)
-    for token in added_tokens:
-        texts = [token, f"{token} at the start", f"in the {token} middle, in a longer one"]
-        rows = [row for question in task.build_questions(texts) for row in encoder.encode(question)]
-        yield _Case(name=f"new token {token}", rows=rows, batch_size=len(rows))
-
-
-def _build_row(ids: list[int]) -> Row:
-    return {"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
-
-
-def _run_case(case: _Case, task: Task, session: onnxruntime.InferenceSession) -> CaseResult:
-    expected = [run_torch(task, row) for row in case.rows]
-    batches = [case.rows[start : start + case.batch_size] for start in range(0, len(case.rows), case.batch_size)]
-    try:
-        got = [outputs for rows in batches for outputs in _run_onnx(session, rows, task, as_windows=case.as_windows)]
-    # As above: no common base class.
-    except Exception as exc:
-        raise VerificationError(
-            f"ONNX Runtime cannot run the graph on the case {case.name!r}",
-            got=str(exc).strip().split("\n", 1)[0],
-            remedy="a dimension was probably fixed by the model's own code",
-        ) from exc
-    errors = task.compare(expected, got)
+    per_output = _measure(names, expected, got, distribution)
+    errors = task.compare(expected, got, bounds)
+    is_finite = all(np.isfinite(output).all() for outputs in got for output in outputs if output.dtype.kind == "f")
     return CaseResult(
         name=case.name,
         rows=len(case.rows),
-        seq_len=max(len(row["input_ids"]) for row in case.rows),
+        seq_len=max(max((size for array in row.values() for size in array.shape), default=1) for row in case.rows),
         errors=errors,
-        passed=is_within(errors, task.tolerances),
+        passed=is_finite and is_within(errors, applied),
+        outputs=per_output,
     )
 
 
-def run_torch(task: Task, row: Row) -> Outputs:
-    """Return the module's outputs for one sequence without any padding, each without batch and windows."""
-    shape = [1] * (len(task.signature.inputs[0].dims) - 1) + [-1]
-    with torch.no_grad():
-        outputs = task.module(*(torch.tensor(row[tensor.name]).reshape(shape) for tensor in task.signature.inputs))
-    several = outputs if isinstance(outputs, tuple) else (outputs,)
-    return tuple(output.numpy()[(0,) * (len(shape) - 1)] for output in several)
-
-
-def _run_onnx(session: onnxruntime.InferenceSession, rows: list[Row], task: Task, *, as_windows: bool) -> list[Outputs]:
-    """Return the graph's outputs for `rows` as one batch padded to the longest, each cut to its row's own tokens."""
-    signature, tokenizer = task.signature, task.tokenizer
-    longest = max(len(row["input_ids"]) for row in rows)
-    filling = {"input_ids": tokenizer.pad_token_id or 0}
-    places = []
-    values = {t.name: np.full((len(rows), longest), filling.get(t.name, 0), dtype=np.int64) for t in signature.inputs}
-    for index, row in enumerate(rows):
-        length = len(row["input_ids"])
-        place = slice(longest - length, None) if tokenizer.padding_side == "left" else slice(0, length)
-        places.append(place)
-        for name, array in values.items():
-            array[index, place] = row[name]
-    has_windows = len(signature.inputs[0].dims) > 2
-    if has_windows:
-        values = {name: array[None] if as_windows else array[:, None] for name, array in values.items()}
-    outputs = session.run([tensor.name for tensor in signature.outputs], values)
-    if has_windows:
-        outputs = [output[0] if as_windows else output[:, 0] for output in outputs]
-    return [
-        tuple(
-            output[index, place] if SEQ_LEN in tensor.dims else output[index]
-            for tensor, output in zip(signature.outputs, outputs, strict=True)
-        )
-        for index, place in enumerate(places)
-    ]
+def _measure(
+    names: Sequence[str],
+    expected: Sequence[Outputs],
+    got: Sequence[Outputs],
+    distribution: Mapping[str, Distribution],
+) -> dict[str, Mapping[str, float]]:
+    measured: dict[str, Mapping[str, float]] = {}
+    for index, name in enumerate(names):
+        want, have = [row[index] for row in expected], [row[index] for row in got]
+        measured[name] = measure_outputs(want, have)
+        distribution[name].add(want, have)
+    return measured

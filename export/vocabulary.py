@@ -21,6 +21,21 @@ from export.request import AddedToken
 _MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Tell whether there is any file of a tokenizer in `directory`."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `directory`, with the Rust `tokenizers` backend that the server runs as well.
 
@@ -28,11 +43,10 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         CheckpointError: The folder holds no tokenizer, or one that cannot be loaded.
         VocabularyError: The tokenizer has no Rust backend, so the server could not run it.
     """
-    names = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
-    if not any((directory / name).is_file() for name in names):
+    if not has_tokenizer(directory):
         raise CheckpointError(
             f"{directory} holds no tokenizer",
-            expected="one of " + ", ".join(names),
+            expected="one of " + ", ".join(TOKENIZER_FILES),
             got="none of them",
             remedy="pass the folder of the model that the checkpoint was trained from with --base",
         )
@@ -99,10 +113,13 @@ def check_ids_have_rows(tokenizer: PreTrainedTokenizerBase, rows: int, table: st
         )
 
 
-def read_max_length(directory: Path, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> int:
+def read_max_length(
+    directory: Path, tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig, *, is_required: bool = True
+) -> int:
     """Return the longest sequence that the model was made for, in tokens, special tokens included.
 
-    The smallest of what Sentence-Transformers recorded, what the tokenizer says, and the positions that exist.
+    The smallest of what Sentence-Transformers recorded, what the tokenizer says, and the positions that exist; 0 where
+    nothing says, and nobody needs to know.
 
     Raises:
         CheckpointError: Nothing limits the length, so no maximum can be verified.
@@ -112,13 +129,15 @@ def read_max_length(directory: Path, tokenizer: PreTrainedTokenizerBase, config:
     if isinstance(settings.get("max_seq_length"), int):
         limits.append(settings["max_seq_length"])
     # transformers writes 1e30 where the tokenizer has no limit of its own.
-    if tokenizer.model_max_length < 1e9:
+    if tokenizer is not None and tokenizer.model_max_length < 1e9:
         limits.append(int(tokenizer.model_max_length))
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
         offset = 2 if config.model_type in _MODEL_TYPES_WITH_POSITION_OFFSET else 0
         limits.append(positions - offset)
     limits = [limit for limit in limits if limit > 0]
+    if not limits and not is_required:
+        return 0
     if not limits:
         raise CheckpointError(
             f"nothing in {directory} says how long a sequence may be",

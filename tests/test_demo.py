@@ -9,7 +9,7 @@ import pytest
 from conftest import CHECKOUT, Published
 
 from demo.serving import NAME, REPOSITORY
-from export.model_config import EnsembleNames
+from export.model_config import ModelNames
 
 
 def make(target: str) -> "subprocess.CompletedProcess[str]":
@@ -30,7 +30,7 @@ def test_the_demo_ends_well_and_run_again_publishes_nothing_new() -> None:
 
 
 def test_the_demos_configurations_are_tracked_as_they_are_generated(published: Published) -> None:
-    for name in EnsembleNames(ensemble=NAME).all:
+    for name in ModelNames(name=NAME).all:
         tracked = subprocess.run(
             ["git", "show", f"HEAD:model_repository/{name}/config.pbtxt"], cwd=CHECKOUT, capture_output=True, text=True
         )

@@ -9,10 +9,10 @@ from torch import nn
 
 from export.errors import GraphError
 from export.onnx_export import check_graph, export_onnx
-from export.signature import BATCH, SEQ_LEN, Contract, ModelSignature, TensorSignature
+from export.signature import BATCH, SEQ_LEN, Contract, TensorSignature, TextSignature
 from export.targets import DEFAULT_TARGET
 
-SIGNATURE = ModelSignature(
+SIGNATURE = TextSignature(
     inputs=(TensorSignature(name="input_ids", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),),
     outputs=(TensorSignature(name="scores", dtype=torch.float32, dims=(BATCH, 3)),),
     max_length=16,

@@ -16,11 +16,11 @@ from conftest import Exported, fingerprint
 
 from demo.serving import serve
 from export.errors import RepositoryError
-from export.model_config import EnsembleNames, parse_config
+from export.model_config import ModelNames, parse_config
 from export.repository import Publication, check_contract, check_name, publish
 from export.verify import hash_file
 
-NAMES = EnsembleNames(ensemble="sentence_embedding")
+NAMES = ModelNames(name="sentence_embedding")
 
 
 def publish_files(exported: Exported, repository: Path, **changes: object) -> Publication:
@@ -138,7 +138,7 @@ def test_a_name_that_is_another_models_step_is_refused(exported: Exported, tmp_p
     publish_files(exported, tmp_path)
     before = fingerprint(tmp_path)
     with pytest.raises(RepositoryError, match="sentence_embedding_model is already published with another contract"):
-        publish_files(exported, tmp_path, names=EnsembleNames(ensemble="sentence_embedding_model"))
+        publish_files(exported, tmp_path, names=ModelNames(name="sentence_embedding_model"))
     assert fingerprint(tmp_path) == before
 
 

@@ -3,20 +3,39 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import transformers
 from transformers import PretrainedConfig
 
 from export.checkpoints import TensorSpec
 from export.errors import ModelError
 from export.json_file import read_json
 from export.request import TASKS
-from export.tasks.base import Answer, Outputs, Task, TaskSource
+from export.tasks.base import Task, TaskSource
 from export.tasks.classification import VALUE_HEAD, Reward, TextClassification, TextPairClassification
+from export.tasks.generation import GenerationTask, Text2TextGeneration, TextGeneration, TextGenerationWithPast
 from export.tasks.masks import FillMask
 from export.tasks.pooling import FeatureExtraction
+from export.tasks.signals import (
+    AudioClassification,
+    AudioFeatureExtraction,
+    ImageClassification,
+    ImageFeatureExtraction,
+    SpeechRecognition,
+)
 from export.tasks.spans import QuestionAnswering
+from export.tasks.text import Answer, TextTask
 from export.tasks.tokens import TokenClassification
 
-__all__ = ["Answer", "Outputs", "Task", "TaskSource", "build_task", "find_task_name"]
+__all__ = [
+    "Answer",
+    "Task",
+    "TaskSource",
+    "TextTask",
+    "build_task",
+    "find_task_name",
+    "may_read_text",
+    "must_read_text",
+]
 
 _TASKS: Mapping[str, type[Task]] = {
     task.name: task
@@ -28,17 +47,46 @@ _TASKS: Mapping[str, type[Task]] = {
         QuestionAnswering,
         FillMask,
         Reward,
+        TextGeneration,
+        TextGenerationWithPast,
+        Text2TextGeneration,
+        ImageClassification,
+        ImageFeatureExtraction,
+        AudioClassification,
+        SpeechRecognition,
+        AudioFeatureExtraction,
     )
 }
 assert tuple(_TASKS) == tuple(TASKS), "Bug: the command line names other tasks than there are"
 
-# How the class that was trained is called, and what it is for.
-_ARCHITECTURE_ENDINGS = {
+# How the class that was trained is called, and what it is for: of texts, images and sounds.
+_TEXT_ENDINGS = {
     "ForSequenceClassification": TextClassification.name,
     "ForTokenClassification": TokenClassification.name,
     "ForQuestionAnswering": QuestionAnswering.name,
     "ForMaskedLM": FillMask.name,
+    "ForCausalLM": TextGeneration.name,
+    "LMHeadModel": TextGeneration.name,
+    "ForConditionalGeneration": Text2TextGeneration.name,
+    "MTModel": Text2TextGeneration.name,
     "Model": FeatureExtraction.name,
+}
+_IMAGE_ENDINGS = {
+    "ForImageClassification": ImageClassification.name,
+    "Model": ImageFeatureExtraction.name,
+    "Backbone": ImageFeatureExtraction.name,
+}
+_AUDIO_ENDINGS = {
+    "ForSequenceClassification": AudioClassification.name,
+    "ForAudioClassification": AudioClassification.name,
+    "ForCTC": SpeechRecognition.name,
+    "Model": AudioFeatureExtraction.name,
+}
+_ENDINGS = {
+    "input_ids": _TEXT_ENDINGS,
+    "pixel_values": _IMAGE_ENDINGS,
+    "input_values": _AUDIO_ENDINGS,
+    "input_features": _AUDIO_ENDINGS,
 }
 
 
@@ -60,15 +108,26 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
     if _is_cross_encoder(directory, config):
         return TextPairClassification.name
     for architecture in config.architectures or ():
-        for ending, name in _ARCHITECTURE_ENDINGS.items():
+        main_input = getattr(getattr(transformers, architecture, None), "main_input_name", "input_ids")
+        for ending, name in _ENDINGS.get(main_input, {}).items():
             if architecture.endswith(ending):
                 return name
     raise ModelError(
         f"what {directory} is to be served as cannot be told",
-        expected="an architecture that ends in " + ", ".join(_ARCHITECTURE_ENDINGS),
+        expected="an architecture that ends in " + ", ".join({**_TEXT_ENDINGS, **_IMAGE_ENDINGS, **_AUDIO_ENDINGS}),
         got=", ".join(config.architectures or ()) or "none in config.json",
         remedy="pass --task " + ", ".join(TASKS),
     )
+
+
+def must_read_text(name: str) -> bool:
+    """Tell whether the task `name` cannot be served without a tokenizer."""
+    return issubclass(_TASKS[name], TextTask)
+
+
+def may_read_text(name: str) -> bool:
+    """Tell whether a tokenizer means anything to the task `name`."""
+    return issubclass(_TASKS[name], (TextTask, GenerationTask))
 
 
 def build_task(name: str, source: TaskSource) -> Task:
@@ -85,7 +144,9 @@ def build_task(name: str, source: TaskSource) -> Task:
                 got=f"--task {name}",
                 remedy=f"leave out --{option}",
             )
-    return _TASKS[name](source)
+    task: type = _TASKS[name]
+    built: Task = task(source)
+    return built
 
 
 def _is_cross_encoder(directory: Path, config: PretrainedConfig) -> bool:

@@ -1,30 +1,23 @@
-"""What every task has: the module around the model, its signature, the reference answers, and how far is too far."""
+"""What every task has: the module around the model, its signature, what it is tried on, and how far is too far."""
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from export.artefacts import Artefacts
+from export.cases import Case, Outputs
 from export.checkpoints import StateDict
-from export.comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, compare_logits
-from export.encoding import Question, QuestionEncoder
 from export.errors import ModelError
 from export.request import TaskOptions
 from export.signature import BATCH, SEQ_LEN, TEXT, TEXT_PAIR, ModelSignature, TensorSignature
-
-# The graph's outputs for one row, each without batch and padding.
-Outputs = tuple[npt.NDArray[Any], ...]
-
-# Output name → the values that one question is answered with, as the ensemble gives them.
-Answer = Mapping[str, list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,43 +28,39 @@ class TaskSource:
         directory: The checkpoint's folder.
         config: Of the checkpoint, already as large as the vocabulary.
         weights: In fp32.
-        tokenizer: With the added tokens.
-        max_length: The longest sequence that the model was made for, in tokens.
+        tokenizer: With the added tokens; None for a model that reads no text, or a folder that holds none.
+        max_length: The longest sequence that the model was made for, in tokens; 0 where nothing says.
         options: Of the user.
+        added_tokens: Tokens that the export adds, to be tried one by one.
     """
 
     directory: Path
     config: PretrainedConfig
     weights: StateDict
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     max_length: int
     options: TaskOptions
+    added_tokens: tuple[str, ...] = ()
 
 
 class Task(ABC):
     """One way of serving a checkpoint, built and ready to be exported.
 
     Attributes:
-        module: Token tensors in the order of the signature in, the graph's outputs out. The source of truth.
-        signature: Of the module, and of the ensemble around it.
+        module: Tensors in the order of the signature in, the graph's outputs out. The source of truth.
+        signature: Of the module.
         left_out: Names of the tensors that the checkpoint holds and the module has no place for.
-        tolerances: Error → bound, which every case of the verification must keep.
-        golden_tolerances: The same for what the ensemble answers.
+        filling: Input name → what stands in its padding, 0 where it is not named.
+        tolerances: Error → bound, which every case of the verification must keep in fp32.
     """
 
     name: ClassVar[str]
-    takes_pairs: ClassVar[bool] = False
-    tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
-    golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
+    tolerances: ClassVar[Mapping[str, float]]
 
     module: nn.Module
     signature: ModelSignature
     left_out: list[str]
-
-    def __init__(self, source: TaskSource) -> None:
-        self.tokenizer = source.tokenizer
-        # What transformers' own pipelines truncate to.
-        self.tokenizer.model_max_length = source.max_length
+    filling: Mapping[str, int]
 
     @property
     @abstractmethod
@@ -83,33 +72,41 @@ class Task(ABC):
         """What the postprocess step must know, or None where there is no such step."""
         return None
 
-    @property
-    def encoder(self) -> QuestionEncoder:
-        """Makes token ids of questions, as the checkpoint's own tokenizer does."""
-        return QuestionEncoder(self.tokenizer, self.signature.max_length)
-
-    def build_questions(self, texts: Sequence[str]) -> list[Question]:
-        """Return a question for each of `texts`, such as this task is asked."""
-        if not self.takes_pairs:
-            return [Question(text=text) for text in texts]
-        return [Question(text=text, pair=pair) for text, pair in zip(texts, [*texts[1:], texts[0]], strict=True)]
+    @abstractmethod
+    def build_cases(self) -> Iterator[Case]:
+        """Yield what the graph is tried on."""
 
     @abstractmethod
-    def answer(self, question: Question) -> Answer:
-        """Return what the checkpoint answers, by transformers' own code wherever it has any for this task."""
+    def build_golden(self) -> Mapping[str, Any]:
+        """Return inputs and the checkpoint's own answers, as a `golden.json` holds them."""
 
-    def compare(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> dict[str, float]:
+    @abstractmethod
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return the worst errors between the module's outputs and the graph's, with the tolerances' keys.
 
         Args:
             expected: The outputs of each row, without batch and padding.
             got: The same shapes.
+            bounds: Error → what it may be.
         """
-        return compare_logits([outputs[0] for outputs in expected], [outputs[0] for outputs in got])
+
+    def check_files(self, files: Artefacts) -> int:
+        """Check what was written beside the graph, and return how many texts were tokenized for that.
+
+        Raises:
+            VerificationError: The server's tokenizer makes other ids than transformers'.
+        """
+        return 0
+
+    @abstractmethod
+    def build_example(self) -> tuple[Tensor, ...]:
+        """Return the inputs that are traced: a batch of 2, the other sizes distinct and none of them 1."""
 
 
 class HeadModule(nn.Module):
-    """A model with a head: token tensors in, its logits out."""
+    """A model with a head: tensors in, its logits out."""
 
     def __init__(self, model: PreTrainedModel, input_names: tuple[str, ...]) -> None:
         super().__init__()
@@ -120,7 +117,7 @@ class HeadModule(nn.Module):
         """Return the logits, [batch, labels] or [batch, seq_len, labels], fp32.
 
         Args:
-            inputs: In the order of `input_names`, each [batch, seq_len], int64.
+            inputs: In the order of `input_names`.
         """
         logits: Tensor = self.model(**dict(zip(self.input_names, inputs, strict=True))).logits
         return logits

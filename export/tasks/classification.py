@@ -12,11 +12,13 @@ from transformers import (
     PreTrainedModel,
     TextClassificationPipeline,
 )
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export.encoding import Question
 from export.errors import ModelError
-from export.signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
-from export.tasks.base import Answer, HeadModule, Task, TaskSource, build_inputs, name_texts
+from export.signature import BATCH, STRING, Contract, TensorSignature, TextSignature
+from export.tasks.base import HeadModule, TaskSource, build_inputs, name_texts
+from export.tasks.text import Answer, TextTask
 from export.torch_model import load_model
 from export.transforms import SelectPrefix
 
@@ -25,23 +27,23 @@ SCORE = "SCORE"
 REWARD = "REWARD"
 
 
-class TextClassification(Task):
+class TextClassification(TextTask):
     """Labels and their scores, best first."""
 
     name = "text-classification"
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
-        set_pad_token(source)
+        set_pad_token(self.tokenizer, source.config)
         model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
         self.model = model
         self.labels = read_labels(source.config)
         self.function = choose_function(source.config)
         self.top_k = min(source.options.top_k or len(self.labels), len(self.labels))
-        inputs = build_inputs(source.tokenizer, model)
+        inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         dims = (BATCH, self.top_k)
-        self.signature = ModelSignature(
+        self.signature = TextSignature(
             inputs=inputs,
             outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, len(self.labels))),),
             max_length=source.max_length,
@@ -54,7 +56,7 @@ class TextClassification(Task):
                 has_postprocess=True,
             ),
         )
-        tokenizer: Any = source.tokenizer
+        tokenizer: Any = self.tokenizer
         self._pipeline = TextClassificationPipeline(model=model, tokenizer=tokenizer, device=torch.device("cpu"))
 
     @property
@@ -89,26 +91,26 @@ class TextPairClassification(TextClassification):
     takes_pairs = True
 
 
-class Reward(Task):
+class Reward(TextTask):
     """How good a text is, as a reward model scores it: one number without bounds."""
 
     name = "reward"
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
-        set_pad_token(source)
+        set_pad_token(self.tokenizer, source.config)
         has_value_head = VALUE_HEAD in source.weights.specs()
         if has_value_head:
             model, self.left_out, head = _load_value_model(source)
         else:
             model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
             _check_one_label(source.config)
-        inputs = build_inputs(source.tokenizer, model)
+        inputs = build_inputs(self.tokenizer, model)
         names = tuple(tensor.name for tensor in inputs)
         module: nn.Module = ValueModule(model, head, names) if has_value_head else HeadModule(model, names)
         self.module = module.eval()
         dims = (BATCH, 1)
-        self.signature = ModelSignature(
+        self.signature = TextSignature(
             inputs=inputs,
             outputs=(TensorSignature(name="reward_logits", dtype=torch.float32, dims=dims),),
             max_length=source.max_length,
@@ -155,13 +157,12 @@ class ValueModule(nn.Module):
         return rewards
 
 
-def set_pad_token(source: TaskSource) -> None:
+def set_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
     """Let a decoder's head find the last token of a padded row, which it does by the padding's id."""
-    tokenizer = source.tokenizer
     if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
         tokenizer.pad_token = tokenizer.eos_token
-    if getattr(source.config, "pad_token_id", None) is None:
-        source.config.pad_token_id = tokenizer.pad_token_id
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id
 
 
 def read_labels(config: PretrainedConfig) -> list[str]:

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, FillMaskPipeline, PreTrainedModel
 
-from export.comparison import compare_rankings
+from export.cases import Outputs
+from export.comparison import MAX_LOGIT_ERROR, compare_rankings
 from export.encoding import Question
 from export.errors import ModelError
-from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
-from export.tasks.base import Answer, Outputs, Task, TaskSource, build_inputs, name_texts
+from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
+from export.tasks.base import TaskSource, build_inputs, name_texts
 from export.tasks.classification import SCORE
+from export.tasks.text import Answer, TextTask
 from export.torch_model import load_model
 
 TOKEN = "TOKEN"
@@ -20,14 +22,14 @@ TOKEN = "TOKEN"
 _DEFAULT_TOP_K = 5
 
 
-class FillMask(Task):
+class FillMask(TextTask):
     """Tokens and their probabilities, best first, for every mask in the text."""
 
     name = "fill-mask"
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
-        if source.tokenizer.mask_token_id is None:
+        if self.tokenizer.mask_token_id is None:
             raise ModelError(
                 "the tokenizer has no mask to be filled",
                 expected="a mask_token in tokenizer_config.json",
@@ -36,13 +38,13 @@ class FillMask(Task):
             )
         model, self.left_out = load_model(source.config, source.weights, AutoModelForMaskedLM)
         self.top_k = min(source.options.top_k or _DEFAULT_TOP_K, source.config.vocab_size - 1)
-        inputs = build_inputs(source.tokenizer, model)
+        inputs = build_inputs(self.tokenizer, model)
         # One more than is answered, so that the comparison sees whether the last one is tied with the next.
         ranks = self.top_k + 1
         names = tuple(tensor.name for tensor in inputs)
-        self.module = MaskModule(model, names, source.tokenizer.mask_token_id, ranks).eval()
+        self.module = MaskModule(model, names, self.tokenizer.mask_token_id, ranks).eval()
         dims = (BATCH, ANSWERS, self.top_k)
-        self.signature = ModelSignature(
+        self.signature = TextSignature(
             inputs=inputs,
             outputs=(
                 TensorSignature(name="top_log_probabilities", dtype=torch.float32, dims=(BATCH, SEQ_LEN, ranks)),
@@ -58,7 +60,7 @@ class FillMask(Task):
                 has_postprocess=True,
             ),
         )
-        tokenizer: Any = source.tokenizer
+        tokenizer: Any = self.tokenizer
         cpu = torch.device("cpu")
         self._pipeline = FillMaskPipeline(model=model, tokenizer=tokenizer, device=cpu, top_k=self.top_k)
 
@@ -100,10 +102,12 @@ class FillMask(Task):
             SCORE: [item["score"] for mask in masks for item in mask],
         }
 
-    def compare(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> dict[str, float]:
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
         """See `Task`. Where there is no mask nothing is ranked, and nothing is compared."""
         wanted = [_rank(row) for row in expected]
-        return compare_rankings(wanted, [_rank(row) for row in got])
+        return compare_rankings(wanted, [_rank(row) for row in got], bounds.get("max_abs_error", MAX_LOGIT_ERROR))
 
 
 class MaskModule(nn.Module):

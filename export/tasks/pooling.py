@@ -1,6 +1,6 @@
 """feature-extraction: one vector a text, pooled as Sentence-Transformers recorded it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 
+from export.cases import Outputs
 from export.checkpoints import open_checkpoint
 from export.comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from export.encoding import Question
 from export.errors import ModelError
 from export.json_file import read_json
-from export.signature import BATCH, TEXT, Contract, ModelSignature, TensorSignature
-from export.tasks.base import Answer, Outputs, Task, TaskSource, build_inputs
+from export.signature import BATCH, TEXT, Contract, TensorSignature, TextSignature
+from export.tasks.base import TaskSource, build_inputs
+from export.tasks.text import Answer, TextTask
 from export.torch_model import load_model
 
 EMBEDDING = "EMBEDDING"
@@ -34,7 +36,7 @@ _ACTIVATIONS = {
 }
 
 
-class FeatureExtraction(Task):
+class FeatureExtraction(TextTask):
     """One vector a text."""
 
     name = "feature-extraction"
@@ -47,15 +49,19 @@ class FeatureExtraction(Task):
         options = source.options
         if options.pooling is not None or options.normalize is not None:
             self.pooling = override_pooling(self.pooling, options.pooling, options.normalize)
-        model, self.left_out = load_model(source.config, source.weights, AutoModel)
-        inputs = build_inputs(source.tokenizer, model)
+        # Of an encoder and a decoder, such as T5, the encoder alone makes features of a text.
+        is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
+        auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
+        without = ("decoder.",) if is_half else ()
+        model, self.left_out = load_model(source.config, source.weights, auto_class, without)
+        inputs = build_inputs(self.tokenizer, model)
         blocks = [load_dense(path) for path in self.pooling.dense]
         self.module = SentenceEmbedding(
             model, self.pooling, tuple(tensor.name for tensor in inputs), nn.Sequential(*blocks)
         ).eval()
         size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else source.config.hidden_size
         dims = (BATCH, size)
-        self.signature = ModelSignature(
+        self.signature = TextSignature(
             inputs=inputs,
             outputs=(TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
             max_length=source.max_length,
@@ -76,7 +82,9 @@ class FeatureExtraction(Task):
             vector = self.module(*(torch.tensor([row[tensor.name]]) for tensor in self.signature.inputs))[0]
         return {EMBEDDING: vector.tolist()}
 
-    def compare(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> dict[str, float]:
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
         """See `Task`."""
         return compare_embeddings(np.stack([row[0] for row in expected]), np.stack([row[0] for row in got]))
 

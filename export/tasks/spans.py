@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from transformers.pipelines.document_question_answering import select_starts_ends
 
-from export.comparison import compare_logits
+from export.cases import Outputs
+from export.comparison import MAX_LOGIT_ERROR, compare_logits
 from export.encoding import Question, QuestionEncoder
 from export.errors import ModelError
-from export.signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, ModelSignature, TensorSignature
-from export.tasks.base import Answer, Outputs, Task, TaskSource, build_inputs, name_texts
+from export.signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, TensorSignature, TextSignature
+from export.tasks.base import TaskSource, build_inputs, name_texts
 from export.tasks.classification import SCORE
+from export.tasks.text import Answer, TextTask
 from export.tasks.tokens import END, START
 from export.torch_model import load_model
 
@@ -26,7 +28,7 @@ _MAX_STRIDE = 128
 _MAX_ANSWER_TOKENS = 15
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(TextTask):
     """Spans of the context, best first. A context beyond one window is read in several that overlap."""
 
     name = "question-answering"
@@ -34,22 +36,22 @@ class QuestionAnswering(Task):
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
-        if source.tokenizer.padding_side != "right":
+        if self.tokenizer.padding_side != "right":
             raise ModelError(
                 "the tokenizer pads on the left, for which no question answering is exported",
                 expected="padding_side right",
-                got=source.tokenizer.padding_side,
+                got=self.tokenizer.padding_side,
                 remedy="set padding_side in tokenizer_config.json if the model was trained so",
             )
         model, self.left_out = load_model(source.config, source.weights, AutoModelForQuestionAnswering)
         self.top_k = source.options.top_k or 1
         window = min(source.max_length, _MAX_WINDOW)
         self.stride = min(window // 2, _MAX_STRIDE)
-        inputs = build_inputs(source.tokenizer, model, (BATCH, WINDOWS, SEQ_LEN))
+        inputs = build_inputs(self.tokenizer, model, (BATCH, WINDOWS, SEQ_LEN))
         self.module = SpanModule(model, tuple(tensor.name for tensor in inputs)).eval()
         answers = [(ANSWER, STRING), (SCORE, torch.float32), (START, torch.int64), (END, torch.int64)]
         places = (BATCH, WINDOWS, SEQ_LEN, 2)
-        self.signature = ModelSignature(
+        self.signature = TextSignature(
             inputs=inputs,
             outputs=(TensorSignature(name="span_logits", dtype=torch.float32, dims=places),),
             max_length=window,
@@ -86,9 +88,12 @@ class QuestionAnswering(Task):
         contexts = [*texts[1:], " ".join([*texts] * 4)]
         return [Question(text=text[:20], pair=context) for text, context in zip(texts, contexts, strict=True)]
 
-    def compare(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> dict[str, float]:
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
         """See `Task`. The choices are the two ends, the labels the tokens."""
-        return compare_logits([row[0].T for row in expected], [row[0].T for row in got])
+        wanted, had = ([np.moveaxis(row[0], -1, -2) for row in rows] for rows in (expected, got))
+        return compare_logits(wanted, had, bounds.get("max_abs_error", MAX_LOGIT_ERROR))
 
     def answer(self, question: Question) -> Answer:
         """See `Task`. On transformers' own selection of spans, which outlived the pipeline it was written for."""

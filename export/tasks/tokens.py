@@ -7,9 +7,10 @@ import torch
 from transformers import AutoModelForTokenClassification, TokenClassificationPipeline
 
 from export.encoding import Question
-from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
-from export.tasks.base import Answer, HeadModule, Task, TaskSource, build_inputs, name_texts
+from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
+from export.tasks.base import HeadModule, TaskSource, build_inputs, name_texts
 from export.tasks.classification import LABEL, SCORE, read_labels
+from export.tasks.text import Answer, TextTask
 from export.torch_model import load_model
 
 START = "START"
@@ -22,7 +23,7 @@ DEFAULT_AGGREGATION = "simple"
 _IGNORED_LABELS = ["O"]
 
 
-class TokenClassification(Task):
+class TokenClassification(TextTask):
     """Entities of a text: label, score, first character and the one behind the last."""
 
     name = "token-classification"
@@ -32,10 +33,10 @@ class TokenClassification(Task):
         model, self.left_out = load_model(source.config, source.weights, AutoModelForTokenClassification)
         self.labels = read_labels(source.config)
         self.aggregation = source.options.aggregation or DEFAULT_AGGREGATION
-        inputs = build_inputs(source.tokenizer, model)
+        inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         answers = [(LABEL, STRING), (SCORE, torch.float32), (START, torch.int64), (END, torch.int64)]
-        self.signature = ModelSignature(
+        self.signature = TextSignature(
             inputs=inputs,
             outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, SEQ_LEN, len(self.labels))),),
             max_length=source.max_length,
@@ -49,7 +50,7 @@ class TokenClassification(Task):
                 has_postprocess=True,
             ),
         )
-        tokenizer: Any = source.tokenizer
+        tokenizer: Any = self.tokenizer
         self._pipeline = TokenClassificationPipeline(
             model=model,
             tokenizer=tokenizer,

@@ -1,0 +1,135 @@
+"""What a graph is tried on: rows of inputs, and how they are brought together in batches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from export.signature import BATCH, WINDOWS, ModelSignature, TensorSignature
+
+Array = npt.NDArray[Any]
+
+# Input name → its values for one row, without the batch; for a graph that has none, the whole input.
+Row = Mapping[str, Array]
+
+# The graph's outputs for one row, each without batch and padding.
+Outputs = tuple[Array, ...]
+
+Side = Literal["right", "left"]
+
+# Sizes that are tried besides the largest: the two at which an axis likes to become a constant, the traced one and
+# the next, and odd ones.
+SIZES = (1, 2, 3, 7, 8, 31, 127)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Some rows, run as batches of `batch_size`, padded to the longest of each batch.
+
+    Attributes:
+        name: For the report.
+        rows: What is asked.
+        batch_size: How many rows run at once.
+        padding_side: Where shorter rows are filled up.
+        padded_reference: Whether the module is given the padded batch as well. Otherwise it runs each row alone and
+            without padding, so that neighbours and padding must change nothing.
+        is_real: Whether these are inputs such as users send, on which the quality of a lossy precision is judged.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    batch_size: int
+    padding_side: Side = "right"
+    padded_reference: bool = False
+    is_real: bool = False
+
+    @property
+    def batches(self) -> list[Sequence[Row]]:
+        """The rows, as they are run together."""
+        return [self.rows[start : start + self.batch_size] for start in range(0, len(self.rows), self.batch_size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows that were brought to equal sizes.
+
+    Attributes:
+        feeds: Input name → [rows, ...].
+        sizes: Of each row, by symbol.
+        longest: The largest of these, which all rows now have.
+        padding_side: Where the padding stands.
+        is_bare: Whether this is one row of a graph without a batch dimension.
+    """
+
+    feeds: Mapping[str, Array]
+    sizes: Sequence[Mapping[str, int]]
+    longest: Mapping[str, int]
+    padding_side: Side
+    is_bare: bool = False
+
+    def cut(self, tensors: Sequence[TensorSignature], outputs: Sequence[Array]) -> list[Outputs]:
+        """Return the outputs of each row, without what belongs to its padding."""
+        if self.is_bare:
+            return [tuple(outputs)]
+        return [
+            tuple(
+                output[index][_place(tensor, sizes, self.longest, self.padding_side)]
+                for tensor, output in zip(tensors, outputs, strict=True)
+            )
+            for index, sizes in enumerate(self.sizes)
+        ]
+
+
+def join_rows(
+    rows: Sequence[Row], signature: ModelSignature, filling: Mapping[str, int], padding_side: Side = "right"
+) -> Batch:
+    """Return `rows` as one batch, padded to the largest size of each symbol.
+
+    Args:
+        rows: One or more.
+        signature: Of the graph.
+        filling: Input name → what stands in its padding, 0 where it is not named.
+        padding_side: Of every symbol but the windows, which are always filled up behind.
+    """
+    if not signature.is_batched:
+        (row,) = rows
+        return Batch(feeds=row, sizes=[{}], longest={}, padding_side=padding_side, is_bare=True)
+    sizes = [read_sizes(signature, row) for row in rows]
+    longest = {symbol: max(size[symbol] for size in sizes) for symbol in sizes[0]}
+    feeds = {}
+    for tensor in signature.inputs:
+        values = [row[tensor.name] for row in rows]
+        shape = tensor.resolve_dims({**longest, BATCH: len(rows)})
+        array = np.full(shape, filling.get(tensor.name, 0), dtype=values[0].dtype)
+        for index, value in enumerate(values):
+            array[index][_place(tensor, sizes[index], longest, padding_side)] = value
+        feeds[tensor.name] = array
+    return Batch(feeds=feeds, sizes=sizes, longest=longest, padding_side=padding_side)
+
+
+def read_sizes(signature: ModelSignature, row: Row) -> dict[str, int]:
+    """Return symbol → its size in `row`, for every symbol of the inputs but the batch."""
+    return {
+        dim: size
+        for tensor in signature.inputs
+        for dim, size in zip(tensor.dims[1:], row[tensor.name].shape, strict=True)
+        if isinstance(dim, str) and "+" not in dim
+    }
+
+
+def _place(
+    tensor: TensorSignature, sizes: Mapping[str, int], longest: Mapping[str, int], padding_side: Side
+) -> tuple[slice, ...]:
+    """Return where a row's own values lie in its padded tensor."""
+    return tuple(_slice(dim, sizes, longest, padding_side) for dim in tensor.dims[1:])
+
+
+def _slice(dim: str | int, sizes: Mapping[str, int], longest: Mapping[str, int], padding_side: Side) -> slice:
+    parts = dim.split("+") if isinstance(dim, str) else []
+    # A size that only the graph itself knows, such as the frames of a sound, is not padded by us.
+    if not parts or any(part not in sizes for part in parts):
+        return slice(None)
+    own, whole = sum(sizes[part] for part in parts), sum(longest[part] for part in parts)
+    return slice(whole - own, None) if padding_side == "left" and dim != WINDOWS else slice(0, own)

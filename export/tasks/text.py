@@ -1,0 +1,216 @@
+"""Tasks that an ensemble serves: texts in, answers out, a tokenizer in front."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from export.artefacts import Artefacts
+from export.cases import SIZES, Case, Outputs, Row, Side
+from export.comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from export.encoding import Question, QuestionEncoder, TokenRow
+from export.signature import BATCH, SEQ_LEN, TEXT, WINDOWS, TextSignature
+from export.tasks.base import Task, TaskSource
+
+# Output name → the values that one question is answered with, as the ensemble gives them.
+Answer = Mapping[str, list[Any]]
+
+# Texts whose expected answers are kept, to ask a running server for.
+_GOLDEN_TEXTS = 16
+
+# Rows of one padded batch are tried up to this length: attention takes memory by the square of it, for each of them.
+# A single row is tried at the model's maximum.
+_LONGEST_IN_BATCH = 512
+
+_SEEDS = (0, 1)
+
+# Of the example that is traced: neither 1, which may be taken for a constant, nor equal to the batch.
+_EXAMPLE_LENGTH = 7
+
+
+class TextTask(Task):
+    """A task about texts.
+
+    Attributes:
+        golden_tolerances: Error → bound for what the ensemble answers.
+        tokenizer: The checkpoint's own, with the added tokens.
+    """
+
+    takes_pairs: ClassVar[bool] = False
+    tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
+    golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
+
+    signature: TextSignature
+
+    def __init__(self, source: TaskSource) -> None:
+        assert source.tokenizer is not None, "Bug: a task about texts without a tokenizer"
+        self.tokenizer: PreTrainedTokenizerBase = source.tokenizer
+        # What transformers' own pipelines truncate to.
+        self.tokenizer.model_max_length = source.max_length
+        self.added_tokens = source.added_tokens
+
+    @property
+    def filling(self) -> Mapping[str, int]:  # type: ignore[override]
+        """See `Task`."""
+        return {"input_ids": self.tokenizer.pad_token_id or 0}
+
+    @property
+    def encoder(self) -> QuestionEncoder:
+        """Makes token ids of questions, as the checkpoint's own tokenizer does."""
+        return QuestionEncoder(self.tokenizer, self.signature.max_length)
+
+    def build_questions(self, texts: Sequence[str]) -> list[Question]:
+        """Return a question for each of `texts`, such as this task is asked."""
+        if not self.takes_pairs:
+            return [Question(text=text) for text in texts]
+        return [Question(text=text, pair=pair) for text, pair in zip(texts, [*texts[1:], texts[0]], strict=True)]
+
+    @abstractmethod
+    def answer(self, question: Question) -> Answer:
+        """Return what the checkpoint answers, by transformers' own code wherever it has any for this task."""
+
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `Task`."""
+        wanted, had = [outputs[0] for outputs in expected], [outputs[0] for outputs in got]
+        return compare_logits(wanted, had, bounds.get("max_abs_error", MAX_LOGIT_ERROR))
+
+    def check_files(self, files: Artefacts) -> int:
+        """See `Task`."""
+        questions = self._build_all_questions()
+        self.encoder.check_agrees(Tokenizer.from_file(str(files.tokenizer)), questions)
+        return len(questions)
+
+    def build_golden(self) -> dict[str, Any]:
+        """See `Task`. In the names that clients use, answers to the first questions and the last two.
+
+        A server asks the first one when it starts; an answer of nothing but zeros would prove little, so one with
+        numbers stands first.
+        """
+        questions = self._build_all_questions()
+        output = next(tensor.name for tensor in self.signature.contract.answers if tensor.dtype == torch.float32)
+        samples = []
+        for question in [*questions[: _GOLDEN_TEXTS - 2], *questions[-2:]]:
+            answer = dict(self.answer(question))
+            sample: dict[str, Any] = {"text": question.text}
+            sample["expected"] = [float(value) for value in answer.pop(output)]
+            if question.pair is not None:
+                sample["pair"] = question.pair
+            if answer:
+                sample["others"] = answer
+            samples.append(sample)
+        return {
+            "input": TEXT,
+            "output": output,
+            "tolerances": dict(self.golden_tolerances),
+            "samples": sorted(samples, key=lambda sample: not any(sample["expected"])),
+        }
+
+    def build_cases(self) -> Iterator[Case]:
+        """See `Task`. Real texts, then ids that no text has, at every length and on both sides of the padding."""
+        side: Side = "left" if self.tokenizer.padding_side == "left" else "right"
+        other: Side = "left" if side == "right" else "right"
+        windows = [self.encoder.encode(question) for question in self._build_all_questions()]
+        sentences = [self._to_row([window]) for rows in windows for window in rows]
+        ids = self._collect_ids()
+        flows = self._build_flows(ids)
+        for length, row in flows.items():
+            yield Case(name=f"{length} tokens" if length > 1 else "1 token", rows=[row], batch_size=1)
+        short = [row for length, row in flows.items() if length <= _LONGEST_IN_BATCH]
+        yield Case(name="mixed lengths in one batch", rows=short, batch_size=len(short), padding_side=side)
+        yield Case(name="sentences one by one", rows=sentences, batch_size=1, is_real=True)
+        name, whole = "sentences in one batch", len(sentences)
+        yield Case(name=name, rows=sentences, batch_size=whole, padding_side=side, is_real=True)
+        # Neighbours and padding of another batch must change nothing: the same rows in another order, eight at a time.
+        name = "sentences in batches of 8"
+        yield Case(name=name, rows=sentences[::-1], batch_size=8, padding_side=side, is_real=True)
+        if WINDOWS in self.signature.inputs[0].dims:
+            row = self._to_row(max(windows, key=len))
+            yield Case(name="windows of one text", rows=[row], batch_size=1, is_real=True)
+        yield from self._build_random_cases(ids, side, other)
+        for token in self.added_tokens:
+            texts = [token, f"{token} at the start", f"in the {token} middle, in a longer one"]
+            rows = [self._to_row(self.encoder.encode(question)) for question in self.build_questions(texts)]
+            yield Case(name=f"new token {token}", rows=rows, batch_size=len(rows), padding_side=side, is_real=True)
+
+    def build_example(self) -> tuple[torch.Tensor, ...]:
+        """See `Task`. Two rows of 7 tokens; where there are windows, two in three of them."""
+        sizes = {BATCH: 2, WINDOWS: 3}
+        flows = self._build_flows(self._collect_ids())
+        sizes[SEQ_LEN] = max(length for length in flows if length <= _EXAMPLE_LENGTH)
+        row = flows[sizes[SEQ_LEN]]
+        return tuple(
+            torch.from_numpy(np.broadcast_to(row[tensor.name], tensor.resolve_dims(sizes)).copy())
+            for tensor in self.signature.inputs
+        )
+
+    def _collect_ids(self) -> list[int]:
+        """Return the ids of all texts one after another, without those that begin, part or end a sequence."""
+        tokenizer = self.tokenizer
+        ends = {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+        ends.add(tokenizer.pad_token_id)
+        windows = [window for question in self._build_all_questions() for window in self.encoder.encode(question)]
+        return [token_id for window in windows for token_id in window["input_ids"] if token_id not in ends]
+
+    def _build_random_cases(self, ids: Sequence[int], side: Side, other: Side) -> Iterator[Case]:
+        """Yield ids in no order of any text, of which a model knows less what to expect.
+
+        Where padding stands on the other side than the tokenizer's, positions that are counted from the left move: a
+        row alone is then no reference, and the module is given the padded batch itself.
+        """
+        for seed in _SEEDS:
+            shuffled = np.random.default_rng(seed).permutation(np.array(ids)).tolist()
+            flows = self._build_flows(shuffled)
+            rows = [row for length, row in flows.items() if length <= _LONGEST_IN_BATCH]
+            same = [self._to_row([self._build_window(shuffled[start : start + 7])]) for start in range(0, 35, 7)]
+            yield Case(name=f"5 of 7 tokens, seed {seed}", rows=same, batch_size=5)
+            for padding in (side, other):
+                yield Case(
+                    name=f"padded {padding}, seed {seed}",
+                    rows=rows,
+                    batch_size=len(rows),
+                    padding_side=padding,
+                    padded_reference=padding == other,
+                )
+
+    def _build_flows(self, ids: Sequence[int]) -> dict[int, Row]:
+        """Return length in tokens → a row of that length, cut from `ids`, that ends as the tokenizer ends a text."""
+        longest = self.signature.max_length
+        flow = list(ids) * -(-longest // len(ids))
+        lengths = sorted({length for length in SIZES if length < longest} | {longest})
+        return {length: self._to_row([self._build_window(flow[:length])]) for length in lengths}
+
+    def _build_window(self, ids: list[int]) -> TokenRow:
+        # Some heads look for the token that ends a sequence, and there must be one of them (transformers,
+        # modeling_bart.py, BartForSequenceClassification).
+        end = self.encoder.encode(self.build_questions(["a"])[0])[0]["input_ids"][-1]
+        is_end = end in (self.tokenizer.sep_token_id, self.tokenizer.eos_token_id)
+        ids = [*ids[:-1], end] if is_end else ids
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
+
+    def _to_row(self, windows: Sequence[TokenRow]) -> Row:
+        """Return tokens as the signature wants them: [windows, seq_len] where it has windows, else [seq_len]."""
+        longest = max(len(window["input_ids"]) for window in windows)
+        row = {}
+        for tensor in self.signature.inputs:
+            padding = self.filling.get(tensor.name, 0)
+            values = np.full((len(windows), longest), padding, dtype=np.int64)
+            for index, window in enumerate(windows):
+                values[index, : len(window[tensor.name])] = window[tensor.name]
+            row[tensor.name] = values if WINDOWS in tensor.dims else values[0]
+        return row
+
+    def _build_all_questions(self) -> list[Question]:
+        texts = [f"{token} between words {token}" for token in self.added_tokens]
+        return self.build_questions(read_verification_texts() + texts)
+
+
+def read_verification_texts() -> list[str]:
+    """Return the sentences that every export is checked on: several languages and scripts, short to long."""
+    return resources.files("export").joinpath("verification_texts.txt").read_text(encoding="utf-8").splitlines()
