@@ -18,6 +18,7 @@ SIGNATURE = TextSignature(
     max_length=16,
     contract=Contract(texts=("TEXT",), answers=()),
 )
+EXAMPLE = (torch.ones(2, 7, dtype=torch.int64),)
 
 
 def test_the_graph_has_the_signatures_names_and_symbolic_axes(exported: Exported) -> None:
@@ -33,18 +34,24 @@ def test_the_file_carries_nothing_of_the_machine_it_was_made_on(exported: Export
     assert b"stack_trace" not in content
     assert b".py" not in content
     again = tmp_path / "model.onnx"
-    export_onnx(exported.source.task.module, exported.source.signature, again, DEFAULT_TARGET)
+    export_onnx(
+        exported.source.task.module,
+        exported.source.task.signature,
+        exported.source.task.build_example(),
+        again,
+        DEFAULT_TARGET,
+    )
     assert again.read_bytes() == content, "the same inputs give the same bytes"
 
 
 def test_a_file_too_new_for_the_target_is_refused(exported: Exported) -> None:
-    check_graph(exported.model_file, exported.source.signature, DEFAULT_TARGET)
+    check_graph(exported.model_file, exported.source.task.signature, DEFAULT_TARGET)
     for older, message in (
         (replace(DEFAULT_TARGET, max_opset=17), "expected opset <= 17, got 18"),
         (replace(DEFAULT_TARGET, max_ir_version=9), "expected IR version <= 9, got 10"),
     ):
         with pytest.raises(GraphError, match=message):
-            check_graph(exported.model_file, exported.source.signature, older)
+            check_graph(exported.model_file, exported.source.task.signature, older)
 
 
 class FixedLength(nn.Module):
@@ -65,7 +72,7 @@ class DataDependent(nn.Module):
 @pytest.mark.parametrize("module", [FixedLength(), DataDependent()], ids=["loop over tokens", "branch on values"])
 def test_what_would_be_silently_fixed_in_the_graph_is_refused(module: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(GraphError, match="cannot be exported|has other inputs"):
-        export_onnx(module, SIGNATURE, tmp_path / "model.onnx", DEFAULT_TARGET)
+        export_onnx(module, SIGNATURE, EXAMPLE, tmp_path / "model.onnx", DEFAULT_TARGET)
 
 
 class StarForward(nn.Module):
@@ -75,7 +82,7 @@ class StarForward(nn.Module):
 
 def test_an_output_that_differs_from_the_signature_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
-    export_onnx(StarForward(), SIGNATURE, path, DEFAULT_TARGET)
+    export_onnx(StarForward(), SIGNATURE, EXAMPLE, path, DEFAULT_TARGET)
     wrong = replace(SIGNATURE, outputs=(replace(SIGNATURE.outputs[0], dims=(BATCH, 4)),))
     with pytest.raises(GraphError, match=r"other outputs than the model: expected scores FLOAT \['batch', 4\]"):
         check_graph(path, wrong, DEFAULT_TARGET)

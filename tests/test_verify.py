@@ -102,7 +102,7 @@ def test_a_graph_that_ignores_the_mask_fails_where_rows_are_padded(exported: Exp
     wrong = IgnoresTheMask(task.module.model, task.pooling, task.module.input_names)
     model_file = tmp_path / "model" / "model.onnx"
     model_file.parent.mkdir()
-    export_onnx(wrong.eval(), source.signature, model_file, DEFAULT_TARGET)
+    export_onnx(wrong.eval(), task.signature, task.build_example(), model_file, DEFAULT_TARGET)
     report = verify_files(source, model_file, exported.tokenizer_file)
     failed = {case.name for case in report.cases if not case.passed}
     assert "mixed lengths in one batch" in failed
@@ -115,7 +115,7 @@ def test_a_graph_with_another_pooling_fails(exported: Exported, tmp_path: Path) 
     wrong = SentenceEmbedding(source.task.module.model, pooling, source.task.module.input_names)
     model_file = tmp_path / "model" / "model.onnx"
     model_file.parent.mkdir()
-    export_onnx(wrong.eval(), source.signature, model_file, DEFAULT_TARGET)
+    export_onnx(wrong.eval(), task.signature, task.build_example(), model_file, DEFAULT_TARGET)
     assert not verify_files(source, model_file, exported.tokenizer_file).passed
 
 

@@ -80,8 +80,8 @@ class SizeRange:
         return sorted(size for size in wanted if first <= size <= last)
 
     def choose_example(self, preferred: int) -> int:
-        """Return a size to trace: `preferred` if it may be, and never 1 where there is another."""
-        size = self._round_up(max(preferred, self.smallest))
+        """Return a size to trace, as far above the smallest as `preferred` is above 1."""
+        size = self._round_up(max(self.smallest, 1) - 1 + preferred)
         return size if size <= self.largest else max(self.list_sizes())
 
     def _round_up(self, size: int) -> int:
@@ -173,12 +173,11 @@ class TensorTask(Task):
         yield Case(name=f"5 rows of one size, seed {seed}", rows=rows, batch_size=5)
         sides: tuple[Side, ...] = ("right", "left") if self.tensors.padded else ()
         for side in sides:
-            longest = max(len(ranges[symbol]) for symbol in self.tensors.padded)
+            # Without the largest, which a row alone has: for each in the batch there is an output of the padded size.
+            shorter = {symbol: ranges[symbol][:-1] or ranges[symbol] for symbol in self.tensors.padded}
             rows = [
-                self._make_row(
-                    middle | {s: ranges[s][min(turn, len(ranges[s]) - 1)] for s in self.tensors.padded}, random
-                )
-                for turn in range(longest)
+                self._make_row(middle | {s: sizes[min(turn, len(sizes) - 1)] for s, sizes in shorter.items()}, random)
+                for turn in range(max(map(len, shorter.values())))
             ]
             name = f"mixed sizes, padded on the {side}, seed {seed}"
             moved = side == "left" and self.tensors.counts_from_left
