@@ -8,6 +8,8 @@ ExportError                 exit code 1, one line on stderr
 ├── ModelError              the weights do not fit the architecture, or the task is not supported
 ├── GraphError              the ONNX file is not what was asked for
 ├── VerificationError       the ONNX file computes something else than the checkpoint
+├── TargetError             no Triton release is called so, or it cannot load the file
+├── RuntimeFailure          the target's ONNX Runtime cannot be had, or cannot load or run the file, or dies of it
 └── RepositoryError         the version cannot be published
 """
 
@@ -63,6 +65,15 @@ class GraphError(ExportError):
 
 class VerificationError(ExportError):
     """The ONNX file computes something else than the checkpoint."""
+
+
+class TargetError(ExportError):
+    """No Triton release is called so, or it cannot load the file."""
+
+
+# Called so because a RuntimeError is something else in Python.
+class RuntimeFailure(ExportError):  # noqa: N818
+    """The target's ONNX Runtime cannot be had, or cannot load or run the file, or dies of it."""
 
 
 class RepositoryError(ExportError):
