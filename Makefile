@@ -10,7 +10,7 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-containers lint bench bench-consolidate fuzz kills clean
+.PHONY: help setup demo serve test test-containers lint bench bench-consolidate targets fuzz kills clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -55,6 +55,9 @@ bench: setup ## Measure the demo model with perf_analyzer on real text
 
 bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpeed's script and cp
 	@$(BIN)/python tests/bench_consolidate.py
+
+targets: setup ## Measure again what each target's ONNX Runtime loads
+	@$(BIN)/python tests/bench_targets.py
 
 fuzz: setup ## Feed the checkpoint readers 40,000 damaged and hostile files
 	@$(BIN)/python tests/fuzz_torch_zip.py --inputs 40000

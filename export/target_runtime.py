@@ -6,6 +6,7 @@ with 1.17.3) must not take the export with it.
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,9 @@ _CACHES = (Path(__file__).resolve().parent.parent / ".cache", Path("~/.cache/mod
 # How much of what a worker wrote to stderr is looked at for its last words, and how much of a message is quoted.
 _STDERR_BYTES = 16384
 _MESSAGE_LENGTH = 500
+
+# `[ONNXRuntimeError] : 1 : FAIL : ` and `/onnxruntime_src/.../model.cc:180 onnxruntime::Model::Model(...) `.
+_NOISE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/onnxruntime_src/\S+:\d+ .*?\)(?: const)? (?=[A-Z\[])")
 
 Array = np.ndarray[Any, Any]
 
@@ -132,6 +136,8 @@ class TargetSession:
             RuntimeFailure: ONNX Runtime refuses the inputs or fails on them, or dies.
         """
         what = f"cannot run {self._name}"
+        if self._number is None:
+            raise RuntimeFailure(what, expected="a file that is loaded", got="a closed one")
         objects = [name for name, array in feeds.items() if array.dtype.hasobject]
         if objects:
             raise RuntimeFailure(what, expected="numbers in every input", got=f"Python objects in {list_some(objects)}")
@@ -174,13 +180,14 @@ class _Worker:
         self._requests: BinaryIO = open(ours_out, "wb")  # noqa: PTH123, SIM115
         self._answers: BinaryIO = open(ours_in, "rb")  # noqa: PTH123, SIM115
         hello, _ = self._exchange("cannot be started", None, ())
-        if hello["onnxruntime"] != target.onnxruntime_version:
+        version = target.onnxruntime_version
+        if hello.get("onnxruntime") != version:
             self.close()
             raise RuntimeFailure(
                 f"{folder or 'the installed onnxruntime'} is not {self._runtime}",
-                expected=target.onnxruntime_version,
-                got=str(hello["onnxruntime"]),
-                remedy=f"remove {folder}" if folder else f"pip install onnxruntime=={target.onnxruntime_version}",
+                expected=version,
+                got=hello.get("onnxruntime") or _describe(hello["error"]),
+                remedy=f"remove {folder}" if folder else f"pip install --force-reinstall onnxruntime=={version}",
             )
 
     @property
@@ -202,7 +209,10 @@ class _Worker:
         """
         if not self.is_alive:
             raise RuntimeFailure(f"{self._runtime} {what}", got="a process that has ended", remedy="load the file anew")
-        return self._exchange(what, request, arrays)
+        answer, outputs = self._exchange(what, request, arrays)
+        if "error" in answer:
+            raise RuntimeFailure(f"{self._runtime} {what}", got=_describe(answer["error"]))
+        return answer, outputs
 
     def _exchange(
         self, what: str, request: Mapping[str, Any] | None, arrays: Sequence[Array]
@@ -218,8 +228,6 @@ class _Worker:
         except BaseException:
             self.close()
             raise
-        if "error" in answer:
-            raise RuntimeFailure(f"{self._runtime} {what}", got=_first_line(answer["error"]))
         return answer, outputs
 
     def _describe_end(self, what: str) -> RuntimeFailure:
@@ -230,7 +238,7 @@ class _Worker:
         lines = self._stderr.read().decode(errors="replace").split("\n")
         words = " / ".join(line.strip() for line in lines if line.strip())[-_MESSAGE_LENGTH:].rstrip(".")
         self.close()
-        remedy = "the machine was probably out of memory" if code == -signal.SIGKILL else ""
+        remedy = "the machine may have run out of memory" if code == -signal.SIGKILL else ""
         got = f"{end} and {words!r}" if words else end
         return RuntimeFailure(f"{self._runtime} {what}: its process died", got=got, remedy=remedy)
 
@@ -305,8 +313,9 @@ def _install(version: str, folder: Path, what: str) -> None:
         )
 
 
-def _first_line(message: str) -> str:
-    return message.split("\n", 1)[0][:_MESSAGE_LENGTH].rstrip(".")
+def _describe(message: str) -> str:
+    """Return the first line of ONNX Runtime's message without its codes and the places in its source."""
+    return _NOISE.sub("", message.split("\n", 1)[0])[:_MESSAGE_LENGTH].rstrip(".")
 
 
 def _name_signal(number: int) -> str:

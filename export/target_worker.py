@@ -1,11 +1,15 @@
-"""Runs ONNX files for `target_runtime`, in a process of its own: `python -I target_worker.py IN OUT [FOLDER]`.
+"""Runs ONNX files for `target_runtime`, in a process of its own: `python -I target_worker.py IN OUT THREADS [FOLDER]`.
 
 It speaks through the file descriptors IN and OUT: a request, then its answer, each a header in JSON and raw arrays. It
-imports numpy and, from FOLDER where one is given, ONNX Runtime, and nothing of this package.
+imports numpy and, from FOLDER where one is given, ONNX Runtime; nothing of this package.
 """
 
+import contextlib
 import json
+import os
+import select
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -113,9 +117,19 @@ class _Worker:
         return {}, values
 
 
+def _end_with_the_other_side(requests: BinaryIO) -> None:
+    """End this process when nobody holds the other end of the pipe any more, even in the middle of a model's run."""
+    hangup = select.poll()
+    # No event is asked for: that the other side hung up is always told.
+    hangup.register(requests, 0)
+    hangup.poll()
+    os._exit(0)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Answer requests until the other side closes its end."""
     with open(int(arguments[0]), "rb") as requests, open(int(arguments[1]), "wb") as answers:  # noqa: PTH123
+        threading.Thread(target=_end_with_the_other_side, args=[requests], daemon=True).start()
         sys.path[:0] = arguments[3:]
         try:
             import onnxruntime
@@ -125,12 +139,9 @@ def main(arguments: Sequence[str]) -> None:
             return
         worker = _Worker(onnxruntime, threads=int(arguments[2]))
         write_message(answers, {"onnxruntime": onnxruntime.__version__})
-        while True:
-            try:
-                request, arrays = read_message(requests)
-            except EOFError:
-                return
-            write_message(answers, *worker.answer(request, arrays))
+        with contextlib.suppress(EOFError):
+            while True:
+                write_message(answers, *worker.answer(*read_message(requests)))
 
 
 if __name__ == "__main__":
