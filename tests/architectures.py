@@ -165,7 +165,10 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", _LLAMA),
     "llama classification": Architecture("LlamaForSequenceClassification", _LLAMA),
     "mistral": Architecture("MistralForCausalLM", _LLAMA | {"sliding_window": 8}),
-    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA),
+    # Its tokenizer class adds an end token of its own.
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM", _LLAMA | {"vocab_size": VOCABULARY + 8, "bos_token_id": None, "eos_token_id": None}
+    ),
     "qwen3": Architecture("Qwen3ForCausalLM", _LLAMA),
     "gemma2": Architecture("Gemma2ForCausalLM", _LLAMA | {"sliding_window": 8}),
     "gemma3": Architecture("Gemma3ForCausalLM", _LLAMA | {"sliding_window": 8}),

@@ -111,8 +111,9 @@ def test_a_graph_that_ignores_the_mask_fails_where_rows_are_padded(exported: Exp
 
 def test_a_graph_with_another_pooling_fails(exported: Exported, tmp_path: Path) -> None:
     source = exported.source
+    task = source.task
     pooling = PoolingSettings(mode="cls", normalize=True, source="test")
-    wrong = SentenceEmbedding(source.task.module.model, pooling, source.task.module.input_names)
+    wrong = SentenceEmbedding(task.module.model, pooling, task.module.input_names)
     model_file = tmp_path / "model" / "model.onnx"
     model_file.parent.mkdir()
     export_onnx(wrong.eval(), task.signature, task.build_example(), model_file, DEFAULT_TARGET)

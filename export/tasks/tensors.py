@@ -234,7 +234,7 @@ def infer_outputs(
     runs = []
     for batch, shift in ((2, 0), (3, 1)):
         sizes = {
-            symbol: limits.choose_example(_EXAMPLE_SIZES[place % len(_EXAMPLE_SIZES)] + 6 * shift)
+            symbol: limits.choose_example(_EXAMPLE_SIZES[place % len(_EXAMPLE_SIZES)] + shift * (6 + limits.smallest))
             for place, (symbol, limits) in enumerate(tensors.sizes.items())
         }
         signature = ModelSignature(inputs=inputs, outputs=())
