@@ -100,7 +100,8 @@ def write_precision(
     else:
         if precision == "fp16":
             on_step("looking for values beyond fp16")
-            kept = find_islands(load_graph(source), measure_ranges(source, feeds, destination.parent))
+            ranges = measure_ranges(source, feeds, destination.parent, external_above_bytes=external_above_bytes)
+            kept = find_islands(load_graph(source), ranges)
             write_float16(source, destination, kept, external_above_bytes=external_above_bytes)
         else:
             write_bfloat16(source, destination, external_above_bytes=external_above_bytes)

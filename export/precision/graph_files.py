@@ -1,9 +1,6 @@
 """ONNX graphs on disk: loaded without copying their weights, written with the same bytes each time."""
 
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -78,30 +75,10 @@ def count_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in find_files(path))
 
 
-@contextmanager
-def open_workspace(source: Path, near: Path) -> Iterator[Path]:
-    """Give a folder to write derived graphs to, in which the weights of `source` lie under their own names.
-
-    They are linked, not copied, wherever `near` is on the same disk: ONNX Runtime follows no symbolic link.
-    """
-    with TemporaryDirectory(prefix=".precision-", dir=near) as name:
-        folder = Path(name)
-        for file in find_files(source)[1:]:
-            try:
-                os.link(file, folder / file.name)
-            except OSError:
-                shutil.copyfile(file, folder / file.name)
-        yield folder
-
-
-def save_beside_weights(model: ir.Model, path: Path) -> None:
-    """Write a derived graph into a workspace: what lay in other files before stays in those."""
-    common.TopologicalSortPass()(model)
-    ir.save(model, path)
-
-
 def open_session(path: Path) -> onnxruntime.InferenceSession:
     """Return the file in ONNX Runtime, on one thread: sums in the same order on every machine, and comparable times.
+
+    Of a model whose weights lie in other files, no second copy in the order of multiplication is held.
 
     Raises:
         PrecisionError: ONNX Runtime refuses the file.
@@ -110,6 +87,8 @@ def open_session(path: Path) -> onnxruntime.InferenceSession:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     # Of its own remarks only errors, which it raises as well.
     options.log_severity_level = 3
+    if len(find_files(path)) > 1:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     # ONNX Runtime raises one class per kind of fault, without a common base of its own.
@@ -127,11 +106,19 @@ def run_feeds(
     return [session.run(outputs, {name: feed[name] for name in names}) for feed in feeds]
 
 
-def measure_ranges(source: Path, feeds: Sequence[Feed], near: Path) -> dict[str, float]:
+def measure_ranges(
+    source: Path, feeds: Sequence[Feed], folder: Path, *, external_above_bytes: int = EXTERNAL_ABOVE_BYTES
+) -> dict[str, float]:
     """Return value name → the largest magnitude of any fp32 value inside the graph, over all feeds.
 
     Infinite where it is infinite or no number. Each value is reduced inside the graph, so that no more memory is
     needed than for an ordinary run.
+
+    Args:
+        source: Plain fp32.
+        feeds: What to run.
+        folder: Where a temporary copy of the graph may lie, for the length of the call.
+        external_above_bytes: From which size on the weights lie in a file of their own.
     """
     model = load_graph(source)
     graph = model.graph
@@ -151,8 +138,9 @@ def measure_ranges(source: Path, feeds: Sequence[Feed], near: Path) -> dict[str,
         output.name, output.dtype, output.shape = f"range_{index}", ir.DataType.FLOAT, ir.Shape([])
         graph.extend([magnitude, row, padded, largest])
         graph.outputs.append(output)
-    with open_workspace(source, near) as folder:
-        save_beside_weights(model, folder / "ranges.onnx")
-        answers = run_feeds(open_session(folder / "ranges.onnx"), feeds)
+    with TemporaryDirectory(prefix=".precision-", dir=folder) as workspace:
+        path = Path(workspace) / "ranges.onnx"
+        save_graph(model, path, external_above_bytes=external_above_bytes)
+        answers = run_feeds(open_session(path), feeds)
     largest_of = np.max(np.nan_to_num(np.array(answers, dtype=np.float64), nan=np.inf, posinf=np.inf), axis=0)
     return {str(value.name): float(most) for value, most in zip(values, largest_of, strict=True)}

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,10 @@ from export.errors import PrecisionError
 from export.precision.graph_files import (
     EXTERNAL_ABOVE_BYTES,
     Feed,
+    count_bytes,
     load_graph,
     open_session,
-    open_workspace,
     run_feeds,
-    save_beside_weights,
     save_graph,
 )
 from export.precision.quality import Measure, Quality
@@ -88,8 +88,9 @@ def write_int8(
     Raises:
         PrecisionError: Nothing can be quantized, or the threshold holds only when nothing is.
     """
-    with open_workspace(source, destination.parent) as folder:
-        quantized = _quantize(source, folder)
+    with TemporaryDirectory(prefix=".precision-", dir=destination.parent) as name:
+        folder = Path(name)
+        quantized = _quantize(source, folder, external_above_bytes)
         nodes, small = _find_quantized(source, quantized)
         if not nodes:
             raise PrecisionError(
@@ -98,7 +99,7 @@ def write_int8(
                 got="none",
                 remedy="export with --precision fp32",
             )
-        ranking = _rank(source, quantized, nodes, feeds, folder)
+        ranking = _rank(source, quantized, nodes, feeds, folder, external_above_bytes)
 
         def write(count: int, path: Path) -> None:
             model = _restore(source, quantized, [*ranking[:count], *small])
@@ -144,10 +145,20 @@ def _find_fewest(most: int, holds: Callable[[int], bool]) -> int | None:
     return works
 
 
-def _quantize(source: Path, folder: Path) -> Path:
-    """Let ONNX Runtime quantize everything. Its temporary files lie beside its input, so that is a copy."""
+def _quantize(source: Path, folder: Path, external_above_bytes: int) -> Path:
+    """Let ONNX Runtime quantize everything.
+
+    Its temporary files lie beside its input, so that is a copy.
+    """
     plain, quantized = folder / "plain.onnx", folder / "quantized.onnx"
-    save_beside_weights(load_graph(source), plain)
+    save_graph(load_graph(source), plain, external_above_bytes=external_above_bytes)
+    before = onnx.load(plain, load_external_data=False)
+    # The quantizer transposes a matrix of a Gemm under its name, and stumbles over the shape that it had.
+    constants = {tensor.name for tensor in before.graph.initializer}
+    shapes = [item for item in before.graph.value_info if item.name not in constants]
+    del before.graph.value_info[:]
+    before.graph.value_info.extend(shapes)
+    onnx.save(before, plain)
     logger = logging.getLogger()
     disabled = logger.disabled
     # It recommends a preprocessing that fuses nodes, through the root logger.
@@ -159,7 +170,7 @@ def _quantize(source: Path, folder: Path) -> Path:
             op_types_to_quantize=list(_OPS),
             per_channel=True,
             weight_type=QuantType.QInt8,
-            use_external_data_format=sum(file.stat().st_size for file in folder.iterdir()) > EXTERNAL_ABOVE_BYTES,
+            use_external_data_format=count_bytes(plain) > external_above_bytes,
         )
     # It raises whatever its parts raise.
     except Exception as exc:
@@ -168,7 +179,7 @@ def _quantize(source: Path, folder: Path) -> Path:
         ) from exc
     finally:
         logger.disabled = disabled
-    before, after = (onnx.load(path, load_external_data=False) for path in (plain, quantized))
+    after = onnx.load(quantized, load_external_data=False)
     opsets = [{item.domain: item.version for item in model.opset_import} for model in (before, after)]
     assert opsets[0] == opsets[1], f"Bug: the quantizer changed opsets from {opsets[0]} to {opsets[1]}"
     assert before.ir_version == after.ir_version, "Bug: the quantizer changed the IR version"
@@ -240,14 +251,16 @@ def _copy_node(original: ir.Graph, name: str, graph: ir.Graph, values: dict[str,
     return output
 
 
-def _rank(source: Path, quantized: Path, nodes: Sequence[str], feeds: Sequence[Feed], folder: Path) -> list[str]:
+def _rank(
+    source: Path, quantized: Path, nodes: Sequence[str], feeds: Sequence[Feed], folder: Path, external_above_bytes: int
+) -> list[str]:
     """Return the nodes, first the one that pays most for staying fp32.
 
     That is the squared distance by which all outputs move when this node alone is int8, in parts of the bytes that it
     needs in fp32: those cost size and, in a product, time.
     """
     path = folder / "choices.onnx"
-    save_beside_weights(_build_choices(source, quantized, nodes), path)
+    save_graph(_build_choices(source, quantized, nodes), path, external_above_bytes=external_above_bytes)
     session = open_session(path)
     feeds = feeds[: max(1, _RANKING_RUNS // len(nodes))]
 

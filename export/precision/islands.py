@@ -41,6 +41,9 @@ _CARRYING_OPS = frozenset({
     "Squeeze", "Unsqueeze", "Transpose", "Slice", "Concat", "Split", "Gather", "Pad",
 })  # fmt: skip
 
+_GRAPHS = frozenset([ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS])
+_TENSORS = frozenset([ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.SPARSE_TENSOR])
+
 _LOOKUPS = frozenset(["Gather", "GatherElements", "GatherND"])
 
 
@@ -118,6 +121,9 @@ def _computes_indices(node: ir.Node, indices: set[str | None]) -> bool:
     """Tell whether a node's result comes from integers and constants alone, and is no vector looked up in a table."""
     if node.op_type in _LOOKUPS and is_fp32(node.inputs[0]) and _is_table(node.inputs[0]):
         return False
+    # A branch or a loop reads more than its inputs.
+    if any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+        return False
     read = [value for value in node.inputs if value is not None]
     known = all(not is_fp32(value) or value.is_initializer() or value.name in indices for value in read)
     # From constants alone it is a weight, such as a transposed one.
@@ -134,14 +140,7 @@ def _takes_fp16(node: ir.Node, opset_imports: Mapping[str, int]) -> bool:
     A node with a graph, a tensor or a type in its attributes has more to convert than its inputs: it stays fp32.
     """
     kinds = {attribute.type for attribute in node.attributes.values()}
-    held = {
-        ir.AttributeType.GRAPH,
-        ir.AttributeType.GRAPHS,
-        ir.AttributeType.TENSOR,
-        ir.AttributeType.TENSORS,
-        ir.AttributeType.SPARSE_TENSOR,
-    }
-    if kinds & held or "dtype" in node.attributes:
+    if kinds & (_GRAPHS | _TENSORS) or "dtype" in node.attributes:
         return False
     try:
         schema = onnx.defs.get_schema(node.op_type, opset_imports[node.domain], node.domain)
