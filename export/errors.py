@@ -7,6 +7,8 @@ ExportError                 exit code 1, one line on stderr
 ├── VocabularyError         tokenizer and embedding rows do not belong together
 ├── ModelError              the weights do not fit the architecture, or the task is not supported
 ├── GraphError              the ONNX file is not what was asked for
+├── PrecisionError          the model cannot be brought to the precision that was asked for
+├── EngineError             the TensorRT plan cannot be built, or is not for the target
 ├── VerificationError       the ONNX file computes something else than the checkpoint
 ├── TargetError             no Triton release is called so, or it cannot load the file
 ├── RuntimeFailure          the target's ONNX Runtime cannot be had, or cannot load or run the file, or dies of it
@@ -61,6 +63,14 @@ class ModelError(ExportError):
 
 class GraphError(ExportError):
     """The ONNX file is not what was asked for."""
+
+
+class PrecisionError(ExportError):
+    """The model cannot be brought to the precision that was asked for."""
+
+
+class EngineError(ExportError):
+    """The TensorRT plan cannot be built, or is not for the target."""
 
 
 class VerificationError(ExportError):

@@ -1,0 +1,146 @@
+"""ONNX graphs on disk: loaded without copying their weights, written with the same bytes each time."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime
+from onnx_ir.passes import common
+
+from export.errors import PrecisionError
+
+# Input name → values, as ONNX Runtime takes them.
+Feed = Mapping[str, npt.NDArray[Any]]
+
+# Weights beyond this go into a file of their own. Protobuf ends at 2 GB, and graph and checks need some of it.
+EXTERNAL_ABOVE_BYTES = 1_500_000_000
+
+# Smaller tensors stay in the graph's file, where shape inference can read them.
+_EXTERNAL_TENSOR_BYTES = 1024
+
+
+def load_graph(path: Path) -> ir.Model:
+    """Return the graph with every constant as an initializer and every value typed; weights in other files stay there.
+
+    Raises:
+        PrecisionError: A value's type cannot be told, so it cannot be told either what precision does to it.
+    """
+    model = ir.load(path)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    common.NameFixPass()(model)
+    if any(value.dtype is None for node in model.graph for value in node.outputs):
+        common.ShapeInferencePass()(model)
+    untyped = [value.name for node in model.graph for value in node.outputs if value.dtype is None and value.uses()]
+    if untyped:
+        raise PrecisionError(
+            f"{path.name} does not say of which type {untyped[0]} is",
+            expected="a type on every value",
+            got=f"{len(untyped)} values without one",
+            remedy="export it again with the plain exporter",
+        )
+    return model
+
+
+def save_graph(model: ir.Model, path: Path, *, external_above_bytes: int = EXTERNAL_ABOVE_BYTES) -> None:
+    """Write a graph without metadata to `path`, its weights to `path` + `.data` where they are many.
+
+    One tensor at a time is in memory where they go into a file of their own.
+    """
+    common.TopologicalSortPass()(model)
+    # Such as the quantizer's remarks: no part of the model.
+    common.ClearMetadataAndDocStringPass()(model)
+    model.metadata_props.clear()
+    model.producer_name = model.producer_version = None
+    tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    if sum(tensor.nbytes for tensor in tensors if tensor is not None) > external_above_bytes:
+        ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=_EXTERNAL_TENSOR_BYTES)
+    else:
+        ir.external_data.load_to_model(model)
+        ir.save(model, path)
+
+
+def find_files(path: Path) -> list[Path]:
+    """Return a graph's file and those that its weights lie in."""
+    tensors = [value.const_value for graph in ir.load(path).graphs() for value in graph.initializers.values()]
+    locations = {str(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+    return [path, *(path.parent / location for location in sorted(locations))]
+
+
+def count_bytes(path: Path) -> int:
+    """Return the size of a graph and its weights."""
+    return sum(file.stat().st_size for file in find_files(path))
+
+
+def open_session(path: Path) -> onnxruntime.InferenceSession:
+    """Return the file in ONNX Runtime, on one thread: sums in the same order on every machine, and comparable times.
+
+    Of a model whose weights lie in other files, no second copy in the order of multiplication is held.
+
+    Raises:
+        PrecisionError: ONNX Runtime refuses the file.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    # Of its own remarks only errors, which it raises as well.
+    options.log_severity_level = 3
+    if len(find_files(path)) > 1:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    # ONNX Runtime raises one class per kind of fault, without a common base of its own.
+    except Exception as exc:
+        raise PrecisionError(
+            f"ONNX Runtime cannot load {path.name}", got=str(exc).strip().split("\n", 1)[0].rstrip(".")
+        ) from exc
+
+
+def run_feeds(
+    session: onnxruntime.InferenceSession, feeds: Sequence[Feed], outputs: Sequence[str] | None = None
+) -> list[list[npt.NDArray[Any]]]:
+    """Return what the session answers to each feed."""
+    names = [value.name for value in session.get_inputs()]
+    return [session.run(outputs, {name: feed[name] for name in names}) for feed in feeds]
+
+
+def measure_ranges(
+    source: Path, feeds: Sequence[Feed], folder: Path, *, external_above_bytes: int = EXTERNAL_ABOVE_BYTES
+) -> dict[str, float]:
+    """Return value name → the largest magnitude of any fp32 value inside the graph, over all feeds.
+
+    Infinite where it is infinite or no number. Each value is reduced inside the graph, so that no more memory is
+    needed than for an ordinary run.
+
+    Args:
+        source: Plain fp32.
+        feeds: What to run.
+        folder: Where a temporary copy of the graph may lie, for the length of the call.
+        external_above_bytes: From which size on the weights lie in a file of their own.
+    """
+    model = load_graph(source)
+    graph = model.graph
+    zero = ir.Value(name="range_zero", const_value=ir.tensor(np.zeros(1, np.float32), name="range_zero"))
+    flat = ir.Value(name="range_flat", const_value=ir.tensor(np.array([-1]), name="range_flat"))
+    graph.register_initializer(zero)
+    graph.register_initializer(flat)
+    values = [value for node in graph for value in node.outputs if value.dtype == ir.DataType.FLOAT and value.name]
+    graph.outputs.clear()
+    for index, value in enumerate(values):
+        magnitude = ir.node("Abs", [value])
+        row = ir.node("Reshape", [magnitude.outputs[0], flat])
+        # With a zero behind it, for the largest of no values at all is an error.
+        padded = ir.node("Concat", [row.outputs[0], zero], attributes={"axis": 0})
+        largest = ir.node("ReduceMax", [padded.outputs[0]], attributes={"keepdims": 0})
+        output = largest.outputs[0]
+        output.name, output.dtype, output.shape = f"range_{index}", ir.DataType.FLOAT, ir.Shape([])
+        graph.extend([magnitude, row, padded, largest])
+        graph.outputs.append(output)
+    with TemporaryDirectory(prefix=".precision-", dir=folder) as workspace:
+        path = Path(workspace) / "ranges.onnx"
+        save_graph(model, path, external_above_bytes=external_above_bytes)
+        answers = run_feeds(open_session(path), feeds)
+    largest_of = np.max(np.nan_to_num(np.array(answers, dtype=np.float64), nan=np.inf, posinf=np.inf), axis=0)
+    return {str(value.name): float(most) for value, most in zip(values, largest_of, strict=True)}

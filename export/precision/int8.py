@@ -1,0 +1,304 @@
+"""Dynamic int8: weights per output channel, activations per tensor as they come, the most sensitive nodes in fp32.
+
+The quantizer of ONNX Runtime quantizes everything once. Each candidate is that graph with some nodes put back as they
+were, which is the same graph as the quantizer makes when it leaves them out, and a hundred times cheaper.
+
+Not guaranteed: activations are scaled by the largest value in the whole batch, so an answer depends on its batch mates
+and on padding, within the same quality; and CPUs without VNNI instructions saturate sums, so the quality measured is
+that of this kind of CPU.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+from onnxruntime.quantization import QuantType, quantize_dynamic
+
+from export.errors import PrecisionError
+from export.precision.graph_files import (
+    EXTERNAL_ABOVE_BYTES,
+    Feed,
+    count_bytes,
+    load_graph,
+    open_session,
+    run_feeds,
+    save_graph,
+)
+from export.precision.quality import Measure, Quality
+
+# What the quantizer is given: products with a constant matrix, and tables. Its convolutions take unsigned weights
+# only on a CPU, and are slower there than fp32.
+_OPS = ("MatMul", "Gather")
+_QUANTIZED_OPS = ("MatMul", "Gemm", "Gather")
+
+# Tables below this are put back: a token type's or a position's row errs as much as a word's, and saves nothing.
+_MIN_TABLE_BYTES = 1_000_000
+
+# Runs of the graph that the ranking may take: each node once on as many feeds as fit, at least one.
+_RANKING_RUNS = 600
+
+# The input that chooses int8 or fp32 for each node while they are ranked.
+_CHOICE = "use_int8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Result:
+    """What came of the search.
+
+    Attributes:
+        kept: Node name → why it stayed fp32.
+        quality: Of the file.
+        measured: How many candidates were measured.
+    """
+
+    kept: dict[str, str]
+    quality: Quality
+    measured: int
+
+
+def write_int8(
+    source: Path,
+    destination: Path,
+    feeds: Sequence[Feed],
+    *,
+    measure: Measure,
+    bounds: Mapping[str, float],
+    external_above_bytes: int = EXTERNAL_ABOVE_BYTES,
+) -> Int8Result:
+    """Write the fp32 graph `source` as int8, with the fewest nodes in fp32 with which the threshold holds.
+
+    Nodes are ranked by how far the answers move when that node alone is int8. Then bisection finds how many of the
+    first must stay fp32, every step measured on a real file: about log2 of the number of nodes, plus two.
+
+    Args:
+        source: Plain fp32.
+        destination: Of the new graph, in another folder.
+        feeds: Real text, with padding; the ranking is made on them.
+        measure: Says how good a candidate file is.
+        bounds: Metric → what the worst row must hold.
+        external_above_bytes: From which size on the weights lie in a file of their own.
+
+    Raises:
+        PrecisionError: Nothing can be quantized, or the threshold holds only when nothing is.
+    """
+    with TemporaryDirectory(prefix=".precision-", dir=destination.parent) as name:
+        folder = Path(name)
+        quantized = _quantize(source, folder, external_above_bytes)
+        nodes, small = _find_quantized(source, quantized)
+        if not nodes:
+            raise PrecisionError(
+                f"nothing in {source.name} can become int8",
+                expected="products with a constant matrix, or tables",
+                got="none",
+                remedy="export with --precision fp32",
+            )
+        ranking = _rank(source, quantized, nodes, feeds, folder, external_above_bytes)
+
+        def write(count: int, path: Path) -> None:
+            model = _restore(source, quantized, [*ranking[:count], *small])
+            save_graph(model, path, external_above_bytes=external_above_bytes)
+
+        qualities: dict[int, Quality] = {}
+
+        def holds(count: int) -> bool:
+            write(count, folder / "candidate.onnx")
+            qualities[count] = measure(folder / "candidate.onnx")
+            return qualities[count].holds(bounds[qualities[count].metric])
+
+        count = _find_fewest(len(ranking) - 1, holds)
+        if count is None:
+            best = max(qualities.values(), key=lambda quality: quality.worst)
+            raise PrecisionError(
+                f"int8 does not hold the quality asked for, whichever of {len(ranking)} nodes stay fp32",
+                expected=f"{best.metric.replace('_', ' ')} >= {bounds[best.metric]:g}",
+                got=f"{best.worst:.6g} at best",
+                remedy="ask for less, or export with --precision fp16",
+            )
+        write(count, destination)
+    kept = dict.fromkeys(small, "small table") | dict.fromkeys(ranking[:count], "sensitive to int8")
+    return Int8Result(kept=kept, quality=qualities[count], measured=len(qualities))
+
+
+def _find_fewest(most: int, holds: Callable[[int], bool]) -> int | None:
+    """Return the smallest count from 0 to `most` that holds, or None; every one that is returned was tried.
+
+    More nodes in fp32 are taken to be no worse, which is so but for noise: the count returned holds in any case.
+    """
+    if holds(0):
+        return 0
+    if most < 1 or not holds(most):
+        return None
+    fails, works = 0, most
+    while works - fails > 1:
+        middle = (fails + works) // 2
+        if holds(middle):
+            works = middle
+        else:
+            fails = middle
+    return works
+
+
+def _quantize(source: Path, folder: Path, external_above_bytes: int) -> Path:
+    """Let ONNX Runtime quantize everything.
+
+    Its temporary files lie beside its input, so that is a copy.
+    """
+    plain, quantized = folder / "plain.onnx", folder / "quantized.onnx"
+    save_graph(load_graph(source), plain, external_above_bytes=external_above_bytes)
+    before = onnx.load(plain, load_external_data=False)
+    # The quantizer transposes a matrix of a Gemm under its name, and stumbles over the shape that it had.
+    constants = {tensor.name for tensor in before.graph.initializer}
+    shapes = [item for item in before.graph.value_info if item.name not in constants]
+    del before.graph.value_info[:]
+    before.graph.value_info.extend(shapes)
+    onnx.save(before, plain)
+    logger = logging.getLogger()
+    disabled = logger.disabled
+    # It recommends a preprocessing that fuses nodes, through the root logger.
+    logger.disabled = True
+    try:
+        quantize_dynamic(
+            plain,
+            quantized,
+            op_types_to_quantize=list(_OPS),
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=count_bytes(plain) > external_above_bytes,
+        )
+    # It raises whatever its parts raise.
+    except Exception as exc:
+        raise PrecisionError(
+            f"ONNX Runtime cannot quantize {source.name}", got=str(exc).strip().split("\n", 1)[0].rstrip(".")
+        ) from exc
+    finally:
+        logger.disabled = disabled
+    after = onnx.load(quantized, load_external_data=False)
+    opsets = [{item.domain: item.version for item in model.opset_import} for model in (before, after)]
+    assert opsets[0] == opsets[1], f"Bug: the quantizer changed opsets from {opsets[0]} to {opsets[1]}"
+    assert before.ir_version == after.ir_version, "Bug: the quantizer changed the IR version"
+    return quantized
+
+
+def _find_quantized(source: Path, quantized: Path) -> tuple[list[str], list[str]]:
+    """Return the names of the nodes that the quantizer changed: those worth it, and the small tables."""
+    made = ir.convenience.create_value_mapping(ir.load(quantized).graph)
+    nodes: list[str] = []
+    small: list[str] = []
+    for node in load_graph(source).graph:
+        output = node.outputs[0]
+        if node.op_type not in _QUANTIZED_OPS or output.name not in made:
+            continue
+        if not _comes_from_int8(made[output.name]):
+            continue
+        table = node.inputs[0]
+        is_small = (
+            node.op_type == "Gather" and table is not None and table.const_value is not None
+            and table.const_value.nbytes < _MIN_TABLE_BYTES
+        )  # fmt: skip
+        (small if is_small else nodes).append(str(node.name))
+    return nodes, small
+
+
+def _comes_from_int8(value: ir.Value) -> bool:
+    """Tell whether a value is made of an integer product, scaled and with a bias at most, or of an int8 table."""
+    node = value.producer()
+    for _ in range(4):
+        if node is None:
+            return False
+        if node.op_type in ("MatMulInteger", "DequantizeLinear"):
+            return True
+        if node.op_type not in ("Add", "Mul", "Cast") or node.inputs[0] is None:
+            return False
+        node = node.inputs[0].producer()
+    return False
+
+
+def _restore(source: Path, quantized: Path, names: Sequence[str]) -> ir.Model:
+    """Return the quantized graph with the nodes of these names as they are in the fp32 graph."""
+    model = ir.load(quantized)
+    original = load_graph(source).graph
+    values = ir.convenience.create_value_mapping(model.graph)
+    for name in names:
+        after = _copy_node(original, name, model.graph, values)
+        before = values[str(after.name)]
+        before.replace_all_uses_with(after, replace_graph_outputs=True)
+        before.name, values[str(after.name)] = f"{after.name}_int8", after
+    common.RemoveUnusedNodesPass()(model)
+    return model
+
+
+def _copy_node(original: ir.Graph, name: str, graph: ir.Graph, values: dict[str, ir.Value]) -> ir.Value:
+    """Put a node of the fp32 graph, and the constants it reads, into the quantized graph; return its output."""
+    node = original.node(name)
+    inputs: list[ir.Value | None] = []
+    for value in node.inputs:
+        if value is not None and value.is_initializer() and value.name not in graph.initializers:
+            constant = ir.Value(name=value.name, const_value=value.const_value, shape=value.shape, type=value.type)
+            graph.register_initializer(constant)
+            values[str(value.name)] = constant
+        inputs.append(None if value is None else values[str(value.name)])
+    copied = ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), name=f"{name}_fp32")
+    output = copied.outputs[0]
+    output.name, output.type, output.shape = node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape
+    graph.append(copied)
+    return output
+
+
+def _rank(
+    source: Path, quantized: Path, nodes: Sequence[str], feeds: Sequence[Feed], folder: Path, external_above_bytes: int
+) -> list[str]:
+    """Return the nodes, first the one that pays most for staying fp32.
+
+    That is the squared distance by which all outputs move when this node alone is int8, in parts of the bytes that it
+    needs in fp32: those cost size and, in a product, time.
+    """
+    path = folder / "choices.onnx"
+    save_graph(_build_choices(source, quantized, nodes), path, external_above_bytes=external_above_bytes)
+    session = open_session(path)
+    feeds = feeds[: max(1, _RANKING_RUNS // len(nodes))]
+
+    def answer(use_int8: npt.NDArray[np.bool_]) -> list[npt.NDArray[np.float64]]:
+        answers = run_feeds(session, [{**feed, _CHOICE: use_int8} for feed in feeds])
+        return [output.astype(np.float64) for outputs in answers for output in outputs]
+
+    truth = answer(np.zeros(len(nodes), dtype=bool))
+    graph = load_graph(source).graph
+    gains = []
+    for name, alone in zip(nodes, np.eye(len(nodes), dtype=bool), strict=True):
+        error = sum(float(np.square(got - want).sum()) for got, want in zip(answer(alone), truth, strict=True))
+        constants = [value.const_value for value in graph.node(name).inputs if value is not None]
+        gains.append(error / sum(tensor.nbytes for tensor in constants if tensor is not None))
+    # The sort keeps the graph's order among equals.
+    return [nodes[index] for index in sorted(range(len(nodes)), key=lambda index: -gains[index])]
+
+
+def _build_choices(source: Path, quantized: Path, nodes: Sequence[str]) -> ir.Model:
+    """Return a graph with both forms of every node and an input that chooses between them: it is loaded only once."""
+    model, original = ir.load(quantized), load_graph(source).graph
+    graph = model.graph
+    values = ir.convenience.create_value_mapping(graph)
+    choice = ir.Value(name=_CHOICE, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([len(nodes)]))
+    graph.inputs.append(choice)
+    for index, name in enumerate(nodes):
+        plain = _copy_node(original, name, graph, values)
+        integer = values[str(plain.name)]
+        place = ir.Value(name=f"choice_{index}", const_value=ir.tensor(np.array(index), name=f"choice_{index}"))
+        graph.register_initializer(place)
+        chosen = ir.node("Gather", [choice, place])
+        merged = ir.node("Where", [chosen.outputs[0], integer, plain])
+        integer.replace_all_uses_with(merged.outputs[0], replace_graph_outputs=True)
+        merged.replace_input_with(1, integer)
+        output = merged.outputs[0]
+        output.type, output.shape = plain.type, plain.shape
+        output.name, integer.name, plain.name = plain.name, f"{plain.name}_int8", f"{plain.name}_fp32"
+        # Whatever is put in later reads the one that was chosen.
+        values[str(output.name)] = output
+        graph.extend([chosen, merged])
+    return model
