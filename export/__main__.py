@@ -155,11 +155,11 @@ def _parse_added_token(text: str) -> AddedToken:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Takes seconds, for it imports torch and transformers.
-    from export.pipeline import STEPS, run_export
+    from export.pipeline import count_steps, run_export
 
     console = Console(stderr=True)
     request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
-    result = run_export(request, Progress(console, STEPS), lambda report: _print_report(report, console))
+    result = run_export(request, Progress(console, count_steps(request)), lambda report: _print_report(report, console))
     if arguments.json:
         print(json.dumps(_to_json(result), indent=2))  # noqa: T201
     else:
@@ -199,7 +199,7 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
     }[publication.outcome]
     signature = source.task.signature
     facts = {
-        "checkpoint": f"{source.checkpoint.format_name}, {source.parameters / 1e6:.1f} M parameters",
+        "source": source.origin,
         "adapters": ", ".join(str(folder) for folder in source.adapters),
         "vocabulary": _describe_rows(source.rows) if source.rows else "",
         "left out": list_some(source.task.left_out) if source.task.left_out else "",
@@ -238,7 +238,7 @@ def _to_json(result: "ExportResult") -> dict[str, Any]:
     source, publication = result.source, result.publication
     task, rows = source.task, source.rows
     content: dict[str, Any] = {
-        "checkpoint": source.checkpoint.format_name,
+        "source": source.origin,
         "parameters": source.parameters,
         "task": task.name,
         "served_as": task.description,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from export.errors import GraphError
 from export.signature import ModelSignature, TensorSignature
-from export.targets import Target
+from export.targets import Target, require_fits
 
 # Every target from Triton 24.03 on loads opset 18, and it is the lowest that the exporter writes natively.
 OPSET = 18
@@ -26,7 +26,13 @@ _OUTPUT_PREFIX = "modelyard_output_"
 
 
 def export_onnx(
-    module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...], path: Path, target: Target
+    module: nn.Module,
+    signature: ModelSignature,
+    example: tuple[Tensor, ...],
+    path: Path,
+    target: Target,
+    *,
+    is_traced: bool = False,
 ) -> None:
     """Write `module` as ONNX to `path`, and check that the file is what the signature and the target ask for.
 
@@ -36,11 +42,17 @@ def export_onnx(
         example: What is traced, in the order of the inputs. Sizes of 1 may be taken for constants.
         path: Of the file; above 2 GB the weights go into a second one beside it.
         target: Whose ONNX Runtime must load the file.
+        is_traced: Whether the module is run once and what it did is written down, which exports more modules and makes
+            constants of whatever depends on sizes or values. Only a full verification can tell.
 
     Raises:
         GraphError: The exporter fails, or the file has other axes, names, opset or IR version than asked for.
     """
-    program = _trace(module, signature, example)
+    if is_traced:
+        _write_traced(module, signature, example, path)
+        check_graph(path, signature, target)
+        return
+    program = _export(module, signature, example)
     # The traced source lines and module names: no part of the model, and they would carry paths of this machine.
     ClearMetadataAndDocStringPass()(program.model)
     program.model.graph.name = "main"
@@ -49,7 +61,25 @@ def export_onnx(
     check_graph(path, signature, target)
 
 
-def _trace(module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...]) -> torch.onnx.ONNXProgram:
+def _write_traced(module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...], path: Path) -> None:
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            torch.onnx.export(
+                module,
+                example,
+                str(path),
+                input_names=[tensor.name for tensor in signature.inputs],
+                output_names=[tensor.name for tensor in signature.outputs],
+                dynamic_axes={tensor.name: tensor.dynamic_axes for tensor in signature},
+                opset_version=OPSET,
+                dynamo=False,
+            )
+        except Exception as exc:
+            raise GraphError("the model cannot be traced", got=_find_reason(exc)) from exc
+
+
+def _export(module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...]) -> torch.onnx.ONNXProgram:
     # String dimensions, not torch.export.Dim: a Dim that the code specialises becomes static without any error.
     axes = tuple(tensor.dynamic_axes for tensor in signature.inputs)
     # The shapes of `forward(*inputs)` are those of one argument.
@@ -125,7 +155,8 @@ def check_graph(path: Path, signature: ModelSignature, target: Target) -> None:
     """Refuse an ONNX file whose structure is not what signature and target ask for.
 
     Raises:
-        GraphError: Invalid ONNX, another opset or IR version than the target loads, or other inputs and outputs.
+        GraphError: Invalid ONNX, or other inputs and outputs.
+        TargetError: Another opset or IR version than the target loads.
     """
     try:
         onnx.checker.check_model(str(path), full_check=True)
@@ -134,14 +165,7 @@ def check_graph(path: Path, signature: ModelSignature, target: Target) -> None:
     except Exception as exc:
         raise GraphError(f"{path.name} is no valid ONNX file", got=str(exc).strip().split("\n", 1)[0]) from exc
     opset = next(item.version for item in model.opset_import if item.domain == "")
-    for what, got, most in (
-        ("opset", opset, target.max_opset),
-        ("IR version", model.ir_version, target.max_ir_version),
-    ):
-        if got > most:
-            raise GraphError(
-                f"{path.name} is too new for Triton {target.release}", expected=f"{what} <= {most}", got=str(got)
-            )
+    require_fits(path.name, opset, model.ir_version, target)
     _check_tensors(path.name, "inputs", signature.inputs, model.graph.input)
     _check_tensors(path.name, "outputs", signature.outputs, model.graph.output)
 

@@ -1,69 +1,122 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
 import json
+import platform
+import resource
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import torch
 
 from export import vocabulary
 from export.artefacts import Artefacts
-from export.checkpoints import StateDict, StoredCheckpoint, open_checkpoint
+from export.checkpoints import StateDict, open_checkpoint
 from export.comparison import describe_errors
-from export.errors import VerificationError, VocabularyError
+from export.conversion import convert
+from export.errors import GraphError, SettingsError, VerificationError, VocabularyError
+from export.factory import FactoryTask, build_factory_task
+from export.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from export.lora import merge_adapters
 from export.model_config import ModelNames
 from export.onnx_export import export_onnx
+from export.precision import PrecisionReport
 from export.progress import Progress
+from export.report_page import PAGE_FILE, render_report_page
 from export.repository import Publication, check_contract, check_name, publish
 from export.request import ExportRequest
-from export.targets import DEFAULT_TARGET
+from export.targets import Target, find_target
 from export.tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
+from export.tolerances import Tolerances, choose_tolerances
 from export.torch_model import load_config
 from export.transforms import CastToFloat32
 from export.verify import VerificationReport, verify
 from export.vocabulary_rows import VocabularyRows, fit_vocabulary
 
-STEPS = 5
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The checkpoint as it is to be served: the truth that the ONNX file is compared with.
+    """What is to be served: the truth that the ONNX file is compared with.
 
     Attributes:
-        checkpoint: As it was opened.
+        origin: What it was read from, in words.
+        folders: What was read → its folder, to be hashed.
         task: What is exported.
-        parameters: How many numbers the checkpoint holds.
+        parameters: How many numbers it holds.
         rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
         adapters: That were merged.
     """
 
-    checkpoint: StoredCheckpoint
+    origin: str
+    folders: Mapping[str, Path]
     task: Task
     parameters: int
-    rows: VocabularyRows | None
-    adapters: tuple[Path, ...]
+    rows: VocabularyRows | None = None
+    adapters: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """What came of it, for the summary."""
+    """What came of it, for the summary.
+
+    Attributes:
+        source: What was exported.
+        target: What it was exported for.
+        model_bytes: Size of the published graph with its weights.
+        report: Of the published files.
+        publication: Where they are.
+        precision: What another precision than fp32 costs and gains.
+        notes: What had to be done otherwise than usual, and why.
+        peak_bytes: The most memory that this process and the largest of its children held.
+    """
 
     source: Source
+    target: Target
     model_bytes: int
     report: VerificationReport
     publication: Publication
+    precision: PrecisionReport | None
+    notes: tuple[str, ...]
+    peak_bytes: tuple[int, int]
+
+
+def count_steps(request: ExportRequest) -> int:
+    """Return how many steps `run_export` tells of."""
+    return 6 if request.precision == "fp32" else 8
 
 
 def load_source(request: ExportRequest, progress: Progress) -> Source:
-    """Read a checkpoint, bring tokenizer and embedding rows together, and build the task's module around the model.
+    """Read what is to be served, and build the task's module around it.
 
     Raises:
         ExportError: With the one reason.
     """
+    if request.factory is not None:
+        return _load_factory(request, progress)
+    if request.checkpoint is None:
+        raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
+    return _load_checkpoint(request, request.checkpoint, progress)
+
+
+def _load_factory(request: ExportRequest, progress: Progress) -> Source:
+    entry, spec_file = request.factory or "", request.inputs
+    if spec_file is None:
+        raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+    weights, folders = None, {}
+    with progress.step("building the module"):
+        if request.checkpoint is not None:
+            checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
+            weights, folders = CastToFloat32(source=checkpoint), {"checkpoint": request.checkpoint}
+        task = build_factory_task(entry, spec_file, weights)
+    parameters = sum(parameter.numel() for parameter in task.module.parameters())
+    origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
+    return Source(origin=origin, folders=folders, task=task, parameters=parameters)
+
+
+def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:
     with progress.step("reading checkpoint and vocabulary"):
-        checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
+        checkpoint = open_checkpoint(path, tag=request.tag, allow_non_finite=request.allow_non_finite)
         directory = request.base or checkpoint.directory
         config = load_config(directory, checkpoint.config)
         weights: StateDict = CastToFloat32(source=checkpoint)
@@ -94,12 +147,11 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
             added_tokens=tuple(item.token for item in request.vocabulary.added_tokens),
         )
         task = build_task(task_name, source)
+    origin = f"{checkpoint.format_name}, {parameters / 1e6:.1f} M parameters"
+    adapters = {f"adapter {index + 1}": folder for index, folder in enumerate(request.adapters)}
+    folders = {"checkpoint": path, **({"base": directory} if directory != path else {}), **adapters}
     return Source(
-        checkpoint=checkpoint,
-        task=task,
-        parameters=parameters,
-        rows=rows,
-        adapters=request.adapters,
+        origin=origin, folders=folders, task=task, parameters=parameters, rows=rows, adapters=request.adapters
     )
 
 
@@ -111,40 +163,114 @@ def run_export(
     Args:
         request: What to do.
         progress: Told of every step.
-        on_report: Called with the verification report before it is judged.
+        on_report: Called with each verification report before it is judged.
 
     Raises:
         ExportError: With the one reason.
     """
     check_name(request.name)
+    target = find_target(request.target)
     source = load_source(request, progress)
     task = source.task
+    tolerances = choose_tolerances(task.tolerances, request.precision, request.tolerances, request.accept_worse)
+    exact = tolerances if request.precision == "fp32" else Tolerances(bounds=task.tolerances)
     names = name_models(request.name, task)
     check_contract(request.repository, names, task.signature)
+    precision = None
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
-        with progress.step("exporting to ONNX"):
-            files = write_files(task, Path(folder))
-        with progress.step("verifying against the checkpoint") as tell:
-            report = verify(task=task, files=files, target=DEFAULT_TARGET, on_case=tell)
-        on_report(report)
-        _require_passed(report)
+        files, report, notes = _export_and_verify(task, exact, target, Path(folder), progress, on_report)
+        if request.precision != "fp32":
+            with progress.step(f"converting to {request.precision}") as tell:
+                files, precision = convert(
+                    task=task,
+                    files=files,
+                    precision=request.precision,
+                    bounds=tolerances.bounds,
+                    target=target,
+                    directory=Path(folder) / request.precision,
+                    on_step=tell,
+                )
+            with progress.step(f"verifying {request.precision} against the checkpoint") as tell:
+                report = verify(task=task, files=files, target=target, tolerances=tolerances, on_case=tell)
+            report = replace(report, precision=precision.to_json())
+            on_report(report)
+            _require_passed(report)
+        with progress.step("hashing what was read"):
+            lock = render_lock(_build_lock(request, source, target, report))
         model_bytes = sum(path.stat().st_size for path in files.model)
         with progress.step("publishing"):
             publication = publish(
-                repository=request.repository, names=names, signature=task.signature, files=files, report=report
+                repository=request.repository,
+                names=names,
+                signature=task.signature,
+                files=files,
+                report=report,
+                document=lambda version: {
+                    LOCK_FILE: lock,
+                    PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version),
+                },
             )
-    return ExportResult(source=source, model_bytes=model_bytes, report=report, publication=publication)
+    return ExportResult(
+        source=source,
+        target=target,
+        model_bytes=model_bytes,
+        report=report,
+        publication=publication,
+        precision=precision,
+        notes=notes,
+        peak_bytes=_measure_peak(),
+    )
 
 
-def write_files(task: Task, directory: Path) -> Artefacts:
-    """Write everything that a version of `task` is made of into `directory`, and return what lies where.
+def _export_and_verify(
+    task: Task,
+    tolerances: Tolerances,
+    target: Target,
+    directory: Path,
+    progress: Progress,
+    on_report: Callable[[VerificationReport], None],
+) -> tuple[Artefacts, VerificationReport, tuple[str, ...]]:
+    """Return the files in fp32, their report, and why earlier ways of exporting were given up.
+
+    A module of the user's own is tried in several ways, the most faithful first: exported; exported without torch's
+    fast path for attention, whose padded values no graph has; traced, which makes constants of whatever depends on
+    sizes. Each is verified in full, so that whichever is published is proven.
+    """
+    ways = (
+        ("exported", "exported without torch's fast path", "traced") if isinstance(task, FactoryTask) else ("exported",)
+    )
+    notes: list[str] = []
+    for way in ways:
+        if way == "exported without torch's fast path":
+            torch.backends.mha.set_fastpath_enabled(False)
+        last = way == ways[-1]
+        try:
+            with progress.step(f"exporting to ONNX{'' if way == ways[0] else f', {way}'}"):
+                files = write_files(task, directory / str(len(notes)), target, is_traced=way == "traced")
+            with progress.step("verifying against the checkpoint") as tell:
+                report = verify(task=task, files=files, target=target, tolerances=tolerances, on_case=tell)
+        except (GraphError, VerificationError) as exc:
+            if last:
+                raise
+            notes.append(f"not {way}: {exc}")
+            continue
+        if report.passed or last:
+            on_report(report)
+            _require_passed(report)
+            return files, report, (*notes, *([f"{way}, after other ways failed"] if notes else []))
+        notes.append(f"not {way}: {describe_errors(report.worst.errors)} in {report.worst.name!r}")
+    raise AssertionError("Bug: the last way returns or raises")
+
+
+def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool = False) -> Artefacts:
+    """Write everything that a version of `task` is made of into `directory`, which is made, and return what lies where.
 
     Raises:
         GraphError: The module cannot be exported.
     """
     model_file = directory / "model" / "model.onnx"
-    model_file.parent.mkdir()
-    export_onnx(task.module, task.signature, task.build_example(), model_file, DEFAULT_TARGET)
+    model_file.parent.mkdir(parents=True)
+    export_onnx(task.module, task.signature, task.build_example(), model_file, target, is_traced=is_traced)
     tokenizer_file = postprocess_file = None
     if isinstance(task, TextTask):
         tokenizer_file = directory / "tokenizer.json"
@@ -155,6 +281,29 @@ def write_files(task: Task, directory: Path) -> Artefacts:
     return Artefacts(
         model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file, postprocess=postprocess_file
     )
+
+
+def _build_lock(
+    request: ExportRequest, source: Source, target: Target, report: VerificationReport
+) -> dict[str, object]:
+    options = asdict(request)
+    # Where it was published is no part of what it is.
+    del options["repository"], options["checkpoint"]
+    return build_lock(
+        target=target,
+        versions=report.versions | {"python": platform.python_version()},
+        sources={
+            what: hash_source(folder if folder.is_dir() else folder.parent, None if folder.is_dir() else [folder])
+            for what, folder in source.folders.items()
+        },
+        options=options,
+        seeds={"vocabulary": request.vocabulary.seed},
+        artefacts=report.sha256,
+    )
+
+
+def _measure_peak() -> tuple[int, int]:
+    return tuple(1024 * resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))  # type: ignore[return-value]
 
 
 def name_models(name: str, task: Task) -> ModelNames:

@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,7 +118,7 @@ def publish(
     signature: ModelSignature,
     files: Artefacts,
     report: VerificationReport,
-    documents: Mapping[str, str] | None = None,
+    document: Callable[[int], Mapping[str, str]] = lambda version: {},
 ) -> Publication:
     """Add a version to the repository, or find that the newest one has the same content.
 
@@ -128,7 +128,7 @@ def publish(
         signature: Of the ONNX file.
         files: What the export wrote.
         report: Of exactly these files.
-        documents: File name → text of what is kept beside the report.
+        document: Given the version, returns file name → text of what is kept beside the report.
 
     Raises:
         RepositoryError: The report does not vouch for these bytes, the name is taken, the disk is full, or another
@@ -141,21 +141,21 @@ def publish(
         homes[names.preprocess] += [files.tokenizer]
     if files.postprocess:
         homes[names.postprocess] += [files.postprocess]
-    documents = {
-        REPORT_FILE: json.dumps(report.to_json(), indent=2) + "\n",
-        GOLDEN_FILE: json.dumps(report.golden) + "\n",
-        **(documents or {}),
-    }
     with contextlib.ExitStack() as undo:
         _make_directory(repository, undo)
         with _lock(repository):
             check_contract(repository, names, signature)
             _remove_leftovers(repository, names)
             version = max(_list_versions(repository / names.name), default=0)
-            created = not version or not _holds_files(repository, names, version, homes, report, {*documents})
+            created = not version or not _holds_files(repository, names, version, homes, report)
             try:
                 if created:
                     version += 1
+                    documents = {
+                        REPORT_FILE: json.dumps(report.to_json(), indent=2) + "\n",
+                        GOLDEN_FILE: json.dumps(report.golden) + "\n",
+                        **document(version),
+                    }
                     _add_version(_stage(repository, names, homes, report, documents, undo), version, undo)
                 switched = _switch(repository, names, signature, version, undo)
             except OSError as exc:
@@ -274,17 +274,17 @@ def _holds_files(
     version: int,
     files: Mapping[str, list[Path]],
     report: VerificationReport,
-    documents: set[str],
 ) -> bool:
     """Tell whether `version` is complete and holds these very files, by their hashes."""
     for model_name in names.all:
         folder = repository / model_name / str(version)
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        if model_name == names.name:
-            present -= documents
-        if present != {source.name for source in files[model_name]}:
+        is_public = model_name == names.name
+        if is_public and not {REPORT_FILE, GOLDEN_FILE} <= present:
             return False
-        if model_name == names.name and not (folder / REPORT_FILE).is_file():
+        # The documents beside the report tell of the same files; releases differ in which there are.
+        wanted = {source.name for source in files[model_name]}
+        if not wanted <= present or (not is_public and present != wanted):
             return False
         if any(hash_file(folder / source.name) != report.sha256[source.name] for source in files[model_name]):
             return False

@@ -1,6 +1,7 @@
 """What a user can ask the export for. Imports nothing heavy, so that `--help` answers at once."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Task → what clients get, for `--help`.
@@ -21,6 +22,16 @@ TASKS = {
     "automatic-speech-recognition": "tensors: the scores of the characters at every frame of a sound",
     "audio-feature-extraction": "tensors: the last hidden states of a sound",
 }
+
+PRECISIONS = {
+    "fp32": "as trained",
+    "fp16": "half the size, for GPUs",
+    "bf16": "weights of half the size, fp32 arithmetic",
+    "int8": "a quarter of the size, the fastest on CPUs, the most sensitive parts in fp32",
+}
+
+# The Triton release whose tritonserver the wheel carries.
+DEFAULT_RELEASE = "24.10"
 
 UNUSED_ROWS = ("keep", "cut")
 POOLINGS = ("mean", "cls", "last")
@@ -108,9 +119,15 @@ class ExportRequest:
         vocabulary: What becomes of the tokenizer and its rows.
         adapters: Folders of adapters, merged in this order.
         lora_scaling: DeepSpeed-Chat's, for the low-rank updates inside a checkpoint of its.
+        target: The Triton release that is to serve it.
+        precision: Of the published file.
+        tolerances: Error → another bound for the verification than the usual one.
+        accept_worse: Why a wider bound is accepted.
+        factory: Function that builds the module, where it is no model of transformers.
+        inputs: File that describes that module's inputs and outputs.
     """
 
-    checkpoint: Path
+    checkpoint: Path | None
     name: str
     repository: Path
     tag: str | None = None
@@ -121,3 +138,9 @@ class ExportRequest:
     vocabulary: VocabularyOptions = VocabularyOptions()
     adapters: tuple[Path, ...] = ()
     lora_scaling: float | None = None
+    target: str = DEFAULT_RELEASE
+    precision: str = "fp32"
+    tolerances: Mapping[str, float] = field(default_factory=dict)
+    accept_worse: str | None = None
+    factory: str | None = None
+    inputs: Path | None = None

@@ -18,6 +18,7 @@ from export.errors import RuntimeFailure, VerificationError
 from export.target_runtime import TargetSession, open_runtime
 from export.targets import Target
 from export.tasks import Task
+from export.tolerances import Tolerances
 
 # The module's answers are kept for the next case with the same row, up to this size.
 _KEPT_BYTES = 1 << 20
@@ -64,6 +65,8 @@ class VerificationReport:
         target: The Triton release.
         versions: Distribution → version of what made and ran the file.
         distribution: Output → how its differences are distributed over all cases.
+        accepted_worse: Why bounds are wider than the usual ones, and which.
+        precision: What another precision than fp32 costs and gains.
     """
 
     sha256: dict[str, str]
@@ -74,6 +77,8 @@ class VerificationReport:
     target: str
     versions: dict[str, str] = field(default_factory=dict)
     distribution: Mapping[str, Distribution] = field(default_factory=dict)
+    accepted_worse: Mapping[str, Any] | None = None
+    precision: Mapping[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -96,6 +101,8 @@ class VerificationReport:
             "passed": self.passed,
             "tolerances": dict(self.tolerances),
             "distribution": {name: counted.to_json() for name, counted in self.distribution.items()},
+            **({"accepted_worse": dict(self.accepted_worse)} if self.accepted_worse else {}),
+            **({"precision": dict(self.precision)} if self.precision else {}),
         }
 
 
@@ -104,8 +111,7 @@ def verify(
     task: Task,
     files: Artefacts,
     target: Target,
-    tolerances: Mapping[str, float] | None = None,
-    real_inputs_only: bool = False,
+    tolerances: Tolerances | None = None,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> VerificationReport:
     """Compare the ONNX file with the task's module, at every shape that matters. Does not judge.
@@ -118,23 +124,25 @@ def verify(
         task: The source of truth.
         files: What the export wrote.
         target: Whose ONNX Runtime the graph is run by.
-        tolerances: Error → bound; the task's own for fp32 if left out.
-        real_inputs_only: Whether only inputs such as users send must keep them, as with precisions that promise no
-            more. Whatever else is tried must be finite.
+        tolerances: What the cases are judged by; the task's own for fp32 if left out. Whatever is not judged must at
+            least be finite.
         on_case: Called with the name of each case before it runs.
 
     Raises:
         VerificationError: The server's tokenizer makes other ids than transformers', or the graph fails on a case.
         RuntimeFailure: The target's ONNX Runtime cannot be had, or cannot load the file.
     """
-    bounds = task.tolerances if tolerances is None else tolerances
+    judged = tolerances or Tolerances(bounds=task.tolerances)
+    bounds = judged.bounds
+    cases = list(task.build_cases())
+    real_inputs_only = judged.real_inputs_only and any(case.is_real for case in cases)
     texts_tokenized = task.check_files(files)
     results = []
     distribution = {tensor.name: Distribution() for tensor in task.signature.outputs}
     reference = Reference(task)
     with open_runtime(target) as runtime:
         session = runtime.load(files.graph)
-        for case in task.build_cases():
+        for case in cases:
             on_case(case.name)
             applied = bounds if case.is_real or not real_inputs_only else {}
             results.append(_run_case(case, reference, session, bounds, applied, distribution))
@@ -148,6 +156,7 @@ def verify(
         versions={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx")}
         | {"onnxruntime": target.onnxruntime_version},
         distribution=distribution,
+        accepted_worse=judged.accepted,
     )
 
 

@@ -146,5 +146,5 @@ def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
         vocabulary=VocabularyOptions(added_tokens=(AddedToken(token="[NEW]", initializer="something new"),)),
     )
     source = load_source(request, progress)
-    files = write_files(source.task, tmp_path_factory.mktemp("exported"))
+    files = write_files(source.task, tmp_path_factory.mktemp("exported"), DEFAULT_TARGET)
     return Exported(source, files, verify_files(source, files.graph, files.tokenizer))

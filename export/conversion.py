@@ -1,0 +1,96 @@
+"""From the verified fp32 files of a task to files of another precision."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from export.artefacts import Artefacts
+from export.cases import Case, Outputs, join_rows
+from export.precision import Measure, PrecisionReport, Quality, write_precision
+from export.target_runtime import open_runtime
+from export.targets import Target
+from export.tasks import Task
+from export.tolerances import QUALITY_KEYS, find_quality_key
+from export.verify import Reference
+
+
+def convert(
+    *,
+    task: Task,
+    files: Artefacts,
+    precision: str,
+    bounds: Mapping[str, float],
+    target: Target,
+    directory: Path,
+    on_step: Callable[[str], None],
+) -> tuple[Artefacts, PrecisionReport]:
+    """Write the graph in `precision` into `directory`, and return the files with it in place of the fp32 one.
+
+    Args:
+        task: The source of truth.
+        files: In fp32, verified.
+        precision: `fp16`, `bf16` or `int8`.
+        bounds: What the file must hold.
+        target: Whose ONNX Runtime judges.
+        directory: Is made.
+        on_step: Told what is being done.
+
+    Raises:
+        PrecisionError: The precision cannot be had at this quality.
+    """
+    directory.mkdir()
+    path = directory / files.graph.name
+    cases = list_quality_cases(task)
+    key = find_quality_key(task.tolerances)
+    report = write_precision(
+        precision,
+        files.graph,
+        path,
+        feeds=[
+            join_rows(rows, task.signature, task.filling, case.padding_side).feeds
+            for case in cases
+            for rows in case.batches
+        ],
+        measure=build_measure(task, cases, key, target),
+        threshold=bounds[key],
+        on_step=on_step,
+    )
+    return replace(files, model=tuple(sorted(directory.iterdir()))), report
+
+
+def list_quality_cases(task: Task) -> list[Case]:
+    """Return the inputs that quality is measured on: such as users send, or whatever there is where there are none."""
+    cases = list(task.build_cases())
+    return [case for case in cases if case.is_real] or [case for case in cases if not case.padded_reference]
+
+
+def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Measure:
+    """Return how good a file is, by the task's own comparison with the checkpoint.
+
+    Args:
+        task: The source of truth.
+        cases: What is asked.
+        key: The error that counts, 1 where nothing is wrong.
+        target: Whose ONNX Runtime runs the file.
+    """
+    reference = Reference(task)
+    names = [tensor.name for tensor in task.signature.outputs]
+
+    def measure(path: Path) -> Quality:
+        expected: list[Outputs] = []
+        got: list[Outputs] = []
+        with open_runtime(target) as runtime:
+            session = runtime.load(path)
+            for case in cases:
+                for rows in case.batches:
+                    batch = join_rows(rows, task.signature, task.filling, case.padding_side)
+                    got += batch.cut(task.signature.outputs, session.run(names, batch.feeds))
+                    expected += [reference.answer_row(row) for row in rows]
+        each = [task.compare([want], [have], {})[key] for want, have in zip(expected, got, strict=True)]
+        # Labels are counted over all rows, the direction of the worst row is a row's own.
+        whole = task.compare(expected, got, {})[key]
+        return Quality(metric=QUALITY_KEYS[key], worst=whole, mean=float(np.mean(each)), rows=len(each))
+
+    return measure

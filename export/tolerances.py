@@ -1,0 +1,98 @@
+"""How far an export may be off: by precision, and by what a user explicitly accepts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from export.errors import SettingsError
+from export.precision import COSINE, LABEL_AGREEMENT, THRESHOLDS
+
+# Precision → what a largest error of fp32 is multiplied by. fp16 has 11 bits and bf16 8 where fp32 has 24; the sums of
+# a whole model make up for some of it. A wrong weight, mask or pooling is still far beyond.
+_FACTORS = {"fp16": 100.0, "bf16": 2000.0}
+
+# The tolerance that belongs to a metric of quality.
+QUALITY_KEYS = {"min_cosine": COSINE, "min_label_agreement": LABEL_AGREEMENT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerances:
+    """What the cases of a verification are judged by.
+
+    Attributes:
+        bounds: Error → what it may be.
+        real_inputs_only: Whether only inputs such as users send are judged.
+        accepted: Why bounds are wider than the default ones, and which; None where they are not.
+    """
+
+    bounds: Mapping[str, float]
+    real_inputs_only: bool = False
+    accepted: Mapping[str, Any] | None = None
+
+
+def choose_tolerances(
+    exact: Mapping[str, float], precision: str, asked: Mapping[str, float], accept_worse: str | None
+) -> Tolerances:
+    """Return the tolerances of a precision, changed as asked for.
+
+    Args:
+        exact: Those of the task in fp32.
+        precision: That is verified.
+        asked: Error → another bound.
+        accept_worse: The reason for which wider bounds are accepted.
+
+    Raises:
+        SettingsError: A bound means nothing to the task, is wider without a reason, or a reason comes without one.
+    """
+    usual = scale_tolerances(exact, precision)
+    unknown = sorted(set(asked) - set(usual))
+    if unknown:
+        raise SettingsError(
+            f"the tolerance {unknown[0]} means nothing here", expected="one of " + ", ".join(usual), got=unknown[0]
+        )
+    wider = {name: value for name, value in asked.items() if _is_wider(name, value, usual[name])}
+    if wider and not accept_worse:
+        name, value = next(iter(wider.items()))
+        raise SettingsError(
+            f"the tolerance {name} is wider than what {precision} is held to",
+            expected=f"{usual[name]:g} or stricter",
+            got=f"{value:g}",
+            remedy="pass --accept-worse with the reason, which the report will bear",
+        )
+    if accept_worse and not wider:
+        raise SettingsError(
+            "--accept-worse accepts nothing", expected="a --tolerance that is wider than the usual one", got="none"
+        )
+    accepted = {
+        "reason": accept_worse,
+        "tolerances": {name: {"usual": usual[name], "accepted": value} for name, value in wider.items()},
+    }
+    return Tolerances(
+        bounds=usual | dict(asked), real_inputs_only=precision == "int8", accepted=accepted if wider else None
+    )
+
+
+def scale_tolerances(exact: Mapping[str, float], precision: str) -> dict[str, float]:
+    """Return what a task's tolerances become in `precision`.
+
+    In int8 one of them is left, the task's measure of quality: single values may be off by anything.
+    """
+    if precision == "fp32":
+        return dict(exact)
+    if precision == "int8":
+        name = find_quality_key(exact)
+        return {name: THRESHOLDS[precision][QUALITY_KEYS[name]]}
+    return {
+        name: THRESHOLDS[precision][QUALITY_KEYS[name]] if name in QUALITY_KEYS else value * _FACTORS[precision]
+        for name, value in exact.items()
+    }
+
+
+def find_quality_key(exact: Mapping[str, float]) -> str:
+    """Return the tolerance that says how good a lossy file is: of labels where there are any, else of directions."""
+    return "min_label_agreement" if "min_label_agreement" in exact else "min_cosine"
+
+
+def _is_wider(name: str, value: float, usual: float) -> bool:
+    # Written so that NaN is wider than anything.
+    return not (value >= usual if name.startswith("min_") else value <= usual)
