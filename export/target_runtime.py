@@ -309,7 +309,8 @@ def _install(version: str, folder: Path, what: str) -> None:
             what,
             expected=f"pip to install onnxruntime=={version}",
             got=repr((errors or [f"exit code {done.returncode}"])[-1][:_MESSAGE_LENGTH]),
-            remedy="connect to a package index, or choose a target whose ONNX Runtime is installed",
+            remedy=f"connect to a package index that has it for Python {sys.version_info[0]}.{sys.version_info[1]}, "
+            "or choose another target",
         )
 
 

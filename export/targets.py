@@ -17,9 +17,8 @@ class Target:
         onnxruntime_version: The ONNX Runtime that its native backend is built with.
         max_opset: The highest ONNX opset which that runtime loads.
         max_ir_version: The highest ONNX IR version which that runtime loads.
-        tensorrt_version: The TensorRT of its image `-trtllm-python-py3`, the only one that NVIDIA's sources list. The
-            image `-py3` may hold a newer one (24.10's was seen with 10.5), so a plan belongs to the image that it was
-            built in, whatever this says.
+        tensorrt_version: The TensorRT in its image `-py3`, in as many parts as are known; None where none is known.
+            (The image `-trtllm-python-py3` holds an older one.) A plan is loaded by the TensorRT that built it.
         python_version: The Python that its Python backend runs.
     """
 
@@ -28,7 +27,7 @@ class Target:
     onnxruntime_version: str
     max_opset: int
     max_ir_version: int
-    tensorrt_version: str
+    tensorrt_version: str | None
     python_version: str
 
 
@@ -47,36 +46,39 @@ _CAPS = {
     "1.27.0": (26, 13),
 }
 
-# ONNX Runtime, TensorRT, Python: docs/introduction/compatibility.md of triton-inference-server/server at the commit
-# 0f963c9, its tables "ONNX Runtime Versions", "trtllm-python-py3" and "vllm-python-py3" (whose Python is that of
-# `-py3`; at 24.11 the TensorRT-LLM image still had 3.10). `ort_version` in build.py at the tags from v2.51.0 on agrees.
-# 25.08 is built from the commit 1d1712fdaf shortly before ONNX Runtime 1.23.0, whose wheel stands in for it.
+# ONNX Runtime, Python: docs/introduction/compatibility.md of triton-inference-server/server at the commit 0f963c9, its
+# tables "ONNX Runtime Versions" and "vllm-python-py3", whose Python is that of `-py3`. `ort_version` in build.py at the
+# tags from v2.51.0 on agrees. 25.08 is built from the commit 1d1712fdaf shortly before ONNX Runtime 1.23.0, whose wheel
+# stands in for it.
 # Server: one minor version a release, seen for 24.10 (its wheel), 24.12 and 25.01 (the names of NVIDIA's archived
 # documentation), 25.03 (build.py), 26.04, 26.06 and 26.07 (the repositories of Triton). From 2.56 to 2.68 there is one
 # minor version less than there are releases: 25.07, which has no tritonclient of its own on PyPI, is taken for 2.59.1.
-_RELEASES = [
-    ("24.10", "2.51.0", "1.19.2", "10.4.0", "3.10.12"),
-    ("24.11", "2.52.0", "1.19.2", "10.6.0", "3.12.3"),
-    ("24.12", "2.53.0", "1.20.1", "10.7.0", "3.12.3"),
+# TensorRT: NVIDIA's support matrix could not be read. Public repositories that name the image and what is in it,
+# for 24.10, 25.07, 26.02 and 26.07 `tritonserver:YY.MM-py3`, for 25.09 the vLLM image, for the others
+# `tensorrt:YY.MM-py3`, which is made to fit (issue 5812 of the server). For the Nones no such repository was found.
+_RELEASES: list[tuple[str, str, str, str | None, str]] = [
+    ("24.10", "2.51.0", "1.19.2", "10.5", "3.10.12"),
+    ("24.11", "2.52.0", "1.19.2", "10.6", "3.12.3"),
+    ("24.12", "2.53.0", "1.20.1", None, "3.12.3"),
     ("25.01", "2.54.0", "1.20.1", "10.8.0.43", "3.12.3"),
-    ("25.02", "2.55.0", "1.20.1", "10.8.0.43", "3.12.3"),
-    ("25.03", "2.56.0", "1.21.0", "10.9.0.34", "3.12.3"),
-    ("25.04", "2.57.0", "1.21.0", "10.9.0.34", "3.12.3"),
-    ("25.05", "2.58.0", "1.22.0", "10.9.0.34", "3.12.3"),
-    ("25.06", "2.59.0", "1.22.0", "10.10.0.31", "3.12.3"),
-    ("25.07", "2.59.1", "1.22.0", "10.10.0.31", "3.12.3"),
-    ("25.08", "2.60.0", "1.23.0", "10.11.0.33", "3.12.3"),
-    ("25.09", "2.61.0", "1.23.0", "10.11.0.33", "3.12.3"),
-    ("25.10", "2.62.0", "1.23.1", "10.11.0.33", "3.12.3"),
-    ("25.11", "2.63.0", "1.23.2", "10.13.3.9", "3.12.3"),
-    ("25.12", "2.64.0", "1.23.2", "10.13.3.9", "3.12.3"),
-    ("26.01", "2.65.0", "1.23.2", "10.13.3.9", "3.12.3"),
-    ("26.02", "2.66.0", "1.24.1", "10.13.3.9", "3.12.3"),
-    ("26.03", "2.67.0", "1.24.2", "10.14.1.48", "3.12.3"),
-    ("26.04", "2.68.0", "1.24.4", "10.14.1.48", "3.12.3"),
-    ("26.05", "2.69.0", "1.24.4", "10.14.1.48", "3.12.3"),
-    ("26.06", "2.70.0", "1.24.4", "10.14.1.48", "3.12.3"),
-    ("26.07", "2.71.0", "1.27.0", "10.14.1.48", "3.12.3"),
+    ("25.02", "2.55.0", "1.20.1", "10.8.0", "3.12.3"),
+    ("25.03", "2.56.0", "1.21.0", "10.9", "3.12.3"),
+    ("25.04", "2.57.0", "1.21.0", "10.9.0", "3.12.3"),
+    ("25.05", "2.58.0", "1.22.0", None, "3.12.3"),
+    ("25.06", "2.59.0", "1.22.0", "10.11.0", "3.12.3"),
+    ("25.07", "2.59.1", "1.22.0", "10.11.0.33", "3.12.3"),
+    ("25.08", "2.60.0", "1.23.0", None, "3.12.3"),
+    ("25.09", "2.61.0", "1.23.0", "10.13.3.9", "3.12.3"),
+    ("25.10", "2.62.0", "1.23.1", "10.13.3", "3.12.3"),
+    ("25.11", "2.63.0", "1.23.2", "10.14.1", "3.12.3"),
+    ("25.12", "2.64.0", "1.23.2", "10.14.1", "3.12.3"),
+    ("26.01", "2.65.0", "1.23.2", None, "3.12.3"),
+    ("26.02", "2.66.0", "1.24.1", "10.15.1.29", "3.12.3"),
+    ("26.03", "2.67.0", "1.24.2", "10.16.0.72", "3.12.3"),
+    ("26.04", "2.68.0", "1.24.4", "10.16.1", "3.12.3"),
+    ("26.05", "2.69.0", "1.24.4", "10.16.1.11", "3.12.3"),
+    ("26.06", "2.70.0", "1.24.4", "11.0.0.114", "3.12.3"),
+    ("26.07", "2.71.0", "1.27.0", "11.1.0.106", "3.12.3"),
 ]
 
 TARGETS = tuple(

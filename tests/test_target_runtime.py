@@ -299,8 +299,8 @@ def test_a_wheel_that_cannot_be_fetched_is_refused_in_one_sentence(
         runtime.load(tmp_path / "model.onnx")
     assert str(caught.value) == (
         "the ONNX Runtime 1.23.0 of Triton 25.08 cannot be fetched: expected pip to install onnxruntime==1.23.0, "
-        "got 'No matching distribution found for onnxruntime==1.23.0'; connect to a package index, or choose a target "
-        "whose ONNX Runtime is installed."
+        "got 'No matching distribution found for onnxruntime==1.23.0'; connect to a package index that has it for "
+        f"Python {sys.version_info[0]}.{sys.version_info[1]}, or choose another target."
     )
     assert told == ["fetching ONNX Runtime 1.23.0"]
     assert list(tmp_path.iterdir()) == []

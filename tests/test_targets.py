@@ -96,18 +96,18 @@ def test_a_graph_that_is_too_new_is_refused_with_the_releases_that_would_do() ->
 
 
 def describe_targets() -> list[str]:
-    """Return the rows of the README's table: releases that differ in nothing but their server in one row."""
+    """Return the rows of the README's table: releases of one ONNX Runtime and one Python in a row."""
 
-    def describe(target: Target) -> tuple[object, ...]:
+    def describe(target: Target) -> tuple[str | int, ...]:
         python = target.python_version.rpartition(".")[0]
-        return target.onnxruntime_version, target.max_opset, target.max_ir_version, target.tensorrt_version, python
+        return target.onnxruntime_version, target.max_opset, target.max_ir_version, python
 
     rows = []
     for cells, group in groupby(TARGETS, describe):
-        releases = [target.release for target in group]
-        rows.append(
-            f"| {' to '.join(dict.fromkeys([releases[0], releases[-1]]))} | {' | '.join(str(cell) for cell in cells)} |"
-        )
+        targets = list(group)
+        tensorrt = [target.tensorrt_version or "?" for target in targets]
+        row = [", ".join(target.release for target in targets), *map(str, cells), ", ".join(tensorrt)]
+        rows.append(f"| {' | '.join(row)} |")
     return rows
 
 
