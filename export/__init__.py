@@ -1,1 +1,7 @@
-"""Checkpoint in, verified Triton model version out. Run as `python -m export`."""
+"""From a trained checkpoint to a verified version in a Triton model repository."""
+
+import os
+
+# Before anything imports torch: its threads else wait for one another by spinning, and where another process wants the
+# cores as well that takes up to a hundred times as long (30 runs of 31 tokens: 21 ms each against 2,700).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -16,11 +16,12 @@ from rich.table import Table
 from export import consolidate, inspect_checkpoint
 from export.errors import ExportError, list_some
 from export.progress import Progress
-from export.request import AGGREGATIONS, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
+from export.request import AGGREGATIONS, DEFAULT_RELEASE, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
 from export.settings import build_request, read_settings
 
 if TYPE_CHECKING:
     from export.pipeline import ExportResult
+    from export.precision import PrecisionReport
     from export.verify import VerificationReport
     from export.vocabulary_rows import VocabularyRows
 
@@ -29,6 +30,8 @@ examples:
   python -m export run ./all-MiniLM-L6-v2 --name sentence_embedding
   python -m export run ./checkpoint --name tickets --repository /srv/models \\
       --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"
+  python -m export run ./checkpoint --name tickets --precision int8 --target 25.08
+  python -m export run --factory model.py:build --inputs inputs.json --name scores
   python -m export run ./checkpoint --name tickets --json > result.json
 
 exit codes: 0 published or already there, 1 refused (one sentence on stderr, nothing written), 2 wrong usage
@@ -67,7 +70,13 @@ def _build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="what the trainer or save_pretrained left")
+    run.add_argument(
+        "checkpoint",
+        type=Path,
+        nargs="?",
+        metavar="CHECKPOINT",
+        help="what the trainer or save_pretrained left (may be left out with --factory)",
+    )
     run.add_argument("--name", required=True, help="name that clients will use")
     run.add_argument("--task", choices=TASKS, help="what it is served as (default: what it was trained for)")
     run.add_argument(
@@ -100,6 +109,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="lora_scaling of DeepSpeed-Chat, to merge its LoRA",
     )
+    _add_proof_options(run.add_argument_group("options of the graph and its proof"))
     _add_vocabulary_options(run.add_argument_group("options of the vocabulary"))
     _add_task_options(run.add_argument_group("options of some tasks"))
     run.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
@@ -107,6 +117,39 @@ def _build_parser() -> argparse.ArgumentParser:
     inspect_checkpoint.add_parser(verbs)
     consolidate.add_parser(verbs)
     return parser
+
+
+def _add_proof_options(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument(
+        "--target", metavar="RELEASE", help=f"Triton release that is to serve it (default: {DEFAULT_RELEASE})"
+    )
+    group.add_argument("--precision", choices=PRECISIONS, help="of the published file (default: fp32)")
+    group.add_argument(
+        "--tolerance",
+        type=_parse_tolerance,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another bound for the verification, such as max_abs_error=1e-6; a wider one needs --accept-worse",
+    )
+    group.add_argument("--accept-worse", metavar="REASON", help="accept wider bounds; the report bears the reason")
+    group.add_argument(
+        "--factory",
+        metavar="ENTRY",
+        help="function that builds the module, as package.module:function or file.py:function; it is run",
+    )
+    group.add_argument(
+        "--inputs", type=Path, metavar="FILE", help="JSON that describes that module's inputs and outputs"
+    )
+
+
+def _parse_tolerance(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}") from None
 
 
 def _add_task_options(group: "argparse._ArgumentGroup") -> None:
@@ -170,7 +213,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _print_report(report: "VerificationReport", console: Console) -> None:
     from export.comparison import describe_errors
 
-    table = Table(title=f"ONNX Runtime {report.versions['onnxruntime']} against torch {report.versions['torch']}, fp32")
+    precision = report.precision["precision"] if report.precision else "fp32"
+    title = f"ONNX Runtime {report.versions['onnxruntime']} against torch {report.versions['torch']}, {precision}"
+    table = Table(title=title)
     # What was tried and what came of it is never broken over lines, nor cut.
     table.add_column("case", no_wrap=True)
     # On the 80 columns of a log there is no room for more; the report has every figure.
@@ -189,6 +234,7 @@ def _print_report(report: "VerificationReport", console: Console) -> None:
 
 def _print_summary(result: "ExportResult", repository: Path, console: Console) -> None:
     from export.comparison import describe_errors
+    from export.report_page import PAGE_FILE
     from export.signature import TextSignature
 
     source, publication, worst = result.source, result.publication, result.report.worst
@@ -198,8 +244,9 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         "unchanged": f"version {publication.version} already holds exactly this; nothing was written",
     }[publication.outcome]
     signature = source.task.signature
+    precision = result.precision.precision if result.precision else "fp32"
     facts = {
-        "source": source.origin,
+        "checkpoint": f"{source.origin}, {source.parameters / 1e6:.1f} M parameters",
         "adapters": ", ".join(str(folder) for folder in source.adapters),
         "vocabulary": _describe_rows(source.rows) if source.rows else "",
         "left out": list_some(source.task.left_out) if source.task.left_out else "",
@@ -207,16 +254,38 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         "text": f"up to {signature.max_length} tokens, longer is truncated"
         if isinstance(signature, TextSignature)
         else "",
-        "model": f"{result.model_bytes / 1e6:.1f} MB ONNX, fp32, for Triton {result.report.target}",
+        "model": f"{result.model_bytes / 1e6:.1f} MB ONNX, {precision}, for Triton {result.report.target}",
+        "beside fp32": _describe_precision(result.precision) if result.precision else "",
         "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",
         "published": f"{publication.name} in {repository}, {written}",
-        "report": str(publication.report_file),
+        "report": str(publication.report_file.with_name(PAGE_FILE)),
+        "memory": _describe_memory(result),
     }
     lines = {label: text for label, text in facts.items() if text}
     console.print()
     for label, text in lines.items():
-        console.print(f"{label:>10}  {text}", markup=False)
+        console.print(f"{label:>11}  {text}", markup=False)
+    for note in result.notes:
+        console.print(f"\nNote: {note}", markup=False)
     console.print(f"\nNext: python -m server --repository {repository}", markup=False)
+
+
+def _describe_precision(report: "PrecisionReport") -> str:
+    parts = [
+        str(report.quality),
+        f"{report.size_ratio:.2f} of the size",
+        f"{report.speed.ratio:.2f} times as fast on CPU",
+    ]
+    parts += [f"{len(report.kept)} nodes in fp32"] if report.kept else []
+    return ", ".join(parts)
+
+
+def _describe_memory(result: "ExportResult") -> str:
+    own, child = result.peak_bytes
+    weights = 4 * result.source.parameters
+    text = f"{own / 1e6:.0f} MB at most, {child / 1e6:.0f} MB in ONNX Runtime's own process"
+    # Of a small model, nearly all of it is torch and transformers themselves.
+    return f"{text}; {(own + child) / weights:.1f} times the fp32 weights" if weights > 1e9 else text
 
 
 def _describe_rows(rows: "VocabularyRows") -> str:
@@ -238,7 +307,7 @@ def _to_json(result: "ExportResult") -> dict[str, Any]:
     source, publication = result.source, result.publication
     task, rows = source.task, source.rows
     content: dict[str, Any] = {
-        "source": source.origin,
+        "checkpoint": source.origin,
         "parameters": source.parameters,
         "task": task.name,
         "served_as": task.description,
@@ -248,7 +317,10 @@ def _to_json(result: "ExportResult") -> dict[str, Any]:
         },
         "adapters": [str(folder) for folder in source.adapters],
         "left_out": task.left_out,
+        "target": result.target.release,
         "model_bytes": result.model_bytes,
+        "peak_bytes": {"export": result.peak_bytes[0], "onnxruntime": result.peak_bytes[1]},
+        "notes": list(result.notes),
         "report": result.report.to_json(),
         "publication": asdict(publication) | {"report_file": str(publication.report_file)},
     }

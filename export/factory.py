@@ -250,7 +250,7 @@ def read_spec(path: Path) -> InputSpec:
 
 def _read_input(path: Path, name: str, given: Any) -> TensorSignature:
     shape = given.get("shape") if isinstance(given, dict) else None
-    dims = shape if isinstance(shape, list) else [None]
+    dims: list[Any] = shape if isinstance(shape, list) else [None]
     if not all(isinstance(dim, str) or (isinstance(dim, int) and dim > 0) for dim in dims):
         raise SettingsError(
             f"the shape of {name} in {path} means nothing",

@@ -68,7 +68,7 @@ class ExportResult:
         publication: Where they are.
         precision: What another precision than fp32 costs and gains.
         notes: What had to be done otherwise than usual, and why.
-        peak_bytes: The most memory that this process and the largest of its children held.
+        peak_bytes: The most memory that this process held, and the one of ONNX Runtime.
     """
 
     source: Source
@@ -147,11 +147,15 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
             added_tokens=tuple(item.token for item in request.vocabulary.added_tokens),
         )
         task = build_task(task_name, source)
-    origin = f"{checkpoint.format_name}, {parameters / 1e6:.1f} M parameters"
     adapters = {f"adapter {index + 1}": folder for index, folder in enumerate(request.adapters)}
     folders = {"checkpoint": path, **({"base": directory} if directory != path else {}), **adapters}
     return Source(
-        origin=origin, folders=folders, task=task, parameters=parameters, rows=rows, adapters=request.adapters
+        origin=checkpoint.format_name,
+        folders=folders,
+        task=task,
+        parameters=parameters,
+        rows=rows,
+        adapters=request.adapters,
     )
 
 
@@ -218,7 +222,7 @@ def run_export(
         publication=publication,
         precision=precision,
         notes=notes,
-        peak_bytes=_measure_peak(),
+        peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
 
 
@@ -300,10 +304,6 @@ def _build_lock(
         seeds={"vocabulary": request.vocabulary.seed},
         artefacts=report.sha256,
     )
-
-
-def _measure_peak() -> tuple[int, int]:
-    return tuple(1024 * resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))  # type: ignore[return-value]
 
 
 def name_models(name: str, task: Task) -> ModelNames:

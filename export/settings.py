@@ -10,7 +10,9 @@ from typing import Any
 from export.errors import SettingsError
 from export.request import (
     AGGREGATIONS,
+    DEFAULT_RELEASE,
     POOLINGS,
+    PRECISIONS,
     TASKS,
     UNUSED_ROWS,
     AddedToken,
@@ -40,12 +42,19 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "aggregation": (str,),
     "pooling": (str,),
     "normalize": (bool,),
+    "target": (str,),
+    "precision": (str,),
+    "tolerances": (dict,),
+    "accept_worse": (str,),
+    "factory": (str,),
+    "inputs": (str,),
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "task": tuple(TASKS),
     "unused_rows": UNUSED_ROWS,
     "aggregation": tuple(AGGREGATIONS),
     "pooling": tuple(POOLINGS),
+    "precision": tuple(PRECISIONS),
 }
 
 
@@ -87,7 +96,10 @@ def _check_setting(path: Path, key: str, value: Any) -> None:
         )
     if key in ("pad_vocab_to_multiple_of", "top_k") and int(str(value)) < 1:
         raise SettingsError(f"{key} in {path} is too small", expected="at least 1", got=str(value))
-    if isinstance(value, dict) and not all(isinstance(item, str) for item in value.values()):
+    if isinstance(value, dict) and key == "tolerances":
+        if not all(isinstance(item, int | float) for item in value.values()):
+            raise SettingsError(f"{key} in {path} is of another kind", expected="errors and bounds", got=repr(value))
+    elif isinstance(value, dict) and not all(isinstance(item, str) for item in value.values()):
         raise SettingsError(f"{key} in {path} is of another kind", expected="tokens and initializers", got=repr(value))
 
 
@@ -121,6 +133,12 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         task_options=TaskOptions(**{field.name: choose(field.name) for field in fields(TaskOptions)}),
         adapters=tuple(Path(folder) for folder in [*settings.get("adapter", []), *arguments.get("adapter", [])]),
         lora_scaling=choose("lora_scaling"),
+        target=choose("target", DEFAULT_RELEASE),
+        precision=choose("precision", "fp32"),
+        tolerances=settings.get("tolerances", {}) | dict(arguments.get("tolerance", [])),
+        accept_worse=choose("accept_worse"),
+        factory=choose("factory"),
+        inputs=Path(choose("inputs")) if choose("inputs") else None,
         vocabulary=VocabularyOptions(
             added_tokens=tuple(tokens),
             unused_rows=choose("unused_rows", "keep"),

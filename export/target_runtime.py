@@ -65,6 +65,7 @@ class TargetRuntime:
         self._threads = threads
         self._on_progress = on_progress
         self._worker: _Worker | None = None
+        self.peak_bytes = 0
 
     def __enter__(self) -> "TargetRuntime":
         return self
@@ -89,6 +90,7 @@ class TargetRuntime:
     def close(self) -> None:
         """End the process at once, whatever it does."""
         if self._worker is not None:
+            self.peak_bytes = max(self.peak_bytes, self._worker.read_peak())
             self._worker.close()
             self._worker = None
 
@@ -194,6 +196,13 @@ class _Worker:
     def is_alive(self) -> bool:
         """Whether it can be asked."""
         return not self._answers.closed
+
+    def read_peak(self) -> int:
+        """Return the most memory that the process held so far, in bytes; 0 where the system does not tell."""
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii").splitlines()
+            return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+        return 0
 
     def next_number(self) -> int:
         """Return a number that no model has yet."""

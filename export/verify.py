@@ -67,6 +67,7 @@ class VerificationReport:
         distribution: Output → how its differences are distributed over all cases.
         accepted_worse: Why bounds are wider than the usual ones, and which.
         precision: What another precision than fp32 costs and gains.
+        runtime_peak_bytes: The most memory that ONNX Runtime's process held.
     """
 
     sha256: dict[str, str]
@@ -79,6 +80,7 @@ class VerificationReport:
     distribution: Mapping[str, Distribution] = field(default_factory=dict)
     accepted_worse: Mapping[str, Any] | None = None
     precision: Mapping[str, Any] | None = None
+    runtime_peak_bytes: int = 0
 
     @property
     def passed(self) -> bool:
@@ -157,6 +159,7 @@ def verify(
         | {"onnxruntime": target.onnxruntime_version},
         distribution=distribution,
         accepted_worse=judged.accepted,
+        runtime_peak_bytes=runtime.peak_bytes,
     )
 
 

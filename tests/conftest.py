@@ -1,5 +1,10 @@
 """What the tests share: the real checkpoint, a small one, a published repository, and a running server."""
 
+import os
+
+# As `export` itself sets it, and before torch is imported here: tests share their cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import hashlib
 import json
 import subprocess
