@@ -10,7 +10,7 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-containers lint bench bench-consolidate targets fuzz kills clean
+.PHONY: help setup demo serve test test-containers architectures lint bench bench-consolidate targets fuzz kills clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -46,6 +46,9 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,containers]'
 	@$(BIN)/python -m pytest -m containers tests/test_containers.py
 	@$(BIN)/python -m pytest tests/test_compose.py
+
+architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
+	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/test_architectures.py
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary

@@ -138,6 +138,35 @@ class Server:
         outputs = [self._library.InferRequestedOutput(name, **encoding) for name in model.outputs]
         return self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
 
+    def infer_tensors(
+        self,
+        name: str,
+        inputs: dict[str, tuple[npt.NDArray[Any], str]],
+        outputs: list[str],
+        *,
+        binary: bool = True,
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Return output name → values, from a model that takes tensors as they are.
+
+        Args:
+            name: Whom to ask.
+            inputs: Name → values and what KServe v2 calls their dtype, such as `FP32`.
+            outputs: Names.
+            binary: As `infer` takes it.
+
+        Raises:
+            ClientError: The server refuses or does not answer.
+        """
+        encoding = {} if self.protocol == "grpc" else {"binary_data": binary}
+        tensors = []
+        for tensor_name, (values, datatype) in inputs.items():
+            tensor = self._library.InferInput(tensor_name, list(values.shape), datatype)
+            tensor.set_data_from_numpy(values, **encoding)
+            tensors.append(tensor)
+        wanted = [self._library.InferRequestedOutput(output, **encoding) for output in outputs]
+        result = self._call("infer", name, tensors, outputs=wanted)
+        return {output: result.as_numpy(output) for output in outputs}
+
     def _find_ensemble(self) -> str:
         statistics = self._call("get_inference_statistics")["model_stats"]
         names = sorted({entry["name"] for entry in statistics})

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tritonclient.utils import triton_to_np_dtype
 
 from client.infer import DEFAULT_URLS, ClientError, Server
 
@@ -30,9 +31,9 @@ class ParityResult:
 
     Attributes:
         transport: How the answers came.
-        texts: How many there were.
-        max_abs_error: Of the values.
-        min_cosine: Of vectors; None for other answers.
+        texts: How many there were, or samples of tensors.
+        max_abs_error: Of the values; of tensors in parts of the largest one.
+        min_cosine: Of vectors and tensors; None for other answers.
         different: Texts whose labels, answers or places are others than the recorded ones.
         passed: Whether all of this is within the recorded tolerances.
     """
@@ -75,6 +76,8 @@ def check_parity(golden: dict[str, Any], model_name: str, http_url: str, grpc_ur
         ClientError: The server refuses or does not answer.
     """
     samples = golden["samples"]
+    if "inputs" in samples[0]:
+        return _check_tensors(golden, model_name, http_url, grpc_url)
     texts = [sample["text"].encode("utf-8") for sample in samples]
     pairs = [sample["pair"].encode("utf-8") for sample in samples if "pair" in sample]
     http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
@@ -88,6 +91,43 @@ def check_parity(golden: dict[str, Any], model_name: str, http_url: str, grpc_ur
             rows.append({name: array[0] for name, array in alone.items()})
         results.append(_compare(transport, [*samples, *samples], rows, golden))
     return results
+
+
+def _check_tensors(golden: dict[str, Any], model_name: str, http_url: str, grpc_url: str) -> list[ParityResult]:
+    """Do the same for a model that takes tensors: errors are counted in parts of an output's largest value."""
+    bounds = golden["tolerances"]
+    http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
+    results = []
+    for transport, server, binary in (("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)):
+        errors, cosines = [], []
+        for sample in golden["samples"]:
+            inputs = {tensor["name"]: (_to_array(tensor), tensor["datatype"]) for tensor in sample["inputs"]}
+            names = [tensor["name"] for tensor in sample["outputs"]]
+            answers = server.infer_tensors(model_name, inputs, names, binary=binary)
+            for tensor in sample["outputs"]:
+                want, have = _to_array(tensor).astype(np.float64), answers[tensor["name"]].astype(np.float64)
+                same_shape = want.shape == have.shape
+                largest = float(np.abs(want).max(initial=0.0)) or 1.0
+                errors.append(float(np.abs(want - have).max(initial=0.0)) / largest if same_shape else np.inf)
+                lengths = float(np.linalg.norm(want) * np.linalg.norm(have)) if same_shape else 0.0
+                cosines.append(float((want * have).sum()) / lengths if lengths else 1.0 - errors[-1])
+        error, cosine = float(np.max(errors)), float(np.min(cosines))
+        results.append(
+            ParityResult(
+                transport=transport,
+                texts=len(golden["samples"]),
+                max_abs_error=error,
+                min_cosine=cosine,
+                different=0,
+                passed=error <= bounds["max_relative_error"] and cosine >= bounds["min_cosine"],
+            )
+        )
+    return results
+
+
+def _to_array(tensor: dict[str, Any]) -> npt.NDArray[Any]:
+    kind: Any = triton_to_np_dtype(tensor["datatype"])
+    return np.array(tensor["data"], dtype=kind).reshape(tensor["shape"])
 
 
 def _compare(

@@ -40,6 +40,8 @@ def check_answer(url: str, repository: Path, name: str, version: str) -> float |
         return None
     golden = json.loads(path.read_text(encoding="utf-8"))
     sample = golden["samples"][0]
+    if "inputs" in sample:
+        return _check_tensors(f"{url}/v2/models/{name}/versions/{version}/infer", sample, golden["tolerances"])
     texts = {golden["input"]: sample["text"]} | ({"TEXT_PAIR": sample["pair"]} if "pair" in sample else {})
     body = {
         "inputs": [{"name": k, "shape": [1, 1], "datatype": "BYTES", "data": [text]} for k, text in texts.items()],
@@ -61,11 +63,39 @@ def check_answer(url: str, repository: Path, name: str, version: str) -> float |
     return error
 
 
+def _check_tensors(url: str, sample: dict[str, Any], tolerances: dict[str, float]) -> float:
+    """Ask for the outputs of recorded tensors, and return the largest difference in parts of an output's largest value.
+
+    Raises:
+        OSError: The server does not answer, or refuses.
+        ValueError: It answers something else than the file promises.
+    """
+    outputs = [{"name": tensor["name"]} for tensor in sample["outputs"]]
+    answer = _post(url, {"inputs": sample["inputs"], "outputs": outputs})
+    got = {tensor["name"]: tensor for tensor in answer["outputs"]}
+    worst = 0.0
+    for expected in sample["outputs"]:
+        tensor = got[expected["name"]]
+        if tensor["shape"] != expected["shape"]:
+            raise ValueError(f"expected {expected['name']} of shape {expected['shape']}, got {tensor['shape']}")
+        largest = max((abs(value) for value in expected["data"]), default=0.0) or 1.0
+        pairs = zip(tensor["data"], expected["data"], strict=True)
+        error = max((abs(a - b) for a, b in pairs), default=0.0) / largest
+        # Written so that NaN fails as well.
+        if not error <= tolerances["max_relative_error"]:
+            raise ValueError(
+                f"expected {expected['name']} within {tolerances['max_relative_error']} of its largest value, "
+                f"got {error:.1e}"
+            )
+        worst = max(worst, error)
+    return worst
+
+
 def check_ensembles(url: str, repository: Path) -> dict[str, float]:
-    """Ask every ensemble of `repository` for its verified answer.
+    """Ask every published model of `repository`, ensembles and lone graphs, for its verified answer.
 
     Returns:
-        Name of the ensemble to the largest difference.
+        Name to the largest difference.
 
     Raises:
         CheckError: One of them does not answer, or otherwise, or there is none to ask.

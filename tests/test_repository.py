@@ -27,7 +27,7 @@ def publish_files(exported: Exported, repository: Path, **changes: object) -> Pu
     arguments = {
         "repository": repository,
         "names": NAMES,
-        "signature": exported.source.signature,
+        "signature": exported.source.task.signature,
         "files": exported.files,
         "report": exported.report,
     }
@@ -128,7 +128,7 @@ def test_a_name_that_cannot_be_a_models_is_refused(name: str) -> None:
 
 def test_a_name_keeps_its_contract(exported: Exported, tmp_path: Path) -> None:
     publish_files(exported, tmp_path)
-    signature = exported.source.signature
+    signature = exported.source.task.signature
     wider = replace(signature, outputs=(replace(signature.outputs[0], dims=("batch", 32)),))
     with pytest.raises(RepositoryError, match=r"already published with another contract: .*\[16\].*got.*\[32\]"):
         check_contract(tmp_path, NAMES, wider)

@@ -1,6 +1,6 @@
+import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,13 @@ from conftest import Exported, verify_files
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 
+from export.artefacts import Artefacts
 from export.comparison import compare_embeddings
-from export.errors import VerificationError
-from export.onnx_export import export_onnx
-from export.targets import DEFAULT_TARGET
+from export.errors import GraphError, VerificationError
+from export.factory import FactoryTask, read_spec
+from export.onnx_export import check_graph, export_onnx
+from export.pipeline import write_files
+from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding
 from export.verify import hash_file, verify
 
@@ -22,7 +25,7 @@ from export.verify import hash_file, verify
 def test_an_exact_export_passes_every_case(exported: Exported) -> None:
     report = exported.report
     assert report.passed
-    assert report.worst.max_abs_error < 1e-6
+    assert report.worst.error < 1e-6
     names = [case.name for case in report.cases]
     assert names[:7] == ["1 token", "2 tokens", "3 tokens", "7 tokens", "8 tokens", "31 tokens", "64 tokens"]
     assert names[7:] == [
@@ -30,6 +33,12 @@ def test_an_exact_export_passes_every_case(exported: Exported) -> None:
         "sentences one by one",
         "sentences in one batch",
         "sentences in batches of 8",
+        "5 of 7 tokens, seed 0",
+        "padded right, seed 0",
+        "padded left, seed 0",
+        "5 of 7 tokens, seed 1",
+        "padded right, seed 1",
+        "padded left, seed 1",
         "new token [NEW]",
     ]
 
@@ -49,12 +58,12 @@ def test_the_report_names_the_bytes_and_what_was_tried(exported: Exported) -> No
 
 
 def test_golden_samples_are_the_checkpoints_own_answers(exported: Exported) -> None:
-    sample = exported.report.golden[-1]
-    assert "[NEW]" in sample.text
-    inputs = exported.source.tokenizer([sample.text], return_tensors="pt", truncation=True, max_length=64)
-    names = [tensor.name for tensor in exported.source.signature.inputs]
+    sample = exported.report.golden["samples"][-1]
+    assert "[NEW]" in sample["text"]
+    inputs = exported.source.task.tokenizer([sample["text"]], return_tensors="pt", truncation=True, max_length=64)
+    names = [tensor.name for tensor in exported.source.task.signature.inputs]
     expected = exported.source.task.module(*(inputs[name] for name in names))[0]
-    assert torch.equal(torch.tensor(sample.expected), expected)
+    assert torch.equal(torch.tensor(sample["expected"]), expected)
 
 
 def sabotage(model_file: Path, change: Callable[[dict[str, onnx.TensorProto]], None]) -> None:
@@ -128,14 +137,63 @@ def test_a_server_tokenizer_that_makes_other_ids_is_refused_with_the_text(export
         verify_files(exported.source, exported.model_file, tmp_path / "tokenizer.json")
 
 
-def test_another_onnx_runtime_than_the_targets_is_refused(exported: Exported) -> None:
-    with pytest.raises(VerificationError, match=r"is not the one of Triton 24\.10: expected 1\.18\.1, got 1\.19\.2"):
-        verify(
-            task=exported.source.task,
-            files=exported.files,
-            added_tokens=[],
-            target=replace(DEFAULT_TARGET, onnxruntime_version="1.18.1"),
-        )
+def exchange_two_outputs(model: onnx.ModelProto) -> None:
+    graph = model.graph
+    names = [value.name for value in graph.output]
+    for node in graph.node:
+        for index, name in enumerate(node.output):
+            if name in names:
+                node.output[index] = names[1 - names.index(name)]
+
+
+def fix_an_axis(model: onnx.ModelProto) -> None:
+    for value in model.graph.input:
+        value.type.tensor_type.shape.dim[1].dim_value = 7
+
+
+class TwoAnswers(torch.nn.Module):
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return values.sin(), values.cos()
+
+
+SPEC = {"inputs": {"values": {"shape": ["batch", "width"]}}, "outputs": ["sine", "cosine"]}
+
+
+@pytest.fixture
+def two_answers(tmp_path: Path) -> tuple[FactoryTask, Artefacts]:
+    (tmp_path / "inputs.json").write_text(json.dumps(SPEC))
+    task = FactoryTask(TwoAnswers(), read_spec(tmp_path / "inputs.json"))
+    return task, write_files(task, tmp_path / "files", DEFAULT_TARGET)
+
+
+def test_exchanged_outputs_fail(two_answers: tuple[FactoryTask, Artefacts]) -> None:
+    task, files = two_answers
+    assert verify(task=task, files=files, target=DEFAULT_TARGET).passed
+    model = onnx.load(files.graph)
+    exchange_two_outputs(model)
+    onnx.save(model, files.graph)
+    report = verify(task=task, files=files, target=DEFAULT_TARGET)
+    assert not any(case.passed for case in report.cases)
+    assert report.distribution["sine"].to_json()["counts"] != [0] * 30
+
+
+def test_an_axis_that_became_a_number_is_refused(two_answers: tuple[FactoryTask, Artefacts]) -> None:
+    task, files = two_answers
+    model = onnx.load(files.graph)
+    fix_an_axis(model)
+    onnx.save(model, files.graph)
+    with pytest.raises(
+        GraphError, match=r"expected values FLOAT \['batch', 'width'\], got values FLOAT \['batch', 7\]"
+    ):
+        check_graph(files.graph, task.signature, DEFAULT_TARGET)
+    with pytest.raises(VerificationError, match=r"the graph fails on the case .*a dimension was probably fixed"):
+        verify(task=task, files=files, target=DEFAULT_TARGET)
+
+
+def test_the_graph_runs_under_the_targets_own_onnx_runtime(exported: Exported) -> None:
+    report = verify(task=exported.source.task, files=exported.files, target=find_target("26.07"))
+    assert report.passed
+    assert (report.target, report.versions["onnxruntime"]) == ("26.07", "1.27.0")
 
 
 def test_vectors_of_another_length_or_without_one_are_far_from_equal() -> None:

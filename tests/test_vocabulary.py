@@ -9,7 +9,7 @@ from transformers import BertConfig
 from export.encoding import Question, QuestionEncoder
 from export.errors import CheckpointError, VocabularyError
 from export.request import AddedToken
-from export.verify import read_verification_texts
+from export.tasks.text import read_verification_texts
 from export.vocabulary import (
     add_tokens,
     check_ids_have_rows,
