@@ -111,10 +111,11 @@ def join_rows(
 
 def read_sizes(signature: ModelSignature, row: Row) -> dict[str, int]:
     """Return symbol → its size in `row`, for every symbol of the inputs but the batch."""
+    first = int(signature.is_batched)
     return {
         dim: size
         for tensor in signature.inputs
-        for dim, size in zip(tensor.dims[1:], row[tensor.name].shape, strict=True)
+        for dim, size in zip(tensor.dims[first:], row[tensor.name].shape, strict=True)
         if isinstance(dim, str) and "+" not in dim
     }
 

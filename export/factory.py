@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.cases import Outputs, Row, join_rows
+from export.cases import Outputs, Row, Side, join_rows
 from export.checkpoints import StateDict
 from export.comparison import TENSOR_TOLERANCES, compare_tensors, is_within
 from export.errors import ModelError, SettingsError, list_some
@@ -72,7 +72,7 @@ class FactoryTask(TensorTask):
         self.left_out: list[str] = []
         self.notes: list[str] = []
         self.tensors = spec.tensors
-        self.module = FlatModule(module.eval().requires_grad_(False), spec.outputs)
+        self.module = FlatModule(module.requires_grad_(False), spec.outputs).eval()
         _check_finite(self.module)
         inputs = spec.inputs
         self.signature = self._build_signature(inputs, spec.outputs)
@@ -88,6 +88,8 @@ class FactoryTask(TensorTask):
             axes = ", ".join(self.tensors.padded)
             self.notes.append(f"padding changes the answers in spite of the mask, so {axes} must not be padded")
             self.tensors = replace(self.tensors, padded=())
+        if self.tensors.padded and not self._padding_is_harmless("left"):
+            self.tensors = replace(self.tensors, counts_from_left=True)
 
     @property
     def description(self) -> str:
@@ -127,7 +129,7 @@ class FactoryTask(TensorTask):
         rows = [self._make_row(sizes, np.random.default_rng(seed)) for seed in range(3)]
         return self._joins_well(rows)
 
-    def _padding_is_harmless(self) -> bool:
+    def _padding_is_harmless(self, side: Side = "right") -> bool:
         rows = []
         for place, seed in ((7, 0), (3, 1), (5, 2)):
             sizes = {
@@ -135,16 +137,16 @@ class FactoryTask(TensorTask):
                 for symbol, limits in self.tensors.sizes.items()
             }
             rows.append(self._make_row(sizes, np.random.default_rng(seed)))
-        return self._joins_well(rows)
+        return self._joins_well(rows, side)
 
-    def _joins_well(self, rows: Sequence[Row]) -> bool:
+    def _joins_well(self, rows: Sequence[Row], side: Side = "right") -> bool:
         """Tell whether rows come out of one batch as they come out alone."""
-        together = self._run(rows)
-        alone = [outputs for row in rows for outputs in self._run([row])]
+        together = self._run(rows, side)
+        alone = [outputs for row in rows for outputs in self._run([row], side)]
         return is_within(compare_tensors(alone, together), TENSOR_TOLERANCES)
 
-    def _run(self, rows: Sequence[Row]) -> list[Outputs]:
-        batch = join_rows(rows, self.signature, self.filling)
+    def _run(self, rows: Sequence[Row], side: Side) -> list[Outputs]:
+        batch = join_rows(rows, self.signature, self.filling, side)
         inputs = [torch.from_numpy(np.ascontiguousarray(batch.feeds[t.name])) for t in self.signature.inputs]
         with torch.no_grad():
             return batch.cut(self.signature.outputs, [output.numpy() for output in self.module(*inputs)])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from export.artefacts import Artefacts
-from export.cases import Array, Batch, Case, Outputs, Row, join_rows
+from export.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
 from export.comparison import Distribution, is_within, measure_outputs
 from export.errors import RuntimeFailure, VerificationError
 from export.target_runtime import TargetSession, open_runtime
@@ -29,7 +29,7 @@ _KEPT_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """One case that was tried: `rows` rows of at most `seq_len` tokens, or whatever the longest axis counts.
+    """One case that was tried: `rows` rows of at most `seq_len` tokens, or whatever the longest symbolic axis counts.
 
     Attributes:
         errors: The worst among the rows, by the names of the task's tolerances.
@@ -255,7 +255,7 @@ def _run_case(
     return CaseResult(
         name=case.name,
         rows=len(case.rows),
-        seq_len=max(max((size for array in row.values() for size in array.shape), default=1) for row in case.rows),
+        seq_len=max(max(read_sizes(task.signature, row).values(), default=1) for row in case.rows),
         errors=errors,
         passed=is_finite and is_within(errors, applied),
         outputs=per_output,

@@ -179,7 +179,7 @@ class TensorTask(Task):
                 self._make_row(middle | {s: sizes[min(turn, len(sizes) - 1)] for s, sizes in shorter.items()}, random)
                 for turn in range(max(map(len, shorter.values())))
             ]
-            name = f"mixed sizes, padded on the {side}, seed {seed}"
+            name = f"padded {side}, seed {seed}"
             moved = side == "left" and self.tensors.counts_from_left
             yield Case(name=name, rows=rows, batch_size=len(rows), padding_side=side, padded_reference=moved)
 
