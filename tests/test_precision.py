@@ -311,6 +311,35 @@ def test_a_linear_layer_with_bias_on_vectors_becomes_int8_and_fp32_again(
     np.testing.assert_array_equal(got, want)
 
 
+class Tied(nn.Module):
+    """Its table is looked up, and multiplied with the last token's vector: by a Gemm that transposes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(2000, 256)
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(self.embedding(inputs[0])) * inputs[1].unsqueeze(-1)
+        return nn.functional.linear(hidden[:, 0], self.embedding.weight)
+
+
+def test_a_table_that_is_multiplied_as_well_stays_what_it_is(tmp_path: Path) -> None:
+    module, feeds = Tied().eval(), build_feeds()
+    (tmp_path / "fp32").mkdir()
+    source = export(module, tmp_path / "fp32" / "model.onnx", (BATCH, 2000))
+    path = tmp_path / "model.onnx"
+    report = write_precision("int8", source, path, feeds=feeds, measure=measure_torch(module, feeds))
+    assert report.quality.worst > 0.999
+    shared = [name for name, reason in report.kept.items() if reason == "its constant is read otherwise as well"]
+    graph = load_graph(path).graph
+    assert {node.op_type for node in load_graph(source).graph if node.name in shared} == {"Gather", "Gemm"}
+    assert sum(node.op_type == "MatMulInteger" for node in graph) == 1
+    tables = [value for value in graph.initializers.values() if value.shape == ir.Shape([2000, 256])]
+    assert len(tables) == 1, "stored once"
+
+
 def test_large_values_inside_stay_fp32_and_would_be_infinite_otherwise(
     decoder: tuple[Decoder, Path], tmp_path: Path
 ) -> None:
