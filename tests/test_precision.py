@@ -104,6 +104,12 @@ def test_the_real_model_answers_as_torch_does_at_half_the_size_or_less(
     assert {item.domain for item in after.opset_import} == {""}
 
 
+def test_a_vector_of_length_1_keeps_it_in_fp16(real: Real, converted: dict[str, tuple[Path, PrecisionReport]]) -> None:
+    vectors = np.concatenate([answers[0] for answers in run_feeds(open_session(converted["fp16"][0]), real.feeds)])
+    # One step of fp16 in the norm alone would be 5e-4.
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-6)
+
+
 def test_int8_keeps_few_nodes_in_fp32_and_is_faster(converted: dict[str, tuple[Path, PrecisionReport]]) -> None:
     _, report = converted["int8"]
     sensitive = [name for name, reason in report.kept.items() if reason == "sensitive to int8"]
@@ -436,7 +442,7 @@ def test_the_converter_of_onnxruntime_loses_what_islands_are_for_and_this_one_do
     onnx.save(model, source)
     feeds = [{"x": np.array([[1, 2, 3, 4]], np.float32)}]
     islands = find_islands(load_graph(source), measure_ranges(source, feeds, tmp_path))
-    assert set(islands) == {"node_0", "node_1", "node_2"}
+    assert set(islands) == {"node_0", "node_1", "node_2", "node_3"}
     theirs = convert_float_to_float16(model, keep_io_types=True, node_block_list=list(islands))
     session = onnxruntime.InferenceSession(theirs.SerializeToString(), providers=["CPUExecutionProvider"])
     assert np.isnan(session.run(None, feeds[0])[0]).all(), "mend the docstring of export/precision/float16.py"
