@@ -1,4 +1,5 @@
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,6 +233,15 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Classifier, Pa
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
     module = Decoder().eval()
     return module, export(module, tmp_path_factory.mktemp("decoder") / "model.onnx", (BATCH, SEQ_LEN, 32))
+
+
+def test_the_quantizer_leaves_the_root_logger_as_it_was(
+    classifier: tuple[Classifier, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handlers = list(logging.getLogger().handlers)
+    _quantize(classifier[1], tmp_path, 1 << 40)
+    assert logging.getLogger().handlers == handlers and not logging.getLogger().disabled
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

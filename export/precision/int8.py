@@ -9,7 +9,8 @@ that of this kind of CPU.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -147,54 +148,69 @@ def _find_fewest(most: int, holds: Callable[[int], bool]) -> int | None:
 
 
 def _quantize(source: Path, folder: Path, external_above_bytes: int) -> Path:
-    """Let ONNX Runtime quantize everything.
-
-    Its temporary files lie beside its input, so that is a copy.
-    """
+    """Let ONNX Runtime quantize everything."""
     plain, quantized = folder / "plain.onnx", folder / "quantized.onnx"
-    model = load_graph(source)
-    shared = _find_shared(model)
-    for name in shared:
-        node = model.graph.node(name)
-        if node.op_type == "Gemm":
-            # The quantizer transposes a matrix of a Gemm for all its readers, unless it is no constant.
-            held = ir.node("Identity", [node.inputs[1]])
-            node.replace_input_with(1, held.outputs[0])
-            model.graph.insert_before(node, held)
-    save_graph(model, plain, external_above_bytes=external_above_bytes)
-    before = onnx.load(plain, load_external_data=False)
-    # The quantizer transposes a matrix of a Gemm under its name, and stumbles over the shape that it had.
-    constants = {tensor.name for tensor in before.graph.initializer}
-    shapes = [item for item in before.graph.value_info if item.name not in constants]
-    del before.graph.value_info[:]
-    before.graph.value_info.extend(shapes)
-    onnx.save(before, plain)
-    logger = logging.getLogger()
-    disabled = logger.disabled
-    # It recommends a preprocessing that fuses nodes, through the root logger.
-    logger.disabled = True
+    shared = _write_plain(source, plain, external_above_bytes)
     try:
-        quantize_dynamic(
-            plain,
-            quantized,
-            op_types_to_quantize=list(_OPS),
-            per_channel=True,
-            weight_type=QuantType.QInt8,
-            nodes_to_exclude=shared,
-            use_external_data_format=count_bytes(plain) > external_above_bytes,
-        )
+        with _keep_quiet():
+            quantize_dynamic(
+                plain,
+                quantized,
+                op_types_to_quantize=list(_OPS),
+                per_channel=True,
+                weight_type=QuantType.QInt8,
+                nodes_to_exclude=shared,
+                use_external_data_format=count_bytes(plain) > external_above_bytes,
+            )
     # It raises whatever its parts raise.
     except Exception as exc:
         raise PrecisionError(
             f"ONNX Runtime cannot quantize {source.name}", got=str(exc).strip().split("\n", 1)[0].rstrip(".")
         ) from exc
-    finally:
-        logger.disabled = disabled
-    after = onnx.load(quantized, load_external_data=False)
+    before, after = (onnx.load(path, load_external_data=False) for path in (plain, quantized))
     opsets = [{item.domain: item.version for item in model.opset_import} for model in (before, after)]
     assert opsets[0] == opsets[1], f"Bug: the quantizer changed opsets from {opsets[0]} to {opsets[1]}"
     assert before.ir_version == after.ir_version, "Bug: the quantizer changed the IR version"
     return quantized
+
+
+def _write_plain(source: Path, path: Path, external_above_bytes: int) -> list[str]:
+    """Write the graph as the quantizer takes it, and return the names of the nodes that it is to leave alone.
+
+    A copy, for its temporary files lie beside its input.
+    """
+    model = load_graph(source)
+    shared = _find_shared(model)
+    for name in shared:
+        node = model.graph.node(name)
+        if node.op_type == "Gemm":
+            # It transposes the matrix of a Gemm for all readers of that matrix, unless it is no constant.
+            held = ir.node("Identity", [node.inputs[1]])
+            node.replace_input_with(1, held.outputs[0])
+            model.graph.insert_before(node, held)
+    save_graph(model, path, external_above_bytes=external_above_bytes)
+    proto = onnx.load(path, load_external_data=False)
+    # It transposes it under the same name, and then stumbles over the shape that is recorded.
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    shapes = [item for item in proto.graph.value_info if item.name not in constants]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(shapes)
+    onnx.save(proto, path)
+    return shared
+
+
+@contextmanager
+def _keep_quiet() -> Iterator[None]:
+    """Keep the quantizer from recommending a preprocessing through the root logger, and from giving that a handler."""
+    logger, handler = logging.getLogger(), logging.NullHandler()
+    disabled = logger.disabled
+    logger.disabled = True
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.disabled = disabled
 
 
 def _find_shared(model: ir.Model) -> list[str]:
@@ -309,7 +325,10 @@ def _rank(
     for name, alone in zip(nodes, np.eye(len(nodes), dtype=bool), strict=True):
         error = sum(float(np.square(got - want).sum()) for got, want in zip(answer(alone), truth, strict=True))
         constants = [value.const_value for value in graph.node(name).inputs if value is not None]
-        gains.append(error / sum(tensor.nbytes for tensor in constants if tensor is not None))
+        # No number is as far off as can be.
+        gains.append(
+            float(np.nan_to_num(error, nan=np.inf)) / sum(tensor.nbytes for tensor in constants if tensor is not None)
+        )
     # The sort keeps the graph's order among equals.
     return [nodes[index] for index in sorted(range(len(nodes)), key=lambda index: -gains[index])]
 
