@@ -23,6 +23,9 @@ $(VENV)/installed: pyproject.toml
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@# Beside the environment, not in it: a package of stubs alone would pass for an installed TensorRT, and pip would
+	@# want TensorRT itself with it.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/stubs tensorrt-stubs==10.13.0.35.1
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@touch $@

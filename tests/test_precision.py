@@ -1,4 +1,5 @@
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,12 @@ def test_the_real_model_answers_as_torch_does_at_half_the_size_or_less(
     assert list_tensors(after) == list_tensors(before)
     assert (after.ir_version, after.opset_import[0].version) == (before.ir_version, OPSET)
     assert {item.domain for item in after.opset_import} == {""}
+
+
+def test_a_vector_of_length_1_keeps_it_in_fp16(real: Real, converted: dict[str, tuple[Path, PrecisionReport]]) -> None:
+    vectors = np.concatenate([answers[0] for answers in run_feeds(open_session(converted["fp16"][0]), real.feeds)])
+    # One step of fp16 in the norm alone would be 5e-4.
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-6)
 
 
 def test_int8_keeps_few_nodes_in_fp32_and_is_faster(converted: dict[str, tuple[Path, PrecisionReport]]) -> None:
@@ -228,6 +235,15 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
     return module, export(module, tmp_path_factory.mktemp("decoder") / "model.onnx", (BATCH, SEQ_LEN, 32))
 
 
+def test_the_quantizer_leaves_the_root_logger_as_it_was(
+    classifier: tuple[Classifier, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handlers = list(logging.getLogger().handlers)
+    _quantize(classifier[1], tmp_path, 1 << 40)
+    assert logging.getLogger().handlers == handlers and not logging.getLogger().disabled
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_classifier_keeps_its_labels(classifier: tuple[Classifier, Path], tmp_path: Path, precision: str) -> None:
     module, source = classifier
@@ -309,6 +325,35 @@ def test_a_linear_layer_with_bias_on_vectors_becomes_int8_and_fp32_again(
     feeds = build_feeds(1)
     got, want = (run_feeds(open_session(path), feeds)[0][0] for path in (tmp_path / "restored.onnx", source))
     np.testing.assert_array_equal(got, want)
+
+
+class Tied(nn.Module):
+    """Its table is looked up, and multiplied with the last token's vector: by a Gemm that transposes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(2000, 256)
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(self.embedding(inputs[0])) * inputs[1].unsqueeze(-1)
+        return nn.functional.linear(hidden[:, 0], self.embedding.weight)
+
+
+def test_a_table_that_is_multiplied_as_well_stays_what_it_is(tmp_path: Path) -> None:
+    module, feeds = Tied().eval(), build_feeds()
+    (tmp_path / "fp32").mkdir()
+    source = export(module, tmp_path / "fp32" / "model.onnx", (BATCH, 2000))
+    path = tmp_path / "model.onnx"
+    report = write_precision("int8", source, path, feeds=feeds, measure=measure_torch(module, feeds))
+    assert report.quality.worst > 0.999
+    shared = [name for name, reason in report.kept.items() if reason == "its constant is read otherwise as well"]
+    graph = load_graph(path).graph
+    assert {node.op_type for node in load_graph(source).graph if node.name in shared} == {"Gather", "Gemm"}
+    assert sum(node.op_type == "MatMulInteger" for node in graph) == 1
+    tables = [value for value in graph.initializers.values() if value.shape == ir.Shape([2000, 256])]
+    assert len(tables) == 1, "stored once"
 
 
 def test_large_values_inside_stay_fp32_and_would_be_infinite_otherwise(
@@ -407,7 +452,7 @@ def test_the_converter_of_onnxruntime_loses_what_islands_are_for_and_this_one_do
     onnx.save(model, source)
     feeds = [{"x": np.array([[1, 2, 3, 4]], np.float32)}]
     islands = find_islands(load_graph(source), measure_ranges(source, feeds, tmp_path))
-    assert set(islands) == {"node_0", "node_1", "node_2"}
+    assert set(islands) == {"node_0", "node_1", "node_2", "node_3"}
     theirs = convert_float_to_float16(model, keep_io_types=True, node_block_list=list(islands))
     session = onnxruntime.InferenceSession(theirs.SerializeToString(), providers=["CPUExecutionProvider"])
     assert np.isnan(session.run(None, feeds[0])[0]).all(), "mend the docstring of export/precision/float16.py"

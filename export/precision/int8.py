@@ -9,7 +9,8 @@ that of this kind of CPU.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +37,8 @@ from export.precision.quality import Measure, Quality
 # What the quantizer is given: products with a constant matrix, and tables. Its convolutions take unsigned weights
 # only on a CPU, and are slower there than fp32.
 _OPS = ("MatMul", "Gather")
-_QUANTIZED_OPS = ("MatMul", "Gemm", "Gather")
+# A Gemm becomes a MatMul and a sum first. Operator → which of its inputs is the constant.
+_READ_AS = {"MatMul": 1, "Gemm": 1, "Gather": 0}
 
 # Tables below this are put back: a token type's or a position's row errs as much as a word's, and saves nothing.
 _MIN_TABLE_BYTES = 1_000_000
@@ -91,7 +93,7 @@ def write_int8(
     with TemporaryDirectory(prefix=".precision-", dir=destination.parent) as name:
         folder = Path(name)
         quantized = _quantize(source, folder, external_above_bytes)
-        nodes, small = _find_quantized(source, quantized)
+        nodes, others = _find_quantized(source, quantized)
         if not nodes:
             raise PrecisionError(
                 f"nothing in {source.name} can become int8",
@@ -102,7 +104,7 @@ def write_int8(
         ranking = _rank(source, quantized, nodes, feeds, folder, external_above_bytes)
 
         def write(count: int, path: Path) -> None:
-            model = _restore(source, quantized, [*ranking[:count], *small])
+            model = _restore(source, quantized, [*ranking[:count], *others])
             save_graph(model, path, external_above_bytes=external_above_bytes)
 
         qualities: dict[int, Quality] = {}
@@ -122,7 +124,7 @@ def write_int8(
                 remedy="ask for less, or export with --precision fp16",
             )
         write(count, destination)
-    kept = dict.fromkeys(small, "small table") | dict.fromkeys(ranking[:count], "sensitive to int8")
+    kept = others | dict.fromkeys(ranking[:count], "sensitive to int8")
     return Int8Result(kept=kept, quality=qualities[count], measured=len(qualities))
 
 
@@ -146,64 +148,113 @@ def _find_fewest(most: int, holds: Callable[[int], bool]) -> int | None:
 
 
 def _quantize(source: Path, folder: Path, external_above_bytes: int) -> Path:
-    """Let ONNX Runtime quantize everything.
-
-    Its temporary files lie beside its input, so that is a copy.
-    """
+    """Let ONNX Runtime quantize everything."""
     plain, quantized = folder / "plain.onnx", folder / "quantized.onnx"
-    save_graph(load_graph(source), plain, external_above_bytes=external_above_bytes)
-    before = onnx.load(plain, load_external_data=False)
-    # The quantizer transposes a matrix of a Gemm under its name, and stumbles over the shape that it had.
-    constants = {tensor.name for tensor in before.graph.initializer}
-    shapes = [item for item in before.graph.value_info if item.name not in constants]
-    del before.graph.value_info[:]
-    before.graph.value_info.extend(shapes)
-    onnx.save(before, plain)
-    logger = logging.getLogger()
-    disabled = logger.disabled
-    # It recommends a preprocessing that fuses nodes, through the root logger.
-    logger.disabled = True
+    shared = _write_plain(source, plain, external_above_bytes)
     try:
-        quantize_dynamic(
-            plain,
-            quantized,
-            op_types_to_quantize=list(_OPS),
-            per_channel=True,
-            weight_type=QuantType.QInt8,
-            use_external_data_format=count_bytes(plain) > external_above_bytes,
-        )
+        with _keep_quiet():
+            quantize_dynamic(
+                plain,
+                quantized,
+                op_types_to_quantize=list(_OPS),
+                per_channel=True,
+                weight_type=QuantType.QInt8,
+                nodes_to_exclude=shared,
+                use_external_data_format=count_bytes(plain) > external_above_bytes,
+            )
     # It raises whatever its parts raise.
     except Exception as exc:
         raise PrecisionError(
             f"ONNX Runtime cannot quantize {source.name}", got=str(exc).strip().split("\n", 1)[0].rstrip(".")
         ) from exc
-    finally:
-        logger.disabled = disabled
-    after = onnx.load(quantized, load_external_data=False)
+    before, after = (onnx.load(path, load_external_data=False) for path in (plain, quantized))
     opsets = [{item.domain: item.version for item in model.opset_import} for model in (before, after)]
     assert opsets[0] == opsets[1], f"Bug: the quantizer changed opsets from {opsets[0]} to {opsets[1]}"
     assert before.ir_version == after.ir_version, "Bug: the quantizer changed the IR version"
     return quantized
 
 
-def _find_quantized(source: Path, quantized: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the nodes that the quantizer changed: those worth it, and the small tables."""
+def _write_plain(source: Path, path: Path, external_above_bytes: int) -> list[str]:
+    """Write the graph as the quantizer takes it, and return the names of the nodes that it is to leave alone.
+
+    A copy, for its temporary files lie beside its input.
+    """
+    model = load_graph(source)
+    shared = _find_shared(model)
+    for name in shared:
+        node = model.graph.node(name)
+        if node.op_type == "Gemm":
+            # It transposes the matrix of a Gemm for all readers of that matrix, unless it is no constant.
+            held = ir.node("Identity", [node.inputs[1]])
+            node.replace_input_with(1, held.outputs[0])
+            model.graph.insert_before(node, held)
+    save_graph(model, path, external_above_bytes=external_above_bytes)
+    proto = onnx.load(path, load_external_data=False)
+    # It transposes it under the same name, and then stumbles over the shape that is recorded.
+    constants = {tensor.name for tensor in proto.graph.initializer}
+    shapes = [item for item in proto.graph.value_info if item.name not in constants]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(shapes)
+    onnx.save(proto, path)
+    return shared
+
+
+@contextmanager
+def _keep_quiet() -> Iterator[None]:
+    """Keep the quantizer from recommending a preprocessing through the root logger, and from giving that a handler."""
+    logger, handler = logging.getLogger(), logging.NullHandler()
+    disabled = logger.disabled
+    logger.disabled = True
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.disabled = disabled
+
+
+def _find_shared(model: ir.Model) -> list[str]:
+    """Return the names of the nodes whose matrix or table is read otherwise as well, as a tied output embedding is.
+
+    Quantized, it would be made fp32 again, whole, in every run.
+    """
+    shared = []
+    for node in model.graph:
+        constant = node.inputs[_READ_AS[node.op_type]] if node.op_type in _READ_AS else None
+        if constant is None or not constant.is_initializer():
+            continue
+        others = [use for use in constant.uses() if _READ_AS.get(use.node.op_type) != use.idx]
+        kinds = {use.node.op_type == "Gather" for use in constant.uses()}
+        if others or len(kinds) > 1 or constant.is_graph_output():
+            shared.append(str(node.name))
+    return shared
+
+
+def _find_quantized(source: Path, quantized: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the nodes that the quantizer changed, and of those among them to put back, with the reason.
+
+    All nodes are in the order of the graph.
+    """
     made = ir.convenience.create_value_mapping(ir.load(quantized).graph)
+    model = load_graph(source)
+    others = dict.fromkeys(_find_shared(model), "its constant is read otherwise as well")
     nodes: list[str] = []
-    small: list[str] = []
-    for node in load_graph(source).graph:
-        output = node.outputs[0]
-        if node.op_type not in _QUANTIZED_OPS or output.name not in made:
+    for node in model.graph:
+        name, output, table = str(node.name), node.outputs[0], node.inputs[0] if node.inputs else None
+        if node.op_type not in _READ_AS or name in others or output.name not in made:
             continue
         if not _comes_from_int8(made[output.name]):
             continue
-        table = node.inputs[0]
-        is_small = (
-            node.op_type == "Gather" and table is not None and table.const_value is not None
+        if (
+            node.op_type == "Gather"
+            and table is not None
+            and table.const_value is not None
             and table.const_value.nbytes < _MIN_TABLE_BYTES
-        )  # fmt: skip
-        (small if is_small else nodes).append(str(node.name))
-    return nodes, small
+        ):
+            others[name] = "small table"
+        else:
+            nodes.append(name)
+    return nodes, others
 
 
 def _comes_from_int8(value: ir.Value) -> bool:
@@ -274,7 +325,10 @@ def _rank(
     for name, alone in zip(nodes, np.eye(len(nodes), dtype=bool), strict=True):
         error = sum(float(np.square(got - want).sum()) for got, want in zip(answer(alone), truth, strict=True))
         constants = [value.const_value for value in graph.node(name).inputs if value is not None]
-        gains.append(error / sum(tensor.nbytes for tensor in constants if tensor is not None))
+        # No number is as far off as can be.
+        gains.append(
+            float(np.nan_to_num(error, nan=np.inf)) / sum(tensor.nbytes for tensor in constants if tensor is not None)
+        )
     # The sort keeps the graph's order among equals.
     return [nodes[index] for index in sorted(range(len(nodes)), key=lambda index: -gains[index])]
 

@@ -1,6 +1,6 @@
 """Which nodes of a graph must stay fp32 when the rest becomes fp16, and why.
 
-Four kinds of them, told from the graph and from what its values are on real text:
+Five kinds of them, told from the graph and from what its values are on real text:
 
 - operators that ONNX does not define for fp16, or that sum squares or take powers, where fp16 overflows or loses
   everything below 6e-5 although input and output look harmless;
@@ -8,7 +8,8 @@ Four kinds of them, told from the graph and from what its values are on real tex
   2048. These tensors are small, so fp32 costs nothing;
 - readers of a constant that fp16 cannot hold, such as 1e6 or an epsilon of 1e-12, and of everything that such a
   constant is added to or chosen for, as the mask of an attention is, up to the operator that ends it;
-- producers and readers of values that came near the largest fp16 on the samples.
+- producers and readers of values that came near the largest fp16 on the samples;
+- what makes an output and is no product of matrices: a vector scaled to length 1 keeps that length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,9 @@ _CARRYING_OPS = frozenset({
     "Add", "Sub", "Mul", "Where", "Max", "Min", "Neg", "Identity", "Cast", "Expand", "Tile", "Reshape", "Flatten",
     "Squeeze", "Unsqueeze", "Transpose", "Slice", "Concat", "Split", "Gather", "Pad",
 })  # fmt: skip
+
+# Where the time goes, so that they become fp16 even as the last of a graph.
+_PRODUCTS = frozenset(["MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum"])
 
 _GRAPHS = frozenset([ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS])
 _TENSORS = frozenset([ir.AttributeType.TENSOR, ir.AttributeType.TENSORS, ir.AttributeType.SPARSE_TENSOR])
@@ -74,7 +78,33 @@ def find_islands(model: ir.Model, ranges: Mapping[str, float]) -> dict[str, str]
             break
         if node.op_type in _CARRYING_OPS and any(value is not None and value.name in carried for value in node.inputs):
             carried |= {value.name for value in node.outputs}
-    return islands
+    return islands | dict.fromkeys(_find_between(model, islands), "between others of these")
+
+
+def _find_between(model: ir.Model, islands: Mapping[str, str]) -> list[str]:
+    """Return the names of the nodes that read only what islands made, and that only islands read.
+
+    As fp16 they would cost two casts and round what nothing else asks them to, such as the norm that a vector is
+    divided by.
+    """
+    kept = set(islands)
+
+    def makes_fp32(value: ir.Value | None) -> bool:
+        producer = None if value is None else value.producer()
+        return producer is not None and producer.name in kept
+
+    nodes = [node for node in model.graph if node.name not in islands and node.op_type not in _PRODUCTS]
+    for node in nodes:
+        read = [value for value in node.inputs if value is not None and is_fp32(value) and not value.is_initializer()]
+        if read and all(makes_fp32(value) for value in read):
+            kept.add(str(node.name))
+    # What somebody else reads is dropped from the end, and with it whatever it was to feed.
+    for node in reversed(nodes):
+        made = [value for value in node.outputs if is_fp32(value)]
+        readers = [use.node for value in made for use in value.uses()]
+        if any(reader.name not in kept for reader in readers) or any(value.is_graph_output() for value in made):
+            kept.discard(str(node.name))
+    return sorted(kept - set(islands))
 
 
 def _find_reasons(
@@ -97,6 +127,8 @@ def _find_reasons(
         yield "reads what a constant beyond fp16 went into, such as a mask"
     if any(value.name in indices for value in node.outputs):
         yield "computed from integers and constants alone"
+    if node.op_type not in _PRODUCTS and any(value.is_graph_output() for value in node.outputs):
+        yield "makes an output"
     seen = [ranges.get(str(value.name), 0.0) for value in (*read, *node.outputs) if value is not None]
     if max(seen, default=0.0) > FP16_MAX / MARGIN:
         yield f"values up to {max(seen):.3g} on the samples"

@@ -37,6 +37,9 @@ class Quality:
     mean: float
     rows: int
 
+    def __post_init__(self) -> None:
+        assert self.metric in (COSINE, LABEL_AGREEMENT), f"Bug: metric {self.metric}"
+
     def holds(self, threshold: float) -> bool:
         """Tell whether every row is as good as that."""
         return self.worst >= threshold
