@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-HIDDEN, LAYERS, VOCABULARY = 1024, 24, 50257
+HIDDEN, LAYERS, VOCABULARY, POSITIONS = 1024, 24, 50257, 1024
 
 # `consolidate` without the rest of the command line, which may import what it does not need.
 CONSOLIDATE = (
@@ -28,11 +28,12 @@ CONSOLIDATE = (
 )
 
 
-def train(out: Path) -> None:
-    """Save one ZeRO-3 checkpoint of 355M parameters in `out`."""
+def train_zero(out: Path, stage: int) -> None:
+    """Save one ZeRO checkpoint of 355M parameters in `out`."""
     import deepspeed
     import torch
     import train_zero
+    from ranks import fork_ranks
     from torch import nn
 
     class Block(nn.Module):
@@ -51,20 +52,19 @@ def train(out: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.wte, self.wpe = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(1024, HIDDEN)
+            self.wte, self.wpe = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(POSITIONS, HIDDEN)
             self.h = nn.Sequential(*(Block() for _ in range(LAYERS)))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.h(self.wte(ids) + self.wpe(ids % 1024))
+            return self.h(self.wte(ids) + self.wpe(ids % POSITIONS))
 
-    def run(rank: int, world_size: int, port: int) -> None:
-        train_zero.join_ranks(rank, world_size, port)
-        torch.set_num_threads(1)
+    def run(rank: int) -> None:
+        train_zero.join_ranks()
         torch.manual_seed(3)
         model = Model()
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
+            "zero_optimization": {"stage": stage},
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,
         }
@@ -74,7 +74,22 @@ def train(out: Path) -> None:
         engine.step()
         engine.save_checkpoint(str(out))
 
-    train_zero.fork_ranks(2, run)
+    fork_ranks(2, run)
+
+
+def train_megatron(out: Path) -> None:
+    """Save one Megatron-DeepSpeed checkpoint of 355M parameters in `out`, split over two tensor parallel ranks."""
+    import train_megatron
+    from ranks import fork_ranks
+
+    sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 16, "vocabulary": VOCABULARY, "positions": POSITIONS}
+    variant = train_megatron.Variant(tensor=2, dtype="bf16", **sizes)
+
+    def run(rank: int) -> None:
+        train_megatron.join_ranks()
+        train_megatron.train(variant, out)
+
+    fork_ranks(2, run)
 
 
 def measure(command: list[str], env: dict[str, str]) -> tuple[float, int, int]:

@@ -2,16 +2,13 @@
 
     python tests/train_fsdp.py OUT WORLD_SIZE
 
-Each variant leaves OUT/<variant>/ and OUT/<variant>.truth.pt: {name: tensor}, gathered from the live ranks. The ranks
-are forked from one process that has imported everything already: an import takes longer than the training.
+Each variant leaves OUT/<variant>/ and OUT/<variant>.truth.pt: {name: tensor}, gathered from the live ranks.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from ranks import fork_ranks
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -225,13 +223,8 @@ def save_accelerate(out: Path, name: str, plugin: FullyShardedDataParallelPlugin
     accelerator.save_state(str(out / name))
 
 
-def run_rank(rank: int, world_size: int, port: int, out: Path) -> None:
+def run_rank(world_size: int, out: Path) -> None:
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     save_fsdp2(out)
     save_columns(out)
@@ -245,34 +238,12 @@ def run_rank(rank: int, world_size: int, port: int, out: Path) -> None:
         full = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
         save_accelerate(out, "accelerate_full", full)
         save_accelerate(out, "accelerate_ddp", None)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def launch(out: Path, world_size: int) -> None:
     """Train and save every variant of `world_size`, each rank in a forked process."""
     out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run_rank(rank, world_size, port, out)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        ranks.append(child)
-    failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
-    if failed:
-        raise SystemExit(f"ranks {failed} of {world_size} failed")
+    fork_ranks(world_size, lambda _: run_rank(world_size, out))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from export.checkpoints.dtypes import BFLOAT16, FLOAT16, ElementType
+from export.checkpoints.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from export.errors import CheckpointError
 
 _NUMPY_FLOATS: dict[str, Any] = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 
 Buffer = bytes | memoryview
+# Their bits, and what is computed with them, stay in a core's cache.
+_CACHED_ELEMENTS = 1 << 15
 
 
 def can_cast(source: ElementType, target: ElementType) -> bool:
@@ -44,6 +46,33 @@ def cast_bytes(data: Buffer, source: ElementType, target: ElementType) -> bytes:
             return _round_to_bfloat16(wide.astype(np.float32, copy=False))
         narrow: bytes = wide.astype(_NUMPY_FLOATS[target.name], copy=False).tobytes()
         return narrow
+
+
+def equals_cast(data: Buffer, source: ElementType, copy: Buffer, target: ElementType) -> bool:
+    """Tell whether `copy`, elements of `target`, is what `cast_bytes` makes of `data`.
+
+    Raises:
+        CheckpointError: The cast is not between floating-point types that we know.
+    """
+    if source == target:
+        return bool(np.array_equal(np.frombuffer(data, np.uint8), np.frombuffer(copy, np.uint8)))
+    if (source, target) != (FLOAT32, BFLOAT16):
+        return cast_bytes(data, source, target) == copy
+    # To nearest means: at most half of the last kept bit away, as integers of the same bits. Where it is exactly half,
+    # where there are NaN and where anything is wrong, which is rare, the cast itself is looked at.
+    ours, theirs = np.frombuffer(data, np.uint32), np.frombuffer(copy, np.uint16)
+    if len(ours) != len(theirs):
+        return False
+    for start in range(0, len(ours), _CACHED_ELEMENTS):
+        bits, kept = ours[start : start + _CACHED_ELEMENTS], theirs[start : start + _CACHED_ELEMENTS]
+        distance = kept.astype(np.uint32)
+        np.left_shift(distance, 16, out=distance)
+        np.subtract(bits, distance, out=distance)
+        np.add(distance, np.uint32(0x7FFF), out=distance)
+        unsure = np.flatnonzero(distance > np.uint32(0xFFFE))
+        if len(unsure) and cast_bytes(bits[unsure].tobytes(), source, target) != kept[unsure].tobytes():
+            return False
+    return True
 
 
 def _round_to_bfloat16(values: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -15,8 +16,29 @@ from export.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+# Reading, checking and writing release the interpreter's lock; beyond a few threads the disk or the page cache is the
+# limit.
+THREADS = min(4, os.cpu_count() or 1)
+
 # Stays in a core's second-level cache between reading, checking and writing: 1 MiB took 1.8 times as long.
 CHUNK_BYTES = 1 << 19
+
+# What a thread may hold of a matrix that it transposes: all threads together stay well below 100 MB.
+BAND_BYTES = (40 << 20) // THREADS
+
+_reused = threading.local()
+
+
+def reuse_memory(purpose: str, size: int) -> memoryview:
+    """Return `size` bytes that this thread keeps for `purpose`: fresh memory costs more than a copy does."""
+    buffer: bytearray = getattr(_reused, purpose, None) or bytearray()
+    if len(buffer) < size:
+        # The old one goes first: there is never room for both.
+        buffer = bytearray()
+        setattr(_reused, purpose, None)
+        buffer = bytearray(size)
+        setattr(_reused, purpose, buffer)
+    return memoryview(buffer)[:size]
 
 
 @dataclass(frozen=True)
