@@ -1,9 +1,10 @@
-"""Time and memory of `consolidate` beside DeepSpeed's own script and `cp`, on a real ZeRO-3 checkpoint.
+"""Time and memory of `consolidate` beside DeepSpeed's own script and `cp`, on real checkpoints.
 
     python tests/bench_consolidate.py [WORK_FOLDER] [--rounds 3]
 
-Trains a model of GPT-2 medium's shape (355M parameters) for one step on two CPU ranks with DeepSpeed, then runs the
-three in turns, each in its own process, with a warm page cache. Memory is the peak of `VmHWM`, which counts mapped
+Trains models of GPT-2 medium's shape (355M parameters) for a step or two on two CPU ranks in bf16: ZeRO stages 3 and 2,
+and Megatron-DeepSpeed's tensor parallel layers. Then runs everything in turns, each in its own process, with a warm
+page cache. DeepSpeed's script does not read Megatron's checkpoints. Memory is the peak of `VmHWM`, which counts mapped
 files and libraries, and of `RssAnon` in /proc/PID/status, looked at every 2 ms. Nothing here asserts: it prints.
 """
 
@@ -119,16 +120,20 @@ def read_status(pid: int) -> dict[str, int]:
 
 
 def bench(work: Path, rounds: int) -> None:
-    checkpoint, out = work / "checkpoint", work / "out"
-    if not (checkpoint / "latest").is_file():
-        train(checkpoint)
+    trainers = {"ZeRO-3": lambda out: train_zero(out, 3), "ZeRO-2": lambda out: train_zero(out, 2)}
+    trainers["Megatron"] = train_megatron
+    weights, out = work / "weights.safetensors", work / "out"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    weights = work / "weights.safetensors"
-    runs: dict[str, list[str]] = {
-        "consolidate": [sys.executable, "-c", CONSOLIDATE, str(checkpoint), str(out)],
-        "zero_to_fp32.py": [sys.executable, str(checkpoint / "zero_to_fp32.py"), str(checkpoint), str(out)],
-        "cp": ["cp", str(weights), str(out)],
-    }
+    runs: dict[str, list[str]] = {}
+    for name, train in trainers.items():
+        checkpoint = work / name
+        if not (checkpoint / "latest").is_file():
+            train(checkpoint)
+        runs[f"consolidate, {name}"] = [sys.executable, "-c", CONSOLIDATE, str(checkpoint), str(out)]
+        if name != "Megatron":
+            script = checkpoint / "zero_to_fp32.py"
+            runs[f"zero_to_fp32.py, {name}"] = [sys.executable, str(script), str(checkpoint), str(out)]
+    runs["cp"] = ["cp", str(weights), str(out)]
     results: dict[str, list[Any]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, command in runs.items():
@@ -136,20 +141,20 @@ def bench(work: Path, rounds: int) -> None:
             if name == "cp":
                 out.mkdir()
             results[name].append(measure(command, env))
-            if name == "consolidate" and not weights.is_file():
+            if name.startswith("consolidate") and not weights.is_file():
                 shutil.copyfile(out / "model.safetensors", weights)
-    fp32_bytes = weights.stat().st_size
-    shards = sum(path.stat().st_size for path in checkpoint.rglob("*.pt"))
-    best_cp = min(result[0] for result in results["cp"])
-    sys.stdout.write(
-        f"fp32 weights {fp32_bytes / 1e9:.2f} GB, checkpoint {shards / 1e9:.2f} GB, {os.cpu_count()} cores\n"
-    )
-    sys.stdout.write(f"{'':16} {'seconds (each round)':26} {'best / cp':>9} {'peak RSS':>9} {'anonymous':>10}\n")
+    shards = ", ".join(f"{name} {count_bytes(work / name) / 1e9:.2f} GB" for name in trainers)
+    sys.stdout.write(f"fp32 weights {weights.stat().st_size / 1e9:.2f} GB in {shards}; {os.cpu_count()} cores\n")
+    sys.stdout.write(f"{'':24} best of {rounds}, s    ratio to cp    peak memory    of it anonymous\n")
+    best_cp = min(seconds for seconds, _, _ in results["cp"])
     for name, found in results.items():
-        seconds = [result[0] for result in found]
+        best = min(seconds for seconds, _, _ in found)
         peak, anonymous = (max(result[index] for result in found) / 1e6 for index in (1, 2))
-        each = " ".join(f"{value:.2f}" for value in seconds)
-        sys.stdout.write(f"{name:16} {each:26} {min(seconds) / best_cp:9.2f} {peak:6.0f} MB {anonymous:7.0f} MB\n")
+        sys.stdout.write(f"{name:24} {best:12.2f} {best / best_cp:14.2f} {peak:11.0f} MB {anonymous:15.0f} MB\n")
+
+
+def count_bytes(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.rglob("*.pt"))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from export.errors import CheckpointError
 _NUMPY_FLOATS: dict[str, Any] = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 
 Buffer = bytes | memoryview
-# Their bits, and what is computed with them, stay in a core's cache.
-_CACHED_ELEMENTS = 1 << 15
 
 
 def can_cast(source: ElementType, target: ElementType) -> bool:
@@ -51,28 +49,23 @@ def cast_bytes(data: Buffer, source: ElementType, target: ElementType) -> bytes:
 def equals_cast(data: Buffer, source: ElementType, copy: Buffer, target: ElementType) -> bool:
     """Tell whether `copy`, elements of `target`, is what `cast_bytes` makes of `data`.
 
+    A number exactly between two of `target` may have become either: both are nearest.
+
     Raises:
         CheckpointError: The cast is not between floating-point types that we know.
     """
     if source == target:
         return bool(np.array_equal(np.frombuffer(data, np.uint8), np.frombuffer(copy, np.uint8)))
-    if (source, target) != (FLOAT32, BFLOAT16):
-        return cast_bytes(data, source, target) == copy
-    # To nearest means: at most half of the last kept bit away, as integers of the same bits. Where it is exactly half,
-    # where there are NaN and where anything is wrong, which is rare, the cast itself is looked at.
-    ours, theirs = np.frombuffer(data, np.uint32), np.frombuffer(copy, np.uint16)
-    if len(ours) != len(theirs):
-        return False
-    for start in range(0, len(ours), _CACHED_ELEMENTS):
-        bits, kept = ours[start : start + _CACHED_ELEMENTS], theirs[start : start + _CACHED_ELEMENTS]
-        distance = kept.astype(np.uint32)
+    if (source, target) == (FLOAT32, BFLOAT16):
+        # A third of the time that the cast takes: as integers of the same bits, which order numbers of one sign, the
+        # nearest is at most half of the last kept bit away. Only NaN may be equal and fail this.
+        distance = np.frombuffer(copy, np.uint16).astype(np.uint32)
         np.left_shift(distance, 16, out=distance)
-        np.subtract(bits, distance, out=distance)
-        np.add(distance, np.uint32(0x7FFF), out=distance)
-        unsure = np.flatnonzero(distance > np.uint32(0xFFFE))
-        if len(unsure) and cast_bytes(bits[unsure].tobytes(), source, target) != kept[unsure].tobytes():
-            return False
-    return True
+        np.subtract(np.frombuffer(data, np.uint32), distance, out=distance)
+        signed = distance.view(np.int32)
+        if signed.min(initial=0) >= -0x8000 and signed.max(initial=0) <= 0x8000:
+            return True
+    return cast_bytes(data, source, target) == copy
 
 
 def _round_to_bfloat16(values: Any) -> bytes:

@@ -76,6 +76,17 @@ class _BlockPlan:
     uses: list[_Use] = field(default_factory=list)
     claims: list[tuple[int, int]] = field(default_factory=list)
 
+    def shares_claims(self) -> bool:
+        """Tell whether bytes that an assembled tensor reads are also read for another tensor."""
+        ranges = [(use.start, use.stop, False) for use in self.uses] + [(*claim, True) for claim in self.claims]
+        end_of_all = end_of_claims = 0
+        for start, stop, is_claim in sorted(ranges):
+            if start < (end_of_all if is_claim else end_of_claims):
+                return True
+            end_of_all = max(end_of_all, stop)
+            end_of_claims = max(end_of_claims, stop) if is_claim else end_of_claims
+        return False
+
 
 def scan(
     tensors: Mapping[str, StoredTensor],
@@ -98,8 +109,8 @@ def scan(
     for plan in plans.values():
         plan.uses.sort(key=lambda use: use.start)
         plan.claims.sort()
-        if plan.uses or any(first[1] > second[0] for first, second in itertools.pairwise(plan.claims)):
-            # Bytes that several tensors share are read for their checksum alone, once.
+        if plan.shares_claims():
+            # Then the checksum has a reading of its own.
             plan.claims.clear()
     scanner = _Scanner(tensors, copies, {block for block, plan in plans.items() if plan.claims}, sink)
     jobs: list[tuple[int, Callable[[], None]]] = []
