@@ -68,13 +68,18 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         trained, stage, world_size = {}, 0, models[0].dp_world_size
         format_name = "DeepSpeed without ZeRO"
     facts = CheckpointFacts(
-        trainer="DeepSpeed" + (f" {models[0].version}" if models[0].version else ""),
+        trainer=_name_trainer(models[0]),
         world_size=world_size,
         stage=stage,
         step=models[0].step,
         missing=unproven,
     )
     return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts)
+
+
+def _name_trainer(model: ModelStates) -> str:
+    name = "DeepSpeed" + (f" {model.version}" if model.version else "")
+    return f"Lightning {model.lightning}, {name}" if model.lightning else name
 
 
 def _refuse_without_models(files: DeepSpeedFiles) -> None:
