@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Dict, Optional  # noqa: UP035
+from typing import Any, Optional
 
 # First, for it sets up DeepSpeed's environment before DeepSpeed is imported.
 from train_zero import Variant, gather_truth, join_ranks, make_gpt2  # isort: skip
@@ -62,10 +62,9 @@ def fit(out: Path, **options: Any) -> lightning.Trainer:
         **options,
     )
     ids = torch.arange(64).reshape(8, 8)
-    trainer.fit(
-        Module(tags={"run": ["a", None, 1.5], "kinds": [Any, dict[str, int], Optional[int]]}),
-        torch.utils.data.DataLoader(ids, batch_size=2),
-    )
+    kinds = [Any, dict[str, int], int | None, Optional[int]]  # noqa: UP045
+    module = Module(tags={"run": ["a", None, 1.5], "kinds": kinds})
+    trainer.fit(module, torch.utils.data.DataLoader(ids, batch_size=2))
     return trainer
 
 

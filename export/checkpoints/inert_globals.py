@@ -33,7 +33,7 @@ _DATA_HOLDERS = frozenset(
         "deepspeed.utils.tensor_fragment": "fragment_address",
         "fractions": "Fraction",
         # What settings made from configuration files consist of; what it would call is looked at as any other name.
-        "functools": "partial",
+        "functools": "partial reduce",
         "numpy": "dtype ndarray",
         "numpy._core.multiarray": "_reconstruct scalar",
         "numpy._core.numeric": "_frombuffer",
@@ -48,7 +48,7 @@ _DATA_HOLDERS = frozenset(
         "torch.serialization": "_get_layout",
         "types": "GenericAlias SimpleNamespace UnionType",
         # The annotations in OmegaConf's settings, which Hydra puts into `.ckpt` files.
-        "operator": "getitem",
+        "operator": "getitem or_",
         "_operator": "getitem",
         "typing": "Any Dict List Optional Sequence Tuple Union",
         "uuid": "UUID",
