@@ -49,7 +49,7 @@ _DATA_HOLDERS = frozenset(
         "types": "GenericAlias SimpleNamespace UnionType",
         # The annotations in OmegaConf's settings, which Hydra puts into `.ckpt` files.
         "operator": "getitem or_",
-        "_operator": "getitem",
+        "_operator": "getitem or_",
         "typing": "Any Dict List Optional Sequence Tuple Union",
         "uuid": "UUID",
         # The same class, as Python 3.10 and later name it in some pickles.
