@@ -13,7 +13,7 @@ from conftest import run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from client.infer import Server
-from demo.serving import serve
+from demo.serving import NAME, serve
 from export.consolidate import consolidate
 
 # The same fp32 weights in other batches: the Trainer pads what it predicts together.
@@ -68,13 +68,13 @@ def test_the_published_and_served_classifier_answers_as_its_trainer_did(
     trained: dict[int, Trained], tmp_path: Path
 ) -> None:
     source = trained[3]
-    arguments = ("--name", "topics", "--repository", str(tmp_path / "models"), "--json")
+    arguments = ("--name", NAME, "--repository", str(tmp_path / "models"), "--json")
     done = run("-m", "export", "run", str(source.checkpoint), *arguments)
     assert done.code == 0, done.err
     assert json.loads(done.out)["task"] == "text-classification"
     with serve(tmp_path / "models") as addresses:
         server = Server(addresses.http, "http", 60.0)
-        answers = server.infer(server.find_model("topics"), [text.encode() for text in source.texts])
+        answers = server.infer(server.find_model(NAME), [text.encode() for text in source.texts])
     scores = np.exp(source.logits) / np.exp(source.logits).sum(axis=1, keepdims=True)
     for row, expected in enumerate(scores):
         order = np.argsort(-expected)
