@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Net(nn.Module):
@@ -205,22 +205,58 @@ def save_fsdp1(out: Path) -> None:
         torch.save(flat.state_dict(), out / "local_flat" / f"pytorch_model_fsdp_rank{rank}.bin")
 
 
-def save_accelerate(out: Path, name: str, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state() if state is not AcceleratorState else state._reset_state(reset_partial_state=True)
+def make_plugin(state_dict_type: str) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
+
+
+def turn_fsdp_on(accelerator: Accelerator, state_dict_type: str) -> None:
+    """Accelerate turns FSDP on for accelerators only; what it does then is the same on gloo ranks."""
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = make_plugin(state_dict_type)
+
+
+def reset_accelerate() -> None:
+    for state in (PartialState, GradientState):
+        state._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def save_accelerate(out: Path, name: str, state_dict_type: str | None) -> None:
+    reset_accelerate()
     accelerator = Accelerator(cpu=True)
-    if plugin is not None:
-        # Accelerate turns FSDP on for accelerators only; what it does then is the same on gloo ranks.
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
+    if state_dict_type is not None:
+        turn_fsdp_on(accelerator, state_dict_type)
     model = make_gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
     step(model, optimizer)
-    state = accelerator.unwrap_model(model).state_dict() if plugin is None else model.state_dict()
+    state = accelerator.unwrap_model(model).state_dict() if state_dict_type is None else model.state_dict()
     keep_truth(out, [name], gather(state))
     accelerator.save_state(str(out / name))
+
+
+class FsdpTrainer(Trainer):
+    """transformers' Trainer, with FSDP on the CPU."""
+
+    state_dict_type = ""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        turn_fsdp_on(self.accelerator, self.state_dict_type)
+        self.is_fsdp_enabled = True
+
+
+def save_by_trainer(out: Path, name: str, state_dict_type: str) -> None:
+    """The Trainer leaves OUT/NAME/checkpoint-2/."""
+    reset_accelerate()
+    FsdpTrainer.state_dict_type = state_dict_type
+    options = {"per_device_train_batch_size": 2, "optim": "adamw_torch", "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(out / name), max_steps=2, save_steps=2, use_cpu=True, **options)
+    data = [{"input_ids": torch.arange(8) + index, "labels": torch.arange(8) + index} for index in range(16)]
+    trainer = FsdpTrainer(model=make_gpt2(), args=arguments, train_dataset=data)
+    trainer.train()
+    keep_truth(out, [name], gather(trainer.model_wrapped.state_dict()))
 
 
 def run_rank(world_size: int, out: Path) -> None:
@@ -233,10 +269,10 @@ def run_rank(world_size: int, out: Path) -> None:
     else:
         save_bf16(out)
         save_fsdp1(out)
-        sharded = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-        save_accelerate(out, "accelerate_sharded", sharded)
-        full = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
-        save_accelerate(out, "accelerate_full", full)
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            suffix = kind.partition("_")[0].lower()
+            save_accelerate(out, f"accelerate_{suffix}", kind)
+            save_by_trainer(out, f"trainer_{suffix}", kind)
         save_accelerate(out, "accelerate_ddp", None)
 
 
