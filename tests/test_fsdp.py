@@ -69,6 +69,7 @@ READ_ALIKE = [
     *(
         "w2/dcp_raw",
         "w2/dcp_alone",
+        "w2/dcp_files",
         "w2/dcp_app",
         "w2/dcp_opt",
         "w2/dcp_hf",

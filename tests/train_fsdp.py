@@ -104,7 +104,9 @@ def save_fsdp2(out: Path) -> None:
     state, optimizer_state = get_state_dict(model, optimizer)
     truth = gather(state)
     keep_truth(
-        out, ["dcp_raw", "dcp_app", "dcp_ema", "dcp_opt", "dcp_moments", "dcp_alone", "rank_files", "verl"], truth
+        out,
+        ["dcp_raw", "dcp_app", "dcp_ema", "dcp_opt", "dcp_moments", "dcp_alone", "dcp_files", "rank_files", "verl"],
+        truth,
     )
     # The safetensors writer refuses tied names, so whoever uses it leaves the second one out.
     untied = {name: value for name, value in state.items() if name != "head.weight"}
@@ -118,6 +120,8 @@ def save_fsdp2(out: Path) -> None:
     files = {name: 1 + index % 2 for index, name in enumerate(untied)}
     dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(out / "dcp_hf_files"), files, save_distributed=True))
     dcp.save(state, checkpoint_id=out / "dcp_alone", use_collectives=False)
+    # A file for each tensor, so that the two names of a tied one lie apart.
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(out / "dcp_files", single_file_per_rank=False))
     torch.save(state, out / "rank_files" / f"pytorch_model_fsdp_0_rank{rank}.bin")
     torch.save(state, out / "verl" / f"model_world_size_{world_size}_rank_{rank}.pt")
 
