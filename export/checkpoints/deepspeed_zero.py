@@ -65,7 +65,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         states = _read_states(files, models)
         trained, stage, world_size = _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
         if stage == 3 and not huggingface.recognises(files.directory):
-            unproven = describe_unproven(models[0].groups or [], states)
+            unproven = describe_unproven(models[0], states)
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
     else:
         _refuse_lost_optimizer(files, models[0])
