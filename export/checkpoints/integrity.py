@@ -26,6 +26,7 @@ from export.checkpoints.dtypes import ElementType
 from export.checkpoints.stored_tensor import (
     CHUNK_BYTES,
     THREADS,
+    ByteRange,
     StoredTensor,
     read_range,
     reuse_memory,
@@ -296,6 +297,9 @@ class _Scanner:
         self._add_crc32(block, start, stop, crc32)
 
     def _scan_assembled(self, name: str, tensor: AssembledTensor) -> None:
+        # Box → (block, start, stop, CRC-32) of the bytes read last that follow one another.
+        runs: dict[int, tuple[StoredBlock, int, int, int]] = {}
+
         def read(index: int, start: int, stop: int) -> Any:
             part, size = tensor.boxes[index].part, tensor.dtype.itemsize
             if part.stride is not None:
@@ -309,7 +313,7 @@ class _Scanner:
                 with _open_block(window.block) as file:
                     _read_into(file, window.block, window.start, chunk)
                 if window.block.crc32 is not None and window.block in self._claimed:
-                    self._add_crc32(window.block, window.start, window.start + window.length, zlib.crc32(chunk))
+                    self._continue_run(runs, index, window, chunk)
                 position += window.length
             self._check(name, index, start * size, content, tensor.dtype)
             return np.frombuffer(content, f"u{size}")
@@ -320,11 +324,23 @@ class _Scanner:
                 step = CHUNK_BYTES // tensor.dtype.itemsize
                 for start in range(0, box.part.numel if not self.stopped.is_set() else 0, step):
                     read(index, start, min(box.part.numel, start + step))
-            return
-        for position, piece in tensor.pieces(read):
-            if self.stopped.is_set():
-                return
-            self._sink(name, position, piece)
+        else:
+            for position, piece in tensor.pieces(read):
+                if self.stopped.is_set():
+                    return
+                self._sink(name, position, piece)
+        for run in runs.values():
+            self._add_crc32(*run)
+
+    def _continue_run(
+        self, runs: dict[int, tuple[StoredBlock, int, int, int]], index: int, window: ByteRange, chunk: memoryview
+    ) -> None:
+        """Add `chunk`, the bytes of `window`, to the run of a box, or begin another where it does not follow."""
+        block, start, stop, crc32 = runs.get(index) or (window.block, window.start, window.start, 0)
+        if (block, stop) != (window.block, window.start):
+            self._add_crc32(block, start, stop, crc32)
+            block, start, crc32 = window.block, window.start, 0
+        runs[index] = (block, start, window.start + window.length, zlib.crc32(chunk, crc32))
 
     def _scan_strided(self, name: str, tensor: StoredTensor) -> None:
         position = 0
