@@ -8,6 +8,7 @@ import torch
 from export.checkpoints import assembled_tensor, integrity
 from export.checkpoints.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.dtypes import FLOAT32
+from export.checkpoints.second_copies import Copy
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError
@@ -30,7 +31,7 @@ def store(path: Path, content: object) -> dict[str, StoredTensor]:
     return found
 
 
-def make(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor], list[integrity.Copy]]:
+def make(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor], list[Copy]]:
     """One flat storage that everything is cut out of, as ZeRO leaves it, and copies in 16 bits."""
     flat = torch.randn(3 * ROWS * WIDTH + 5, generator=torch.Generator().manual_seed(1))
     first, second, third = flat[5:].view(3, ROWS, WIDTH)
@@ -45,8 +46,8 @@ def make(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor]
     low = store(folder / "low.pt", {name: tensor.bfloat16() for name, tensor in (("a", first), ("b", second))})
     whole = store(folder / "whole.pt", {"joined": truth["joined"].bfloat16()})
     copies = [
-        integrity.Copy(name="turned", holder="turned", tensor=transpose(low["a"]), group=0),
-        integrity.Copy(name="joined", holder="joined", tensor=whole["joined"], group=1),
+        Copy(name="turned", holder="turned", tensor=transpose(low["a"]), group=0),
+        Copy(name="joined", holder="joined", tensor=whole["joined"], group=1),
     ]
     return tensors, truth, copies
 

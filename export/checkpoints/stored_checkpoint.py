@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from export.checkpoints import integrity
 from export.checkpoints.base import TensorSpec
+from export.checkpoints.second_copies import Copy
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.zip_archive import StoredBlock, ZipArchive
 from export.errors import CheckpointError, list_some
@@ -119,7 +120,7 @@ class StoredCheckpoint:
             CheckpointError: Something is wrong, named.
         """
         copies = [
-            integrity.Copy(name=name, holder=self.tied.get(name, name), tensor=tensor, group=group)
+            Copy(name=name, holder=self.tied.get(name, name), tensor=tensor, group=group)
             for group, members in enumerate(self.copies)
             for name, tensor in members.items()
             if name in self.tensors
