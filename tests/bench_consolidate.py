@@ -1,9 +1,10 @@
-"""Time and memory of `consolidate` beside DeepSpeed's own script and `cp`, on a real ZeRO-3 checkpoint.
+"""Time and memory of `consolidate` beside DeepSpeed's own script and `cp`, on real checkpoints.
 
     python tests/bench_consolidate.py [WORK_FOLDER] [--rounds 3]
 
-Trains a model of GPT-2 medium's shape (355M parameters) for one step on two CPU ranks with DeepSpeed, then runs the
-three in turns, each in its own process, with a warm page cache. Memory is the peak of `VmHWM`, which counts mapped
+Trains models of GPT-2 medium's shape (355M parameters) for a step or two on two CPU ranks in bf16: ZeRO stages 3 and 2,
+and Megatron-DeepSpeed's tensor parallel layers. Then runs everything in turns, each in its own process, with a warm
+page cache. DeepSpeed's script does not read Megatron's checkpoints. Memory is the peak of `VmHWM`, which counts mapped
 files and libraries, and of `RssAnon` in /proc/PID/status, looked at every 2 ms. Nothing here asserts: it prints.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-HIDDEN, LAYERS, VOCABULARY = 1024, 24, 50257
+HIDDEN, LAYERS, VOCABULARY, POSITIONS = 1024, 24, 50257, 1024
 
 # `consolidate` without the rest of the command line, which may import what it does not need.
 CONSOLIDATE = (
@@ -28,11 +29,12 @@ CONSOLIDATE = (
 )
 
 
-def train(out: Path) -> None:
-    """Save one ZeRO-3 checkpoint of 355M parameters in `out`."""
+def train_zero(out: Path, stage: int) -> None:
+    """Save one ZeRO checkpoint of 355M parameters in `out`."""
     import deepspeed
     import torch
     import train_zero
+    from ranks import fork_ranks
     from torch import nn
 
     class Block(nn.Module):
@@ -51,20 +53,19 @@ def train(out: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.wte, self.wpe = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(1024, HIDDEN)
+            self.wte, self.wpe = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(POSITIONS, HIDDEN)
             self.h = nn.Sequential(*(Block() for _ in range(LAYERS)))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.h(self.wte(ids) + self.wpe(ids % 1024))
+            return self.h(self.wte(ids) + self.wpe(ids % POSITIONS))
 
-    def run(rank: int, world_size: int, port: int) -> None:
-        train_zero.join_ranks(rank, world_size, port)
-        torch.set_num_threads(1)
+    def run(rank: int) -> None:
+        train_zero.join_ranks()
         torch.manual_seed(3)
         model = Model()
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
+            "zero_optimization": {"stage": stage},
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,
         }
@@ -74,7 +75,22 @@ def train(out: Path) -> None:
         engine.step()
         engine.save_checkpoint(str(out))
 
-    train_zero.fork_ranks(2, run)
+    fork_ranks(2, run)
+
+
+def train_megatron(out: Path) -> None:
+    """Save one Megatron-DeepSpeed checkpoint of 355M parameters in `out`, split over two tensor parallel ranks."""
+    import train_megatron
+    from ranks import fork_ranks
+
+    sizes = {"layers": LAYERS, "hidden": HIDDEN, "heads": 16, "vocabulary": VOCABULARY, "positions": POSITIONS}
+    variant = train_megatron.Variant(tensor=2, dtype="bf16", **sizes)
+
+    def run(rank: int) -> None:
+        train_megatron.join_ranks()
+        train_megatron.train(variant, out)
+
+    fork_ranks(2, run)
 
 
 def measure(command: list[str], env: dict[str, str]) -> tuple[float, int, int]:
@@ -104,16 +120,20 @@ def read_status(pid: int) -> dict[str, int]:
 
 
 def bench(work: Path, rounds: int) -> None:
-    checkpoint, out = work / "checkpoint", work / "out"
-    if not (checkpoint / "latest").is_file():
-        train(checkpoint)
+    trainers = {"ZeRO-3": lambda out: train_zero(out, 3), "ZeRO-2": lambda out: train_zero(out, 2)}
+    trainers["Megatron"] = train_megatron
+    weights, out = work / "weights.safetensors", work / "out"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    weights = work / "weights.safetensors"
-    runs: dict[str, list[str]] = {
-        "consolidate": [sys.executable, "-c", CONSOLIDATE, str(checkpoint), str(out)],
-        "zero_to_fp32.py": [sys.executable, str(checkpoint / "zero_to_fp32.py"), str(checkpoint), str(out)],
-        "cp": ["cp", str(weights), str(out)],
-    }
+    runs: dict[str, list[str]] = {}
+    for name, train in trainers.items():
+        checkpoint = work / name
+        if not (checkpoint / "latest").is_file():
+            train(checkpoint)
+        runs[f"consolidate, {name}"] = [sys.executable, "-c", CONSOLIDATE, str(checkpoint), str(out)]
+        if name != "Megatron":
+            script = checkpoint / "zero_to_fp32.py"
+            runs[f"zero_to_fp32.py, {name}"] = [sys.executable, str(script), str(checkpoint), str(out)]
+    runs["cp"] = ["cp", str(weights), str(out)]
     results: dict[str, list[Any]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, command in runs.items():
@@ -121,20 +141,20 @@ def bench(work: Path, rounds: int) -> None:
             if name == "cp":
                 out.mkdir()
             results[name].append(measure(command, env))
-            if name == "consolidate" and not weights.is_file():
+            if name.startswith("consolidate") and not weights.is_file():
                 shutil.copyfile(out / "model.safetensors", weights)
-    fp32_bytes = weights.stat().st_size
-    shards = sum(path.stat().st_size for path in checkpoint.rglob("*.pt"))
-    best_cp = min(result[0] for result in results["cp"])
-    sys.stdout.write(
-        f"fp32 weights {fp32_bytes / 1e9:.2f} GB, checkpoint {shards / 1e9:.2f} GB, {os.cpu_count()} cores\n"
-    )
-    sys.stdout.write(f"{'':16} {'seconds (each round)':26} {'best / cp':>9} {'peak RSS':>9} {'anonymous':>10}\n")
+    shards = ", ".join(f"{name} {count_bytes(work / name) / 1e9:.2f} GB" for name in trainers)
+    sys.stdout.write(f"fp32 weights {weights.stat().st_size / 1e9:.2f} GB in {shards}; {os.cpu_count()} cores\n")
+    sys.stdout.write(f"{'':24} best of {rounds}, s    ratio to cp    peak memory    of it anonymous\n")
+    best_cp = min(seconds for seconds, _, _ in results["cp"])
     for name, found in results.items():
-        seconds = [result[0] for result in found]
+        best = min(seconds for seconds, _, _ in found)
         peak, anonymous = (max(result[index] for result in found) / 1e6 for index in (1, 2))
-        each = " ".join(f"{value:.2f}" for value in seconds)
-        sys.stdout.write(f"{name:16} {each:26} {min(seconds) / best_cp:9.2f} {peak:6.0f} MB {anonymous:7.0f} MB\n")
+        sys.stdout.write(f"{name:24} {best:12.2f} {best / best_cp:14.2f} {peak:11.0f} MB {anonymous:15.0f} MB\n")
+
+
+def count_bytes(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.rglob("*.pt"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from export.checkpoints.cast import can_cast, cast_bytes, count_non_finite
+from export.checkpoints.cast import can_cast, cast_bytes, count_non_finite, equals_cast
 from export.checkpoints.dtypes import BY_NAME
 from export.errors import CheckpointError
 
@@ -39,6 +39,28 @@ def test_other_casts_are_refused() -> None:
     assert not can_cast(BY_NAME["int64"], BY_NAME["float32"])
     with pytest.raises(CheckpointError, match="int64 is not cast to float32: expected a cast between float64, float32"):
         cast_bytes(bytes(8), BY_NAME["int64"], BY_NAME["float32"])
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_a_copy_is_known_and_so_is_a_copy_with_any_other_bit(source: str, target: str) -> None:
+    numbers = make_numbers(source)[:4000]
+    types = BY_NAME[source], BY_NAME[target]
+    data = to_bytes(numbers[~numbers.isnan()])
+    copy = bytearray(cast_bytes(data, *types))
+    assert equals_cast(data, types[0], bytes(copy), types[1])
+    for position in range(0, len(copy), 97):
+        copy[position] ^= 1 << position % 8
+        assert not equals_cast(data, types[0], bytes(copy), types[1]), position
+        copy[position] ^= 1 << position % 8
+
+
+def test_a_number_between_two_may_have_become_either() -> None:
+    data = to_bytes(torch.tensor([1.00390625, -1.01171875]))
+    for first in (0x3F80, 0x3F81):
+        for second in (0xBF81, 0xBF82):
+            copy = first.to_bytes(2, "little") + second.to_bytes(2, "little")
+            assert equals_cast(data, BY_NAME["float32"], copy, BY_NAME["bfloat16"])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

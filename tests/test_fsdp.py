@@ -69,6 +69,7 @@ READ_ALIKE = [
     *(
         "w2/dcp_raw",
         "w2/dcp_alone",
+        "w2/dcp_files",
         "w2/dcp_app",
         "w2/dcp_opt",
         "w2/dcp_hf",
@@ -110,6 +111,13 @@ def test_consolidate_streams_every_way_of_sharding(
     for name, tensor in truth.items():
         cast = tensor.to(torch.bfloat16) if dtype and tensor.is_floating_point() else tensor
         assert torch.equal(written[name], cast), name
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_the_trainers_own_checkpoint_is_read_bit_for_bit_and_told_its_step(trained: Path, kind: str) -> None:
+    checkpoint = open_checkpoint(trained / f"w2/trainer_{kind}/checkpoint-2")
+    assert_equal(checkpoint, read_truth(trained / f"w2/trainer_{kind}"))
+    assert (checkpoint.facts.world_size, checkpoint.facts.step) == (2, 2)
 
 
 def test_accelerates_ddp_folder_is_read_as_hugging_face(trained: Path) -> None:

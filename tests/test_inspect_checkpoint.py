@@ -26,6 +26,13 @@ def test_it_says_what_the_run_was() -> None:
     assert found.estimates["export_memory_bytes"] > found.estimates["consolidate_memory_bytes"]
 
 
+def test_the_estimates_are_what_was_measured_on_the_real_checkpoint(checkpoint: Path) -> None:
+    estimates = inspect_checkpoint(checkpoint).estimates
+    assert estimates["export_memory_bytes"] == pytest.approx(1.05e9, rel=0.05)
+    assert estimates["export_s"] == pytest.approx(34, rel=0.05)
+    assert estimates["consolidate_memory_bytes"] == 1e8
+
+
 def test_the_text_names_every_fact_and_tensor() -> None:
     lines = format_inspection(inspect_checkpoint(find_checkpoint("z2_fp32"))).splitlines()
     assert lines[1] == "format       DeepSpeed ZeRO stage 2, 2 ranks"

@@ -69,26 +69,6 @@ def test_what_torch_compile_itself_saves_is_read(tmp_path: Path) -> None:
     assert_is(save(tmp_path, model.state_dict()), make_model().state_dict())
 
 
-def test_a_lightning_file_gives_its_version_and_step(tmp_path: Path) -> None:
-    # The keys that Lightning 2 writes (lightning/pytorch/trainer/connectors/checkpoint_connector.py).
-    content = {
-        "epoch": 1,
-        "global_step": 20,
-        "pytorch-lightning_version": "2.5.0",
-        "state_dict": add_prefix(make_model().state_dict(), "model."),
-        "loops": {"fit_loop": {"state_dict": {}}},
-        "callbacks": {},
-        "optimizer_states": [],
-        "lr_schedulers": [],
-        "hyper_parameters": {"lr": 0.1},
-    }
-    folder = save(tmp_path, content, "last.ckpt")
-    assert_is(folder, make_model().state_dict())
-    checkpoint = open_checkpoint(folder)
-    assert (checkpoint.facts.trainer, checkpoint.facts.step) == ("Lightning 2.5.0", 20)
-    assert checkpoint.format_name == "torch file last.ckpt, under state_dict, without prefix model."
-
-
 def test_a_prefix_that_is_the_models_own_stays(tmp_path: Path) -> None:
     state = {"model.layers.0.weight": torch.ones(2), "lm_head.weight": torch.ones(3)}
     assert_is(save(tmp_path, state), state)

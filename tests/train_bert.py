@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 # First, for it sets up DeepSpeed's environment before DeepSpeed is imported.
-from train_zero import Variant, fork_ranks, gather_truth, join_ranks, make_deepspeed_config  # isort: skip
+from train_zero import Variant, gather_truth, join_ranks, make_deepspeed_config  # isort: skip
 
 import deepspeed
 import torch
+from ranks import fork_ranks
 from safetensors.torch import save_file
 from transformers import AutoModel
 
@@ -24,8 +25,8 @@ from transformers import AutoModel
 def main() -> None:
     checkpoint, out = Path(sys.argv[1]), Path(sys.argv[2])
 
-    def run(rank: int, world_size: int, port: int) -> None:
-        join_ranks(rank, world_size, port)
+    def run(rank: int) -> None:
+        join_ranks()
         engine = train(checkpoint, out / "zero")
         truth = gather_truth(engine, Variant(stage=3))
         if rank == 0:

@@ -2,16 +2,13 @@
 
     python tests/train_fsdp.py OUT WORLD_SIZE
 
-Each variant leaves OUT/<variant>/ and OUT/<variant>.truth.pt: {name: tensor}, gathered from the live ranks. The ranks
-are forked from one process that has imported everything already: an import takes longer than the training.
+Each variant leaves OUT/<variant>/ and OUT/<variant>.truth.pt: {name: tensor}, gathered from the live ranks.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from ranks import fork_ranks
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Net(nn.Module):
@@ -106,7 +104,9 @@ def save_fsdp2(out: Path) -> None:
     state, optimizer_state = get_state_dict(model, optimizer)
     truth = gather(state)
     keep_truth(
-        out, ["dcp_raw", "dcp_app", "dcp_ema", "dcp_opt", "dcp_moments", "dcp_alone", "rank_files", "verl"], truth
+        out,
+        ["dcp_raw", "dcp_app", "dcp_ema", "dcp_opt", "dcp_moments", "dcp_alone", "dcp_files", "rank_files", "verl"],
+        truth,
     )
     # The safetensors writer refuses tied names, so whoever uses it leaves the second one out.
     untied = {name: value for name, value in state.items() if name != "head.weight"}
@@ -120,6 +120,8 @@ def save_fsdp2(out: Path) -> None:
     files = {name: 1 + index % 2 for index, name in enumerate(untied)}
     dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(out / "dcp_hf_files"), files, save_distributed=True))
     dcp.save(state, checkpoint_id=out / "dcp_alone", use_collectives=False)
+    # A file for each tensor, so that the two names of a tied one lie apart.
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(out / "dcp_files", single_file_per_rank=False))
     torch.save(state, out / "rank_files" / f"pytorch_model_fsdp_0_rank{rank}.bin")
     torch.save(state, out / "verl" / f"model_world_size_{world_size}_rank_{rank}.pt")
 
@@ -207,31 +209,62 @@ def save_fsdp1(out: Path) -> None:
         torch.save(flat.state_dict(), out / "local_flat" / f"pytorch_model_fsdp_rank{rank}.bin")
 
 
-def save_accelerate(out: Path, name: str, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state() if state is not AcceleratorState else state._reset_state(reset_partial_state=True)
+def make_plugin(state_dict_type: str) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
+
+
+def turn_fsdp_on(accelerator: Accelerator, state_dict_type: str) -> None:
+    """Accelerate turns FSDP on for accelerators only; what it does then is the same on gloo ranks."""
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = make_plugin(state_dict_type)
+
+
+def reset_accelerate() -> None:
+    for state in (PartialState, GradientState):
+        state._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def save_accelerate(out: Path, name: str, state_dict_type: str | None) -> None:
+    reset_accelerate()
     accelerator = Accelerator(cpu=True)
-    if plugin is not None:
-        # Accelerate turns FSDP on for accelerators only; what it does then is the same on gloo ranks.
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
+    if state_dict_type is not None:
+        turn_fsdp_on(accelerator, state_dict_type)
     model = make_gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
     step(model, optimizer)
-    state = accelerator.unwrap_model(model).state_dict() if plugin is None else model.state_dict()
+    state = accelerator.unwrap_model(model).state_dict() if state_dict_type is None else model.state_dict()
     keep_truth(out, [name], gather(state))
     accelerator.save_state(str(out / name))
 
 
-def run_rank(rank: int, world_size: int, port: int, out: Path) -> None:
+class FsdpTrainer(Trainer):
+    """transformers' Trainer, with FSDP on the CPU."""
+
+    state_dict_type = ""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        turn_fsdp_on(self.accelerator, self.state_dict_type)
+        self.is_fsdp_enabled = True
+
+
+def save_by_trainer(out: Path, name: str, state_dict_type: str) -> None:
+    """The Trainer leaves OUT/NAME/checkpoint-2/."""
+    reset_accelerate()
+    FsdpTrainer.state_dict_type = state_dict_type
+    options = {"per_device_train_batch_size": 2, "optim": "adamw_torch", "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(out / name), max_steps=2, save_steps=2, use_cpu=True, **options)
+    data = [{"input_ids": torch.arange(8) + index, "labels": torch.arange(8) + index} for index in range(16)]
+    trainer = FsdpTrainer(model=make_gpt2(), args=arguments, train_dataset=data)
+    trainer.train()
+    keep_truth(out, [name], gather(trainer.model_wrapped.state_dict()))
+
+
+def run_rank(world_size: int, out: Path) -> None:
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     save_fsdp2(out)
     save_columns(out)
@@ -240,39 +273,17 @@ def run_rank(rank: int, world_size: int, port: int, out: Path) -> None:
     else:
         save_bf16(out)
         save_fsdp1(out)
-        sharded = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-        save_accelerate(out, "accelerate_sharded", sharded)
-        full = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
-        save_accelerate(out, "accelerate_full", full)
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            suffix = kind.partition("_")[0].lower()
+            save_accelerate(out, f"accelerate_{suffix}", kind)
+            save_by_trainer(out, f"trainer_{suffix}", kind)
         save_accelerate(out, "accelerate_ddp", None)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def launch(out: Path, world_size: int) -> None:
     """Train and save every variant of `world_size`, each rank in a forked process."""
     out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run_rank(rank, world_size, port, out)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        ranks.append(child)
-    failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
-    if failed:
-        raise SystemExit(f"ranks {failed} of {world_size} failed")
+    fork_ranks(world_size, lambda _: run_rank(world_size, out))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 # First, for it sets up DeepSpeed's environment before DeepSpeed is imported.
-from train_zero import Variant, fork_ranks, gather_truth, join_ranks, make_deepspeed_config  # isort: skip
+from train_zero import Variant, gather_truth, join_ranks, make_deepspeed_config  # isort: skip
 
 import deepspeed
 import torch
 from peft import LoraConfig, get_peft_model
+from ranks import fork_ranks
 from transformers import AutoModel
 
 SETTINGS = LoraConfig(r=4, lora_alpha=10, target_modules=["query", "value"], init_lora_weights=False)
@@ -30,8 +31,8 @@ def build(checkpoint: Path) -> Any:
 def main() -> None:
     checkpoint, out = Path(sys.argv[1]), Path(sys.argv[2])
 
-    def run(rank: int, world_size: int, port: int) -> None:
-        join_ranks(rank, world_size, port)
+    def run(rank: int) -> None:
+        join_ranks()
         engine = train(checkpoint, out / "zero")
         truth = gather_truth(engine, Variant(stage=3, parts=frozenset({"frozen"})))
         if rank == 0:

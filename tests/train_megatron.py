@@ -14,9 +14,7 @@ live ranks, put together to the unsplit model under Megatron's names, as {"3.mlp
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import traceback
 import warnings
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -33,9 +31,8 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
+from ranks import fork_ranks
 from torch import nn
-
-VOCABULARY, POSITIONS = 53, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +47,8 @@ class Variant:
     layers: int = 3
     hidden: int = 24
     heads: int = 4
+    vocabulary: int = 53
+    positions: int = 10
     args: dict[str, Any] = field(default_factory=dict)
     # Whether the head has weights of its own.
     untied: bool = False
@@ -64,7 +63,7 @@ class Variant:
     def padded_vocabulary(self) -> int:
         """As Megatron pads: to a multiple of `make_vocab_size_divisible_by` for each tensor parallel rank."""
         step = 8 * self.tensor
-        return -(-VOCABULARY // step) * step
+        return -(-self.vocabulary // step) * step
 
 
 VARIANTS = {
@@ -161,9 +160,9 @@ class RowParallel(nn.Module):
 class Table(nn.Module):
     """This rank's rows of the word embeddings."""
 
-    def __init__(self, rows: int, hidden: int, group: Any) -> None:
+    def __init__(self, variant: Variant, group: Any) -> None:
         super().__init__()
-        self.weight = own_part(torch.randn(rows, hidden) * 0.1, 0, group)
+        self.weight = own_part(torch.randn(variant.padded_vocabulary, variant.hidden) * 0.1, 0, group)
         self.first = dist.get_rank(group) * self.weight.shape[0]
         self.group = group
 
@@ -177,10 +176,10 @@ class Table(nn.Module):
 class Embedding(nn.Module):
     """Word and position embeddings, tied to the head by `word_embeddings_weight`."""
 
-    def __init__(self, rows: int, hidden: int, group: Any) -> None:
+    def __init__(self, variant: Variant, group: Any) -> None:
         super().__init__()
-        self.word_embeddings = Table(rows, hidden, group)
-        self.position_embeddings = nn.Embedding(POSITIONS, hidden)
+        self.word_embeddings = Table(variant, group)
+        self.position_embeddings = nn.Embedding(variant.positions, variant.hidden)
 
     @property
     def word_embeddings_weight(self) -> nn.Parameter:
@@ -240,9 +239,9 @@ def compute_logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
 class Head(nn.Module):
     """A head that is not tied: this rank's rows."""
 
-    def __init__(self, rows: int, hidden: int, group: Any) -> None:
+    def __init__(self, variant: Variant, group: Any) -> None:
         super().__init__()
-        self.lm_head = Table(rows, hidden, group)
+        self.lm_head = Table(variant, group)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         group = self.lm_head.group
@@ -255,7 +254,7 @@ class Nested(nn.Module):
     def __init__(self, variant: Variant, group: Any) -> None:
         super().__init__()
         self.language_model = nn.Module()
-        self.language_model.embedding = Embedding(variant.padded_vocabulary, variant.hidden, group)
+        self.language_model.embedding = Embedding(variant, group)
         encoder = self.language_model.encoder = nn.Module()
         encoder.layers = nn.ModuleList(Block(variant.hidden, variant.heads, group) for _ in range(variant.layers))
         encoder.final_layernorm = nn.LayerNorm(variant.hidden)
@@ -288,12 +287,11 @@ def pass_on(hidden: torch.Tensor) -> torch.Tensor:
 
 def make_specs(variant: Variant, group: Any) -> list[Any]:
     """Megatron's order: a function, embeddings, a function, blocks, a function, the last norm, the tied head."""
-    table = (variant.padded_vocabulary, variant.hidden, group)
     tied = {"tied_weight_attr": "word_embeddings_weight"}
-    first = TiedLayerSpec("embed", Embedding, *table, **tied)
-    last = TiedLayerSpec("embed", Embedding, *table, forward_fn=compute_logits, **tied)
+    first = TiedLayerSpec("embed", Embedding, variant, group, **tied)
+    last = TiedLayerSpec("embed", Embedding, variant, group, forward_fn=compute_logits, **tied)
     if variant.untied:
-        first, last = LayerSpec(Embedding, *table), LayerSpec(Head, *table)
+        first, last = LayerSpec(Embedding, variant, group), LayerSpec(Head, variant, group)
     return [
         pass_on,
         first,
@@ -314,7 +312,7 @@ def make_args(variant: Variant) -> Namespace:
         "num_attention_heads": variant.heads,
         "num_key_value_heads": variant.heads,
         "kv_channels": variant.hidden // variant.heads,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": variant.positions,
         "padded_vocab_size": variant.padded_vocabulary,
         "tensor_model_parallel_size": variant.tensor,
         "pipeline_model_parallel_size": variant.pipe,
@@ -347,10 +345,10 @@ def make_config(variant: Variant) -> dict[str, Any]:
     return config
 
 
-def make_batches(data_rank: int) -> Any:
+def make_batches(variant: Variant, data_rank: int) -> Any:
     torch.manual_seed(11 + data_rank)
     while True:
-        ids = torch.randint(0, VOCABULARY, (2, POSITIONS + 1))
+        ids = torch.randint(0, variant.vocabulary, (2, 11))
         yield ids[:, :-1], ids[:, 1:]
 
 
@@ -424,65 +422,44 @@ def train_nested(variant: Variant, topology: Any, group: Any, batches: Any) -> A
     return engine
 
 
-def train(variant: Variant, out: Path, name: str) -> None:
-    """Train on this rank, save, and leave the truth beside the checkpoint."""
+def train(variant: Variant, out: Path) -> Any:
+    """Train on this rank, save to `out`, and return the engine."""
     topology = PipeModelDataParallelTopology(num_pp=variant.pipe, num_mp=variant.tensor, num_dp=variant.data)
     own = None
     for ranks in topology.get_axis_comm_lists("model") or [[rank] for rank in range(variant.world_size)]:
         group = dist.new_group(ranks)
         own = group if dist.get_rank() in ranks else own
     torch.manual_seed(5)
-    batches = make_batches(topology.get_coord(dist.get_rank()).data)
+    batches = make_batches(variant, topology.get_coord(dist.get_rank()).data)
     engine = (train_pipeline if variant.pipelined else train_nested)(variant, topology, own, batches)
     state = {"args": make_args(variant), "iteration": 2, "checkpoint_version": 3.0, "tokens": 80}
-    engine.save_checkpoint(str(out / name), client_state=state)
-    truth = gather_truth(engine, variant)
-    if truth is not None:
-        torch.save(truth, out / f"{name}.truth.pt")
+    engine.save_checkpoint(str(out), client_state=state)
+    return engine
 
 
-def run_rank(rank: int, world_size: int, port: int, out: Path, names: list[str]) -> None:
+def join_ranks() -> None:
+    """Make this process one rank of a gloo group, with DeepSpeed's help."""
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
     # DeepSpeed would compile a shared memory all-reduce in C++ first, for half a minute; gloo adds up the same.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", verbose=False)
+
+
+def run_rank(out: Path, names: list[str]) -> None:
+    """Train each variant, and leave the truth beside its checkpoint."""
+    join_ranks()
     for name in names:
-        train(VARIANTS[name], out, name)
-    dist.barrier()
-    dist.destroy_process_group()
+        truth = gather_truth(train(VARIANTS[name], out / name), VARIANTS[name])
+        if truth is not None:
+            torch.save(truth, out / f"{name}.truth.pt")
 
 
 def launch(out: Path, names: list[str]) -> None:
-    """Run `names`, those of one world size together, every rank in a forked process."""
+    """Run `names`, those of one world size together."""
     out.mkdir(parents=True, exist_ok=True)
     for world_size in sorted({VARIANTS[name].world_size for name in names}):
         chosen = [name for name in names if VARIANTS[name].world_size == world_size]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        ranks = []
-        for rank in range(world_size):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    run_rank(rank, world_size, port, out, chosen)
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
-            ranks.append(child)
-        failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
-        if failed:
-            raise SystemExit(f"ranks {failed} of {world_size} failed on {chosen}")
+        fork_ranks(world_size, lambda _, chosen=chosen: run_rank(out, chosen))
 
 
 if __name__ == "__main__":

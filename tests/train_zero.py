@@ -3,18 +3,14 @@
     python tests/train_zero.py OUT VARIANT[,VARIANT...]
 
 Each variant leaves OUT/<variant>/ (what DeepSpeed saved) and OUT/<variant>.truth.pt: {name: tensor}, gathered from the
-live ranks just after saving. The ranks are forked from one process that has imported DeepSpeed already: an import takes
-longer than the training.
+live ranks just after saving.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from ranks import fork_ranks
 from torch import nn
 
 
@@ -263,44 +260,14 @@ def train(variant: Variant, out: Path, name: str) -> None:
         torch.save(truth, out / f"{name}.truth.pt")
 
 
-def join_ranks(rank: int, world_size: int, port: int) -> None:
-    """Make this process one rank of a gloo group."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def join_ranks() -> None:
+    """Make this process one rank of a gloo group, with DeepSpeed's help."""
     # DeepSpeed would compile an all-reduce over shared memory on first use; gloo needs no compiler. (The attribute
     # `deepspeed.comm.torch` is torch itself.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", verbose=False)
     # DeepSpeed asks for fp16 instructions; torch computes fp16 on any CPU, only slower.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-
-
-def fork_ranks(world_size: int, run: Callable[[int, int, int], None]) -> None:
-    """Call `run(rank, world_size, port)` in one forked process per rank, and fail if one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run(rank, world_size, port)
-                torch.distributed.barrier()
-                torch.distributed.destroy_process_group()
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        ranks.append(child)
-    failed = [rank for rank, child in enumerate(ranks) if os.waitpid(child, 0)[1]]
-    if failed:
-        raise SystemExit(f"ranks {failed} of {world_size} failed")
 
 
 def make_deepspeed_config(stage: int) -> dict[str, Any]:
@@ -371,8 +338,8 @@ TRAINERS = {
 def run_trainer(out: Path, name: str) -> None:
     train_by, stage = TRAINERS[name]
 
-    def run(rank: int, world_size: int, port: int) -> None:
-        join_ranks(rank, world_size, port)
+    def run(rank: int) -> None:
+        join_ranks()
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         truth = gather_truth(train_by(out / name, stage), Variant(stage=stage))
         if rank == 0:
@@ -404,8 +371,8 @@ def launch(out: Path, names: list[str]) -> None:
     for world_size in sorted({VARIANTS[name].world_size for name in names}):
         chosen = [name for name in names if VARIANTS[name].world_size == world_size]
 
-        def run(rank: int, world_size: int, port: int, chosen: list[str] = chosen) -> None:
-            join_ranks(rank, world_size, port)
+        def run(rank: int, chosen: list[str] = chosen) -> None:
+            join_ranks()
             for name in chosen:
                 train(VARIANTS[name], out, name)
 

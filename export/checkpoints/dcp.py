@@ -10,7 +10,7 @@ What no file shows: two `.distcp` files of the same sizes, swapped. Nothing in a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
     _check_files(directory, metadata)
     chosen = select_model(metadata.tensors, directory, sub_tree)
     tensors = {name: _assemble(directory, tensor) for name, tensor in chosen.items()}
-    _refuse_doubles(tensors.values())
+    _refuse_doubles(tensors)
     names = {region.file_name for region in metadata.regions}
     ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
     return StoredCheckpoint(
@@ -143,26 +143,36 @@ def _assemble(directory: Path, tensor: DcpTensor) -> StoredTensor:
     return assemble(tensor.shape, tensor.dtype, boxes, name=tensor.name)
 
 
-def _refuse_doubles(tensors: Iterable[StoredTensor]) -> None:
+def _refuse_doubles(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse a file that is a copy of another under its name: every checksum is the same then.
 
-    Files of constant values are let pass, since shards of zeros or ones may well be equal.
+    Files of constant values are let pass, since shards of zeros or ones may well be equal, and so are two names of one
+    tensor, which lie in two files where a rank writes several: then the tensors are equal as a whole.
     """
-    parts: dict[Path, list[ByteRange]] = {}
-    for tensor in tensors:
+    parts: dict[Path, list[tuple[str, ByteRange]]] = {}
+    for name, tensor in tensors.items():
         for part in tensor.ranges:
-            parts.setdefault(part.block.path, []).append(part)
+            parts.setdefault(part.block.path, []).append((name, part))
     seen: dict[tuple[int | None, ...], Path] = {}
     for path, found in parts.items():
-        checksums = tuple(part.block.crc32 for part in found)
+        checksums = tuple(part.block.crc32 for _, part in found)
         first = seen.setdefault(checksums, path)
-        if first != path and None not in checksums and not all(map(_is_constant, found)):
+        if first == path or None in checksums or all(_is_constant(part) for _, part in found):
+            continue
+        pairs = [(name, other) for (name, _), (other, _) in zip(found, parts[first], strict=True)]
+        if any(name == other or not _are_equal(tensors[name], tensors[other]) for name, other in pairs):
             raise CheckpointError(
                 f"{path} and {first} have the same contents",
                 expected="each rank's own part",
                 got="every checksum equal",
                 remedy="one is a copy under the other's name; " + _RECOPY,
             )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Tell by their checksums whether two tensors were saved with equal elements."""
+    sums = [[part.block.crc32 for part in tensor.ranges] for tensor in (one, other)]
+    return one.shape == other.shape and sums[0] == sums[1]
 
 
 def _is_constant(part: ByteRange) -> bool:

@@ -13,9 +13,11 @@ from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoi
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
-# Never an attribute of anybody's own model: Lightning's `_LightningModuleWrapperBase` and torch.compile's
+# Never an attribute of anybody's own model: Fabric's and older Lightning's wrappers and torch.compile's
 # `OptimizedModule` name the model within them so.
 _LIGHTNING_PREFIX = "_forward_module."
+# What a LightningModule calls the model within it as a rule; without Lightning it may be the model's own.
+_INNER_MODEL = "model."
 _COMPILED_PART = "_orig_mod."
 
 
@@ -80,10 +82,10 @@ def _unwrap_names(tensors: Mapping[str, StoredTensor], model: ModelStates) -> di
     Raises:
         CheckpointError: Two names become one.
     """
-    wrapped = all(name.startswith(_LIGHTNING_PREFIX) for name in tensors)
-    plain = {
-        name: (name[len(_LIGHTNING_PREFIX) :] if wrapped else name).replace(_COMPILED_PART, "") for name in tensors
-    }
+    plain = {name: name.replace(_COMPILED_PART, "") for name in tensors}
+    for prefix in (_LIGHTNING_PREFIX, *([_INNER_MODEL] if model.lightning else [])):
+        if all(name.startswith(prefix) for name in plain.values()):
+            plain = {old: name[len(prefix) :] for old, name in plain.items()}
     if len(set(plain.values())) != len(plain):
         raise CheckpointError(
             f"names in {model.path} fall together without {_COMPILED_PART}",

@@ -3,7 +3,7 @@
 A rank number is only in the file's name. What the contents can show: how many ranks there were, which parameters a
 piece holds (stages 1 and 2), where the padding lies (stage 3), the optimizer's step, and equal checksums. Two files
 swapped at stage 3, neither of them of a rank with padding, look like any other checkpoint: nothing in them can show it,
-unless a gathered 16-bit copy lies beside them.
+unless a gathered 16-bit copy lies beside them. So do two files with the ranks' parts of frozen parameters.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
@@ -148,19 +149,29 @@ def check_sliced_owners(groups: Sequence[Shapes], states: Sequence[OptimizerStat
                 )
 
 
-def describe_unproven(groups: Sequence[Shapes], states: Sequence[OptimizerStates]) -> tuple[str, ...]:
-    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which."""
+def describe_unproven(model: ModelStates, states: Sequence[OptimizerStates]) -> tuple[str, ...]:
+    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which.
+
+    The parts of frozen parameters lie in the model states, where the padding is whatever was in memory.
+    """
     world_size = len(states)
+    groups = model.groups or []
     alike: dict[str, list[int]] = {}
     for rank, state in enumerate(states):
         known = all(moments is not None for moments in state.second_moments)
         padding = [find_slice_padding(shapes, rank, world_size) for shapes in groups] if known else []
         alike.setdefault(repr(padding), []).append(rank)
-    return tuple(
-        f"proof of the order of ranks {list_some(f'{rank:03d}' for rank in ranks)}: no gathered copy lies beside them"
+    reason = "no gathered copy lies beside them"
+    unproven = [
+        f"proof of the order of ranks {list_some(f'{rank:03d}' for rank in ranks)}: {reason}"
         for ranks in alike.values()
         if len(ranks) > 1
-    )
+    ]
+    frozen = [name for name, shape in (model.frozen_shapes or {}).items() if prod(shape) > 1]
+    # The first rank's file is known where it records shared parameters.
+    if frozen and world_size - bool(model.shared) > 1:
+        unproven.append(f"proof of the order of the ranks' parts of {list_some(frozen)}: {reason}")
+    return tuple(unproven)
 
 
 def _is_clean(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world_size: int) -> bool:

@@ -31,6 +31,7 @@ class ModelStates:
         frozen: Name → tensor, whole at stages 1 and 2, this rank's 1-D slice at stage 3.
         shared: Name → the name whose weights it shares.
         config: The `ds_config` of the run.
+        lightning: The version of Lightning, where its strategy saved the file.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class ModelStates:
     shared: Mapping[str, str]
     config: Mapping[str, Any]
     version: str | None
+    lightning: str | None
     step: int | None
     skipped_steps: int
     dp_world_size: int | None
@@ -128,6 +130,7 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
         shared=_names(path, content.get("shared_params") or {}),
         config=config if isinstance(config, dict) else {},
         version=_text(content.get("ds_version")),
+        lightning=_text(content.get("pytorch-lightning_version")),
         step=_count(content.get("global_steps")),
         skipped_steps=_count(content.get("skipped_steps")) or 0,
         dp_world_size=_count(content.get("dp_world_size")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from export.checkpoints import huggingface, megatron_deepspeed
+from export.checkpoints import huggingface
 from export.checkpoints.deepspeed_assembly import assemble
 from export.checkpoints.deepspeed_checks import (
     check_contiguous_owners,
@@ -26,6 +26,7 @@ from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates, re
 from export.checkpoints.deepspeed_universal import read_universal
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, list_some
 
 LOOKED_FOR = "DeepSpeed's latest and *_model_states.pt"
@@ -48,7 +49,10 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     """
     files = find_files(directory, tag)
     _refuse_without_models(files)
-    if megatron_deepspeed.recognises_files(files):
+    if _is_megatron(files):
+        # Only then: the verbs that copy bytes take as long to start as to copy.
+        from export.checkpoints import megatron_deepspeed
+
         return megatron_deepspeed.open_files(files, _read_trained)
     models = [read_model_states(path) for path in files.models.values()]
     check_model_states(files, models)
@@ -61,20 +65,34 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         states = _read_states(files, models)
         trained, stage, world_size = _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
         if stage == 3 and not huggingface.recognises(files.directory):
-            unproven = describe_unproven(models[0].groups or [], states)
+            unproven = describe_unproven(models[0], states)
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
     else:
         _refuse_lost_optimizer(files, models[0])
         trained, stage, world_size = {}, 0, models[0].dp_world_size
         format_name = "DeepSpeed without ZeRO"
     facts = CheckpointFacts(
-        trainer="DeepSpeed" + (f" {models[0].version}" if models[0].version else ""),
+        trainer=_name_trainer(models[0]),
         world_size=world_size,
         stage=stage,
         step=models[0].step,
         missing=unproven,
     )
     return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts)
+
+
+def _is_megatron(files: DeepSpeedFiles) -> bool:
+    """Tell whether the model was split over tensor or pipeline ranks, or has Megatron's arguments beside it."""
+    if files.pipeline_layers or any(rank for _, rank in (*files.models, *files.optimizers)):
+        return True
+    path = files.models.get((0, 0))
+    content = open_torch_zip(path).content if path is not None and not files.partitioned else None
+    return isinstance(content, dict) and "checkpoint_version" in content and "args" in content
+
+
+def _name_trainer(model: ModelStates) -> str:
+    name = "DeepSpeed" + (f" {model.version}" if model.version else "")
+    return f"Lightning {model.lightning}, {name}" if model.lightning else name
 
 
 def _refuse_without_models(files: DeepSpeedFiles) -> None:

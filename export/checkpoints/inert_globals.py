@@ -25,7 +25,7 @@ _DATA_HOLDERS = frozenset(
     f"{module}.{name}"
     for module, names in {
         "argparse": "Namespace",
-        "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple",
+        "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple type",
         "collections": "Counter OrderedDict defaultdict deque",
         "copyreg": "_reconstructor",
         "datetime": "date datetime time timedelta timezone",
@@ -33,7 +33,7 @@ _DATA_HOLDERS = frozenset(
         "deepspeed.utils.tensor_fragment": "fragment_address",
         "fractions": "Fraction",
         # What settings made from configuration files consist of; what it would call is looked at as any other name.
-        "functools": "partial",
+        "functools": "partial reduce",
         "numpy": "dtype ndarray",
         "numpy._core.multiarray": "_reconstruct scalar",
         "numpy._core.numeric": "_frombuffer",
@@ -46,7 +46,11 @@ _DATA_HOLDERS = frozenset(
         "torch._utils": "_rebuild_device_tensor_from_numpy _rebuild_meta_tensor_no_storage _rebuild_nested_tensor"
         " _rebuild_qtensor _rebuild_sparse_tensor _rebuild_wrapper_subclass",
         "torch.serialization": "_get_layout",
-        "types": "SimpleNamespace",
+        "types": "GenericAlias SimpleNamespace UnionType",
+        # The annotations in OmegaConf's settings, which Hydra puts into `.ckpt` files.
+        "operator": "getitem or_",
+        "_operator": "getitem or_",
+        "typing": "Any Dict List Optional Sequence Tuple Union",
         "uuid": "UUID",
         # The same class, as Python 3.10 and later name it in some pickles.
         "zoneinfo": "ZoneInfo",

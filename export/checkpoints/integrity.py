@@ -1,28 +1,42 @@
-"""One pass over the bytes of a checkpoint: checksums, finite values, and copying them where they belong.
+"""One pass over the bytes of a checkpoint: checksums, finite values, second copies, and copying where they belong.
 
-Blocks are read from start to end, whatever the tensors cut out of them, because a CRC-32 covers a block as a whole.
-Each part is handed on as it passes, so that checking costs no second reading. Memory is one chunk for each thread.
+A CRC-32 covers a block as a whole, and a block may hold a whole rank's weights: it is read in segments by several
+threads, whatever the tensors cut out of it, and their checksums are put together. Each part is checked and handed on as
+it passes, so that nothing is read twice. Memory is a few chunks for each thread.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from export.checkpoints.cast import cast_bytes, count_non_finite
+import numpy as np
+
+from export.checkpoints.assembled_tensor import AssembledTensor, read_elements
+from export.checkpoints.cast import count_non_finite
+from export.checkpoints.crc32 import Checksums
 from export.checkpoints.dtypes import ElementType
-from export.checkpoints.stored_tensor import CHUNK_BYTES, StoredTensor, cut_ranges, read_range
+from export.checkpoints.second_copies import Copy, SecondCopies
+from export.checkpoints.stored_tensor import (
+    CHUNK_BYTES,
+    THREADS,
+    ByteRange,
+    StoredTensor,
+    open_block,
+    read_into,
+    reuse_memory,
+)
 from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError, list_some
 
-# Reading and CRC-32 release the interpreter's lock; beyond a few threads the disk or the page cache is the limit.
-THREADS = min(4, os.cpu_count() or 1)
-_WINDOW_ELEMENTS = 1 << 18
+# What one thread reads of a block before another may go on: small enough that none has nothing to do at the end.
+_SEGMENT_BYTES = 64 * CHUNK_BYTES
 
 # Called with a tensor's name, the byte in the row-major tensor where the part begins, and the part.
 Sink = Callable[[str, int, memoryview], None]
@@ -39,9 +53,29 @@ class _Use:
     dtype: ElementType
 
 
+@dataclass
+class _BlockPlan:
+    """What is done with a block: ranges in the order of plain tensors, and others that assembled tensors read."""
+
+    uses: list[_Use] = field(default_factory=list)
+    claims: list[tuple[int, int]] = field(default_factory=list)
+
+    def shares_claims(self) -> bool:
+        """Tell whether bytes that an assembled tensor reads are also read for another tensor."""
+        ranges = [(use.start, use.stop, False) for use in self.uses] + [(*claim, True) for claim in self.claims]
+        end_of_all = end_of_claims = 0
+        for start, stop, is_claim in sorted(ranges):
+            if start < (end_of_all if is_claim else end_of_claims):
+                return True
+            end_of_all = max(end_of_all, stop)
+            end_of_claims = max(end_of_claims, stop) if is_claim else end_of_claims
+        return False
+
+
 def scan(
     tensors: Mapping[str, StoredTensor],
     *,
+    copies: Sequence[Copy] = (),
     beside: Iterable[StoredBlock] = (),
     allow_non_finite: bool = False,
     sink: Sink | None = None,
@@ -51,33 +85,59 @@ def scan(
     Parts of one tensor may arrive in any order and from several threads at once. Blocks `beside` are checked as well.
 
     Raises:
-        CheckpointError: A checksum is wrong, a file ends early, or a weight is not finite.
+        CheckpointError: A checksum is wrong, a file ends early, a weight is not finite, or a copy differs.
     """
-    uses: dict[StoredBlock, list[_Use]] = {block: [] for block in beside}
-    strided: dict[str, StoredTensor] = {}
+    plans: dict[StoredBlock, _BlockPlan] = {block: _BlockPlan() for block in beside}
+    for name, tensor in tensors.items():
+        _plan(name, tensor, plans)
+    for plan in plans.values():
+        plan.uses.sort(key=lambda use: use.start)
+        plan.claims.sort()
+        if plan.shares_claims():
+            # Then the checksum has a reading of its own.
+            plan.claims.clear()
+    second = SecondCopies(tensors, copies)
+    scanner = _Scanner(second, {block for block, plan in plans.items() if plan.claims}, sink)
+    jobs: list[tuple[int, Callable[[], None]]] = []
+    for block, plan in plans.items():
+        jobs += scanner.list_segments(block, plan)
     for name, tensor in tensors.items():
         if tensor.stride is not None:
-            strided[name] = tensor
-        position = 0
-        for part in tensor.ranges:
-            parts = uses.setdefault(part.block, [])
-            if tensor.stride is None:
-                parts.append(_Use(part.start, part.start + part.length, name, position, tensor.dtype))
-            position += part.length
-    scanner = _Scanner(sink)
-    with ThreadPoolExecutor(THREADS) as pool:
-        largest_first = sorted(uses, key=lambda block: -block.length)
-        jobs = [pool.submit(scanner.scan_block, block, uses[block]) for block in largest_first]
-        jobs += [pool.submit(scanner.scan_strided, name, tensor) for name, tensor in strided.items()]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:
-            scanner.stopped.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+            jobs.append((tensor.nbytes, scanner.make_job(name, tensor)))
+    jobs += [(copy.tensor.nbytes, partial(second.compare_whole, copy)) for copy in second.unpaired]
+    jobs.sort(key=lambda job: -job[0])
+    _run([job for _, job in jobs], scanner.stopped)
+    for block in plans:
+        scanner.checksums.check(block)
     if scanner.non_finite and not allow_non_finite:
         refuse_non_finite(tensors, scanner.non_finite)
+    second.refuse_different()
+
+
+def _plan(name: str, tensor: StoredTensor, plans: dict[StoredBlock, _BlockPlan]) -> None:
+    """Add what `tensor` needs of each block to `plans`."""
+    position = 0
+    claimed = isinstance(tensor, AssembledTensor) and all(box.part.stride is None for box in tensor.boxes)
+    for part in tensor.ranges:
+        plan = plans.setdefault(part.block, _BlockPlan())
+        stop = part.start + part.length
+        if tensor.stride is None:
+            plan.uses.append(_Use(part.start, stop, name, position, tensor.dtype))
+        elif claimed:
+            plan.claims.append((part.start, stop))
+        position += part.length
+
+
+def _run(jobs: Iterable[Callable[[], None]], stopped: threading.Event) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        running = [pool.submit(job) for job in jobs]
+        try:
+            for job in running:
+                job.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def refuse_non_finite(tensors: Mapping[str, StoredTensor], bad: Mapping[str, int]) -> None:
@@ -96,139 +156,129 @@ def refuse_non_finite(tensors: Mapping[str, StoredTensor], bad: Mapping[str, int
 
 
 class _Scanner:
-    """Reads blocks in several threads, until one fails or the main thread is interrupted."""
+    """Reads blocks and tensors in several threads, until one fails or the main thread is interrupted."""
 
-    def __init__(self, sink: Sink | None) -> None:
+    def __init__(
+        self,
+        copies: SecondCopies,
+        claimed: set[StoredBlock],
+        sink: Sink | None,
+    ) -> None:
+        self._copies = copies
+        self._claimed = claimed
         self._sink = sink
         self._lock = threading.Lock()
+        self.checksums = Checksums()
         self.stopped = threading.Event()
         # Name → how many of its elements are NaN or infinite.
         self.non_finite: dict[str, int] = {}
 
-    def scan_block(self, block: StoredBlock, uses: list[_Use]) -> None:
-        uses.sort(key=lambda use: use.start)
-        crc32, position = 0, 0
+    def list_segments(self, block: StoredBlock, plan: _BlockPlan) -> list[tuple[int, Callable[[], None]]]:
+        """Return (bytes, job) for all of the block that no assembled tensor reads."""
+        jobs: list[tuple[int, Callable[[], None]]] = []
+        borders = [0, *itertools.chain.from_iterable(plan.claims), block.length]
+        for first, last in zip(borders[::2], borders[1::2], strict=True):
+            for start in range(first // _SEGMENT_BYTES * _SEGMENT_BYTES, last, _SEGMENT_BYTES):
+                own, stop = max(start, first), min(start + _SEGMENT_BYTES, last)
+                uses = [use for use in plan.uses if use.start < stop and use.stop > own]
+                jobs.append((stop - own, partial(self._scan_segment, block, own, stop, uses)))
+        return jobs
+
+    def make_job(self, name: str, tensor: StoredTensor) -> Callable[[], None]:
+        """Return a job that reads a tensor that is not row-major."""
+        if isinstance(tensor, AssembledTensor):
+            return partial(self._scan_assembled, name, tensor)
+        return partial(self._scan_strided, name, tensor)
+
+    def _scan_segment(self, block: StoredBlock, start: int, stop: int, uses: list[_Use]) -> None:
+        buffer = reuse_memory("chunk", CHUNK_BYTES)
+        crc32, position = 0, start
         # The uses that may reach into the chunk at hand: those before `first` are done with.
         first = 0
-        for chunk in _read_block(block):
-            if self.stopped.is_set():
-                return
-            crc32 = zlib.crc32(chunk, crc32)
-            end = position + len(chunk)
-            while first < len(uses) and uses[first].stop <= position:
-                first += 1
-            for use in itertools.islice(uses, first, None):
-                if use.start >= end:
-                    break
-                start, stop = max(use.start, position), min(use.stop, end)
-                if start < stop:
-                    self._hand_on(
-                        use.name, use.target + start - use.start, chunk[start - position : stop - position], use.dtype
-                    )
-            position = end
-        if block.crc32 is not None and crc32 != block.crc32:
-            raise CheckpointError(
-                f"{block.path} is damaged in {block.name}",
-                expected=f"CRC-32 {block.crc32:08x}",
-                got=f"{crc32:08x}",
-                remedy="copy the checkpoint again, or use the one before it",
-            )
+        with open_block(block) as file:
+            while position < stop and not self.stopped.is_set():
+                # Chunks end at multiples of their size, which every element size divides.
+                end = min(stop, position - position % CHUNK_BYTES + CHUNK_BYTES)
+                chunk = buffer[: end - position]
+                read_into(file, block, position, chunk)
+                if block.crc32 is not None:
+                    crc32 = zlib.crc32(chunk, crc32)
+                while first < len(uses) and uses[first].stop <= position:
+                    first += 1
+                for use in itertools.islice(uses, first, None):
+                    if use.start >= end:
+                        break
+                    begin, finish = max(use.start, position), min(use.stop, end)
+                    if begin < finish:
+                        part = chunk[begin - position : finish - position]
+                        target = use.target + begin - use.start
+                        self._check(use.name, 0, target, part, use.dtype)
+                        if self._sink is not None:
+                            self._sink(use.name, target, part)
+                position = end
+        self.checksums.add(block, start, stop, crc32)
 
-    def scan_strided(self, name: str, tensor: StoredTensor) -> None:
+    def _scan_assembled(self, name: str, tensor: AssembledTensor) -> None:
+        # Box → (block, start, stop, CRC-32) of the bytes read last that follow one another.
+        runs: dict[int, tuple[StoredBlock, int, int, int]] = {}
+
+        def read(index: int, start: int, stop: int) -> Any:
+            part, size = tensor.boxes[index].part, tensor.dtype.itemsize
+            if part.stride is not None:
+                elements = read_elements(part, start, stop)
+                self._check(name, index, start * size, elements.view(np.uint8).data, tensor.dtype)
+                return elements
+            content = reuse_memory("chunk", (stop - start) * size)
+            position = 0
+            for window in part.cut(start, stop):
+                chunk = content[position : position + window.length]
+                with open_block(window.block) as file:
+                    read_into(file, window.block, window.start, chunk)
+                if window.block.crc32 is not None and window.block in self._claimed:
+                    self._continue_run(runs, index, window, chunk)
+                position += window.length
+            self._check(name, index, start * size, content, tensor.dtype)
+            return np.frombuffer(content, f"u{size}")
+
+        if self._sink is None:
+            # Nobody asks for the tensor, so nothing is put together.
+            for index, box in enumerate(tensor.boxes):
+                step = CHUNK_BYTES // tensor.dtype.itemsize
+                for start in range(0, box.part.numel if not self.stopped.is_set() else 0, step):
+                    read(index, start, min(box.part.numel, start + step))
+        else:
+            for position, piece in tensor.pieces(read):
+                if self.stopped.is_set():
+                    return
+                self._sink(name, position, piece)
+        for run in runs.values():
+            self.checksums.add(*run)
+
+    def _continue_run(
+        self, runs: dict[int, tuple[StoredBlock, int, int, int]], index: int, window: ByteRange, chunk: memoryview
+    ) -> None:
+        """Add `chunk`, the bytes of `window`, to the run of a box, or begin another where it does not follow."""
+        block, start, stop, crc32 = runs.get(index) or (window.block, window.start, window.start, 0)
+        if (block, stop) != (window.block, window.start):
+            self.checksums.add(block, start, stop, crc32)
+            block, start, crc32 = window.block, window.start, 0
+        runs[index] = (block, start, window.start + window.length, zlib.crc32(chunk, crc32))
+
+    def _scan_strided(self, name: str, tensor: StoredTensor) -> None:
         position = 0
         for chunk in tensor.chunks():
             if self.stopped.is_set():
                 return
-            self._hand_on(name, position, memoryview(chunk), tensor.dtype)
+            part = memoryview(chunk)
+            self._check(name, 0, position, part, tensor.dtype)
+            if self._sink is not None:
+                self._sink(name, position, part)
             position += len(chunk)
 
-    def _hand_on(self, name: str, position: int, part: memoryview, dtype: ElementType) -> None:
+    def _check(self, name: str, index: int, position: int, part: memoryview, dtype: ElementType) -> None:
+        """Check bytes of `name`, from `position` on of its box `index` or of itself, and its copies there."""
         count = count_non_finite(part, dtype)
         if count:
             with self._lock:
                 self.non_finite[name] = self.non_finite.get(name, 0) + count
-        if self._sink is not None:
-            self._sink(name, position, part)
-
-
-def _read_block(block: StoredBlock) -> Iterator[memoryview]:
-    """Yield the block's bytes in one buffer that is overwritten each time: memoryviews of at most `CHUNK_BYTES`."""
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, block.length))))
-    position = 0
-    try:
-        with block.path.open("rb", buffering=0) as file:
-            while position < block.length:
-                # Chunks start at multiples of their size, which every element size divides.
-                wanted = buffer[: min(len(buffer), block.length - position)]
-                filled = 0
-                while filled < len(wanted):
-                    count = os.preadv(file.fileno(), [wanted[filled:]], block.offset + position + filled)
-                    if not count:
-                        raise CheckpointError(
-                            f"{block.path} ends early",
-                            expected=f"{block.offset + block.length} bytes",
-                            got=f"{block.offset + position + filled}",
-                            remedy="copy the checkpoint again",
-                        )
-                    filled += count
-                yield wanted
-                position += filled
-    except OSError as exc:
-        raise CheckpointError(f"{block.path} cannot be read", got=exc.strerror or str(exc)) from exc
-
-
-def compare_copies(tensors: Mapping[str, StoredTensor], copies: Mapping[str, StoredTensor]) -> None:
-    """Check that each copy is its tensor, cast to the copy's dtype.
-
-    Stages 1 and 2 of ZeRO keep the weights of the forward pass beside the fp32 pieces, and these are cast from those
-    after every step. A rank file that is swapped, doubled or from another step cannot pass this.
-
-    Raises:
-        CheckpointError: A copy differs, or has another shape.
-    """
-    names = [name for name in copies if name in tensors]
-    with ThreadPoolExecutor(THREADS) as pool:
-        same = list(pool.map(lambda name: _agree(tensors[name], copies[name]), names))
-    wrong = [name for name, agrees in zip(names, same, strict=True) if not agrees]
-    if wrong:
-        ours = {part.block.path for name in wrong for part in tensors[name].ranges}
-        theirs = {part.block.path for name in wrong for part in copies[name].ranges}
-        dtype = copies[wrong[0]].dtype.name
-        raise CheckpointError(
-            f"the pieces in {list_some(ours, 4)} disagree with the {dtype} copy in {list_some(theirs, 4)}"
-            f" on {list_some(wrong)}",
-            expected=f"the same {len(names)} weights in both",
-            got=f"{len(wrong)} that differ",
-            remedy="a rank file is swapped, doubled, damaged or from another step; copy the checkpoint again",
-        )
-
-
-def _agree(tensor: StoredTensor, copy: StoredTensor) -> bool:
-    if tensor.shape != copy.shape:
-        return False
-    windows = zip(_read_windows(tensor), _read_windows(copy), strict=True)
-    return all(cast_bytes(ours, tensor.dtype, copy.dtype) == theirs for ours, theirs in windows)
-
-
-def _read_windows(tensor: StoredTensor) -> Iterator[bytes]:
-    """Yield the tensor's bytes, row-major, `_WINDOW_ELEMENTS` elements at a time."""
-    if tensor.stride is None:
-        for start in range(0, tensor.numel, _WINDOW_ELEMENTS):
-            yield _read_window(tensor, start, min(tensor.numel, start + _WINDOW_ELEMENTS))
-        return
-    size = _WINDOW_ELEMENTS * tensor.dtype.itemsize
-    waiting = bytearray()
-    for chunk in tensor.chunks():
-        waiting += chunk
-        while len(waiting) >= size:
-            yield bytes(waiting[:size])
-            del waiting[:size]
-    if waiting:
-        yield bytes(waiting)
-
-
-def _read_window(tensor: StoredTensor, start: int, stop: int) -> bytes:
-    size = tensor.dtype.itemsize
-    return b"".join(
-        chunk for part in cut_ranges(tensor.ranges, start * size, stop * size) for chunk in read_range(part)
-    )
+        self._copies.compare_part(name, index, position, part, dtype)

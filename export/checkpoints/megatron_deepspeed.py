@@ -68,15 +68,6 @@ class _TensorRank:
     names: Mapping[str, str]
 
 
-def recognises_files(files: DeepSpeedFiles) -> bool:
-    """Tell whether the model was split over tensor or pipeline ranks, or has Megatron's arguments beside it."""
-    if files.pipeline_layers or any(rank for _, rank in (*files.models, *files.optimizers)):
-        return True
-    path = files.models.get((0, 0))
-    content = open_torch_zip(path).content if path is not None and not files.partitioned else None
-    return isinstance(content, dict) and "checkpoint_version" in content and "args" in content
-
-
 def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckpoint:
     """Return a reader that gives Megatron's GPT-2 under Hugging Face's names, reading no tensor data.
 

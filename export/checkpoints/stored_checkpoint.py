@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from export.checkpoints import integrity
 from export.checkpoints.base import TensorSpec
+from export.checkpoints.second_copies import Copy
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.zip_archive import StoredBlock, ZipArchive
 from export.errors import CheckpointError, list_some
@@ -118,10 +119,19 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: Something is wrong, named.
         """
-        owned = self.owned()
-        integrity.scan(owned, beside=self._find_beside(), allow_non_finite=self.allow_non_finite, sink=sink)
-        for copies in self.copies:
-            integrity.compare_copies(self.tensors, copies)
+        copies = [
+            Copy(name=name, holder=self.tied.get(name, name), tensor=tensor, group=group)
+            for group, members in enumerate(self.copies)
+            for name, tensor in members.items()
+            if name in self.tensors
+        ]
+        integrity.scan(
+            self.owned(),
+            copies=copies,
+            beside=self._find_beside(),
+            allow_non_finite=self.allow_non_finite,
+            sink=sink,
+        )
 
     def _find_beside(self) -> list[StoredBlock]:
         """Return what else lies in the archives, as far as checking it costs next to nothing.

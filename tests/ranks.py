@@ -1,0 +1,42 @@
+"""Ranks of a group on this machine's CPU, forked from one process: importing a trainer takes longer than training."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def fork_ranks(world_size: int, run: Callable[[int], None]) -> None:
+    """Call `run(rank)` in one forked process per rank, with the environment of `torchrun`; fail if one fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+                torch.set_num_threads(1)
+                run(rank)
+                dist.barrier()
+                dist.destroy_process_group()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    failed = [rank for rank, child in enumerate(children) if os.waitpid(child, 0)[1]]
+    if failed:
+        raise SystemExit(f"ranks {failed} of {world_size} failed")

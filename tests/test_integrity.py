@@ -1,0 +1,118 @@
+"""The one pass over a checkpoint's bytes, in segments and bands as small as a model of many gigabytes has."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from export.checkpoints import assembled_tensor, integrity
+from export.checkpoints.assembled_tensor import Box, assemble, transpose
+from export.checkpoints.dtypes import FLOAT32
+from export.checkpoints.second_copies import Copy
+from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.torch_zip import open_torch_zip
+from export.errors import CheckpointError
+
+ROWS, WIDTH = 37, 24
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(integrity, "_SEGMENT_BYTES", 1024)
+    monkeypatch.setattr(assembled_tensor, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(assembled_tensor, "BAND_BYTES", 8 * WIDTH * 4)
+
+
+def store(path: Path, content: object) -> dict[str, StoredTensor]:
+    torch.save(content, path)
+    found = open_torch_zip(path).content
+    assert isinstance(found, dict)
+    return found
+
+
+def make(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor], list[Copy]]:
+    """One flat storage that everything is cut out of, as ZeRO leaves it, and copies in 16 bits."""
+    flat = torch.randn(3 * ROWS * WIDTH + 5, generator=torch.Generator().manual_seed(1))
+    first, second, third = flat[5:].view(3, ROWS, WIDTH)
+    truth = {"bias": flat[:5], "turned": first.T, "joined": torch.cat([second, third], dim=1)}
+    stored = store(folder / "pieces.pt", {"flat": flat, "bias": flat[:5], "a": first, "b": second, "c": third})
+    boxes = [Box((0, 0), stored["b"]), Box((0, WIDTH), stored["c"])]
+    tensors = {
+        "bias": stored["bias"],
+        "turned": transpose(stored["a"]),
+        "joined": assemble((ROWS, 2 * WIDTH), FLOAT32, boxes, name="joined"),
+    }
+    low = store(folder / "low.pt", {name: tensor.bfloat16() for name, tensor in (("a", first), ("b", second))})
+    whole = store(folder / "whole.pt", {"joined": truth["joined"].bfloat16()})
+    copies = [
+        Copy(name="turned", holder="turned", tensor=transpose(low["a"]), group=0),
+        Copy(name="joined", holder="joined", tensor=whole["joined"], group=1),
+    ]
+    return tensors, truth, copies
+
+
+@pytest.mark.parametrize("large_rows", [False, True])
+def test_every_byte_arrives_once_where_it_belongs(
+    tmp_path: Path, large_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large_rows:
+        monkeypatch.setattr(assembled_tensor, "CHUNK_BYTES", 64)
+    tensors, truth, copies = make(tmp_path)
+    found = {name: bytearray(tensor.nbytes) for name, tensor in tensors.items()}
+    arrived = dict.fromkeys(tensors, 0)
+
+    def sink(name: str, position: int, part: memoryview) -> None:
+        found[name][position : position + len(part)] = part
+        arrived[name] += len(part)
+
+    integrity.scan(tensors, copies=copies, sink=sink)
+    for name, tensor in truth.items():
+        assert found[name] == tensor.contiguous().numpy().tobytes(), name
+        assert arrived[name] == tensors[name].nbytes
+    integrity.scan(tensors, copies=copies)
+
+
+def test_a_bit_flipped_anywhere_is_found(tmp_path: Path) -> None:
+    tensors, _, copies = make(tmp_path)
+    block = tensors["bias"].ranges[0].block
+    whole = block.path.read_bytes()
+    for position in range(0, block.length, 331):
+        content = bytearray(whole)
+        content[block.offset + position] ^= 1
+        block.path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"is damaged in pieces/data/0: expected CRC-32"):
+            integrity.scan(tensors, copies=copies)
+
+
+@pytest.mark.parametrize("name", ["turned", "joined"])
+def test_a_copy_that_differs_anywhere_is_found(tmp_path: Path, name: str) -> None:
+    tensors, _, copies = make(tmp_path)
+    (copy,) = (copy for copy in copies if copy.name == name)
+    block = copy.tensor.ranges[0].block
+    whole = block.path.read_bytes()
+    for position in range(0, block.length, 61):
+        content = bytearray(whole)
+        content[block.offset + position] ^= 1 << position % 8
+        block.path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"disagree with the bfloat16 copy in .* on {name}: expected"):
+            integrity.scan(tensors, copies=copies)
+    block.path.write_bytes(whole)
+    integrity.scan(tensors, copies=copies)
+
+
+def test_what_two_tensors_share_is_checked_once(tmp_path: Path) -> None:
+    tensors, truth, _ = make(tmp_path)
+    tensors |= {"again": tensors["turned"]}
+    integrity.scan(tensors)
+    assert tensors["again"].to_torch().equal(truth["turned"])
+
+
+def test_values_that_are_not_finite_are_counted_wherever_they_lie(tmp_path: Path) -> None:
+    weight = torch.ones(ROWS, WIDTH)
+    weight[ROWS - 1, 3] = torch.nan
+    weight[20, 0] = torch.inf
+    tensors = {"turned": transpose(store(tmp_path / "x.pt", {"w": weight})["w"])}
+    with pytest.raises(CheckpointError, match="are NaN or infinite: turned: expected finite numbers, got 2 elements"):
+        integrity.scan(tensors)
+    integrity.scan(tensors, allow_non_finite=True)
