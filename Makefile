@@ -10,7 +10,7 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-containers lint bench bench-consolidate fuzz kills clean
+.PHONY: help setup demo serve test test-containers lint bench bench-consolidate fuzz kills soak clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -61,6 +61,11 @@ fuzz: setup ## Feed the checkpoint readers 40,000 damaged and hostile files
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/test_healing.py -s
+
+SOAK_MINUTES ?= 20
+
+soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
+	@$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache
