@@ -56,8 +56,9 @@ bench: setup ## Measure the demo model with perf_analyzer on real text
 bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpeed's script and cp
 	@$(BIN)/python tests/bench_consolidate.py
 
-fuzz: setup ## Feed the checkpoint readers 40,000 damaged and hostile files
+fuzz: setup ## Feed the checkpoint readers 40,000 hostile files, and every HTTP operation 2,000 requests
 	@$(BIN)/python tests/fuzz_torch_zip.py --inputs 40000
+	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/test_fuzz_http.py
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/test_healing.py -s
