@@ -22,9 +22,7 @@ from load import Load
 from server.process import EXIT_TIMEOUT_S
 from server.stubs import StubTable, list_children
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("MODELYARD_CONTAINERS") != "1", reason="builds and runs images; make test-containers does"
-)
+pytestmark = pytest.mark.containers
 
 CONTAINER = "modelyard_server_1"
 IMAGE = "modelyard-server:0.1.0"
