@@ -3,6 +3,8 @@
 `make kills` kills each kind of process 20 times instead of twice.
 """
 
+import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -165,6 +167,35 @@ def test_a_lost_tritonserver_is_replaced_under_load(server: Running, repository:
     load.assert_sound()
     report(load.count())
     assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == before + KILLS
+
+
+@contextlib.contextmanager
+def held(pid: int) -> Iterator[None]:
+    """Keep every thread of a process where it is, as if each waited for another; for proc(5) it is not stopped."""
+    libc = ctypes.CDLL(None)
+    with ThreadPoolExecutor(1) as tracer:
+
+        def hold() -> None:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                for request in (0x4206, 0x4207):  # PTRACE_SEIZE, PTRACE_INTERRUPT
+                    assert libc.ptrace(request, int(task.name), None, None) == 0
+
+        # What a thread traces is let go when it ends.
+        tracer.submit(hold).result()
+        yield
+
+
+def test_a_tritonserver_whose_threads_all_wait_is_replaced(server: Running) -> None:
+    wait_until_obedient(server)
+    server.read = len(server.lines)
+    pid = server.tritonserver
+    start = time.monotonic()
+    with held(pid):
+        server.wait_for_line("tritonserver neither answered nor computed for 1.2 s", BACK_WITHIN_S)
+        report(f"deadlock: found after {time.monotonic() - start:.2f} s")
+    server.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
+    assert server.tritonserver != pid
+    wait_until_obedient(server)
 
 
 def test_a_replaced_instance_does_not_stay_in_memory(server: Running) -> None:
