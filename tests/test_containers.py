@@ -105,7 +105,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(make, cwd=folder, check=True, capture_output=True)
     (folder / "tokens.conf").write_text(f'"Bearer {TOKEN}" tester;\n')
     (folder / "token.txt").write_text(f"Authorization: Bearer {TOKEN}\n")
-    for path in folder.iterdir():
+    for path in (folder, *folder.iterdir()):
         os.chown(path, 10001, 10001)
     return folder
 
