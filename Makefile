@@ -10,7 +10,8 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-containers architectures lint bench bench-consolidate targets fuzz kills clean
+.PHONY: help setup demo serve test test-containers architectures lint bench bench-consolidate targets fuzz kills soak \
+	clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -65,11 +66,17 @@ bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpee
 targets: setup ## Measure again what each target's ONNX Runtime loads
 	@$(BIN)/python tests/bench_targets.py
 
-fuzz: setup ## Feed the checkpoint readers 40,000 damaged and hostile files
+fuzz: setup ## Feed the checkpoint readers 40,000 hostile files, and every HTTP operation 2,000 requests
 	@$(BIN)/python tests/fuzz_torch_zip.py --inputs 40000
+	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/test_fuzz_http.py
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/test_healing.py -s
+
+SOAK_MINUTES ?= 20
+
+soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
+	@$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -5,14 +5,22 @@ One file without siblings, so that it runs from any folder and can be copied nex
 
 import argparse
 import json
+import os
+import re
+import ssl
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+# gRPC would write its own account of a failure beside our sentence.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 try:
+    import gevent.ssl
     import numpy as np
     import numpy.typing as npt
     import tritonclient.grpc
@@ -27,12 +35,19 @@ DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 TEXT_INPUT = "TEXT"
 PAIR_INPUT = "TEXT_PAIR"
 
+# RFC 9110, section 5: a token, and visible characters with blanks between.
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):\s*([!-~]+(?: +[!-~]+)*)")
+
 _EXAMPLES = """
 examples:
   python client/infer.py --url localhost:8000 --text "A cat sleeps." "A kitten naps."
   python client/infer.py --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
   python client/infer.py --url localhost:8001 --protocol grpc --file sentences.txt
   printf 'one\\ntwo\\n' | python client/infer.py --file - --json
+  python client/infer.py --url https://models.example:8443 --header @token.txt --text "Hello"
+
+A token is best kept in a file with a line such as "Authorization: Bearer TOKEN": what stands on a command line can be
+read by everyone on this machine.
 
 exit codes: 0 answered, 1 refused or no answer (one sentence on stderr), 2 wrong usage
 """
@@ -64,17 +79,53 @@ class Model:
 class Server:
     """A server over HTTP or gRPC; the two clients of tritonclient differ in little that matters here."""
 
-    def __init__(self, url: str, protocol: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        protocol: str,
+        timeout_s: float,
+        *,
+        tls: bool = False,
+        ca: Path | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepare to ask; nothing is sent yet.
+
+        Args:
+            url: host:port; https:// in front of it asks for TLS.
+            protocol: `http` or `grpc`.
+            timeout_s: For each answer.
+            tls: Whether to encrypt, and to refuse a server that cannot prove its name.
+            ca: PEM file with the certificates to trust; without it those that this machine, or gRPC, trusts.
+            headers: To send with every request, such as a token.
+
+        Raises:
+            ClientError: `ca` holds no certificates.
+        """
         self.url = url.split("://", 1)[-1].rstrip("/")
         self.protocol = protocol
         self.timeout_s = timeout_s
+        self._tls = tls or url.startswith("https://")
+        self._ca = ca
         self._library: Any = tritonclient.http if protocol == "http" else tritonclient.grpc
+        if ca:
+            _check_certificates(ca)
         if protocol == "http":
+            self._headers = dict(headers or {})
             self._client: Any = tritonclient.http.InferenceServerClient(
-                self.url, connection_timeout=timeout_s, network_timeout=timeout_s
+                self.url,
+                connection_timeout=timeout_s,
+                network_timeout=timeout_s,
+                ssl=self._tls,
+                # Its own default looks for the system's certificates in one place only.
+                ssl_context_factory=lambda **_: gevent.ssl.create_default_context(cafile=ca),
             )
         else:
-            self._client = tritonclient.grpc.InferenceServerClient(self.url)
+            # gRPC knows names in lower case alone.
+            self._headers = {name.lower(): value for name, value in (headers or {}).items()}
+            self._client = tritonclient.grpc.InferenceServerClient(
+                self.url, ssl=self._tls, root_certificates=str(ca) if ca else None
+            )
 
     def find_model(self, name: str | None) -> Model:
         """Return the model named, or the one ensemble there is.
@@ -180,6 +231,7 @@ class Server:
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of tritonclient and put every way in which it fails into one sentence."""
+        options["headers"] = self._headers
         if self.protocol == "grpc":
             options["client_timeout"] = self.timeout_s
             if method != "infer":
@@ -190,6 +242,8 @@ class Server:
             raise self._explain(exc) from exc
         except TimeoutError as exc:
             raise self._explain_timeout() from exc
+        except ssl.SSLCertVerificationError as exc:
+            raise self._explain_distrust(exc.verify_message) from exc
         except OSError as exc:
             raise self._explain_unreachable(exc.strerror or str(exc)) from exc
         # The peer speaks no HTTP, or hung up in the middle.
@@ -200,6 +254,16 @@ class Server:
         status, message = str(exc.status()), " ".join(str(exc.message()).split())
         if "DEADLINE_EXCEEDED" in status or message == "timed out":
             return self._explain_timeout()
+        if match := re.search(r"CERTIFICATE_VERIFY_FAILED: [^:;]+|Hostname Verification Check failed", message):
+            return self._explain_distrust(match[0].split(": ")[-1])
+        # What stands in front of a server answers in its own words.
+        if "while decoding the response" in message:
+            message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", str(exc.debug_details())).split())[:200]
+        if status in ("401", "403") or "UNAUTHENTICATED" in status or "PERMISSION_DENIED" in status:
+            return ClientError(
+                f"{self.url} lets nobody in without leave: expected a token that it knows and a call that it allows, "
+                f"got '{message.rstrip('.')}'; pass the token with --header."
+            )
         # gRPC reports a server that is not there as it reports one that refuses for now.
         if "UNAVAILABLE" in status and "connect" in message:
             return self._explain_unreachable(message.rsplit(": ", 1)[-1])
@@ -210,6 +274,12 @@ class Server:
     def _explain_timeout(self) -> ClientError:
         return ClientError(
             f"no answer from {self.url}: expected one within {self.timeout_s:g} s, got none; raise --timeout."
+        )
+
+    def _explain_distrust(self, reason: str) -> ClientError:
+        return ClientError(
+            f"the server at {self.url} is not trusted: expected a certificate of that name from an authority in "
+            f"{self._ca or 'the default ones'}, got '{reason}'; pass the authority's certificate with --ca."
         )
 
     def _explain_unreachable(self, reason: str) -> ClientError:
@@ -251,7 +321,14 @@ def main() -> int:
         texts = _collect_texts(arguments)
         # One second text goes with every first one, such as one context with many questions.
         pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
-        server = Server(arguments.url or DEFAULT_URLS[arguments.protocol], arguments.protocol, arguments.timeout)
+        server = Server(
+            arguments.url or DEFAULT_URLS[arguments.protocol],
+            arguments.protocol,
+            arguments.timeout,
+            tls=arguments.tls,
+            ca=arguments.ca,
+            headers=_read_headers(arguments.header),
+        )
         model = server.find_model(arguments.model)
         start = time.perf_counter()
         answers = server.infer(model, texts, pairs=pairs)
@@ -285,6 +362,46 @@ def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
     if not texts:
         raise ClientError("there is no text to send: expected --text or lines in --file, got neither.")
     return texts
+
+
+def _check_certificates(path: Path) -> None:
+    """Refuse a file that holds no certificates, in a sentence; the two clients fail over it in ways of their own."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as exc:
+        raise ClientError(
+            f"{path} cannot be used: expected certificates in PEM, got '{exc.strerror or exc}'; correct --ca."
+        ) from exc
+
+
+def _read_headers(given: list[str]) -> dict[str, str]:
+    """Return the headers that `--header` names, as curl's option of that name takes them.
+
+    Args:
+        given: `NAME: VALUE` each, or `@FILE` with such lines.
+
+    Raises:
+        ClientError: A file cannot be read or a line is no header; its text, which may be a token, is not repeated.
+    """
+    headers = {}
+    for text in given:
+        lines, where = [text], "--header"
+        if text.startswith("@"):
+            where = text[1:]
+            try:
+                lines = Path(where).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as exc:
+                raise ClientError(
+                    f"{where} cannot be read: expected a file with one header a line, got '{exc}'; correct --header."
+                ) from exc
+        for line in filter(None, map(str.strip, lines)):
+            match = _HEADER.fullmatch(line)
+            if match is None:
+                raise ClientError(
+                    f"{where} holds no header: expected NAME: VALUE in printable ASCII, got another text."
+                )
+            headers[match[1]] = match[2]
+    return headers
 
 
 def _encode(text: str) -> bytes:
@@ -385,6 +502,17 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", help="host:port of the server (default: localhost:8000, over gRPC localhost:8001)")
     parser.add_argument("--protocol", choices=tuple(DEFAULT_URLS), default="http", help="default: %(default)s")
+    parser.add_argument("--tls", action="store_true", help="encrypt, as https:// in front of the URL asks for as well")
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="certificates to trust, PEM (default: those that are trusted anyway)"
+    )
+    parser.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME:VALUE",
+        help="to send with every request, such as a token; @FILE reads headers from a file, one a line",
+    )
     parser.add_argument("--model", help="model to ask (default: the one ensemble there is)")
     parser.add_argument("--text", nargs="+", action="extend", default=[], metavar="T", help="one or more texts")
     parser.add_argument(

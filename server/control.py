@@ -18,6 +18,9 @@ _REVIVAL_PARAMETER = "modelyard_revival"
 _LOAD_TIMEOUT_S = 120.0
 _TIMEOUT_S = 5.0
 
+# Asked in passing, between two looks at the processes.
+_GLANCE_TIMEOUT_S = 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
@@ -105,6 +108,15 @@ class Control:
             return 0
         groups = json.loads(self._ask(f"{_path(model)}/config"))["instance_group"]
         return versions * sum(int(group["count"]) * max(1, len(group["gpus"])) for group in groups)
+
+    def read_parameters(self, model: str) -> dict[str, str]:
+        """Return the parameters of the configuration that `model` was loaded with.
+
+        Raises:
+            ControlError: It does not answer, or refuses.
+        """
+        config = json.loads(self._ask(f"{_path(model)}/config", timeout_s=_GLANCE_TIMEOUT_S))
+        return {name: str(value["string_value"]) for name, value in config.get("parameters", {}).items()}
 
     def is_ensemble(self, model: str) -> bool:
         """Tell whether `model` is an ensemble, which runs in no process of its own.

@@ -3,19 +3,17 @@
 tritonserver 2.51 calls a model ready whose backend process is dead, and fails every request for it, for good.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
 
 from server.control import Control
 from server.errors import ControlError
 from server.status import Status
-from server.stubs import Stub, StubTable
-
-# A model's own code that neither computes nor ends for this long hangs; one request that computes for longer as well.
-BLOCKED_S = 1.5
-BUSY_S = 60.0
+from server.stubs import Limits, Stub, StubTable
 
 # Deaths without one answered request in between, and deaths in all, after which a model is given up.
 MAX_STREAK = 5
@@ -60,10 +58,12 @@ class ModelHealer:
         for stub in stubs:
             if stub.handled:
                 continue
+            if stub.has_waited and stub.limits is None:
+                stub.limits = self._read_limits()
             if stub.is_dead:
                 ends.append(f"{stub.instance} (process {stub.pid}) {stub.describe_end()}")
                 self._status.count_death(self.model, "died")
-            elif hang := stub.find_hang(BLOCKED_S, BUSY_S):
+            elif hang := stub.find_hang():
                 ends.append(f"{stub.instance} (process {stub.pid}) {hang} and was ended")
                 self._status.count_death(self.model, "hung")
                 # Its requests fail at once instead of never.
@@ -81,6 +81,25 @@ class ModelHealer:
                 self._start_worker(self._investigate, stubs, living)
         else:
             self._expected, self._missing_looks = len(living), 0
+
+    def _read_limits(self) -> Limits | None:
+        """Return how long one piece of work of this model may take; None while that is not known."""
+        try:
+            parameters = self._control.read_parameters(self.model)
+        except ControlError:
+            return None
+        limits = {}
+        for limit in fields(Limits):
+            text = parameters.get(f"modelyard_{limit.name}", "")
+            with contextlib.suppress(ValueError):
+                limits[limit.name] = float(text)
+            if text and not limits.get(limit.name, 0) > 0:
+                self._say(
+                    f"warning: {self.model}: expected a positive number of seconds in the parameter "
+                    f"modelyard_{limit.name}, got '{text}'; the default of {limit.default:g} is used."
+                )
+                limits.pop(limit.name, None)
+        return Limits(**limits)
 
     def end(self) -> None:
         """Try nothing any more: the tritonserver of this model is no more."""

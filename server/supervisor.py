@@ -1,5 +1,6 @@
 """Keeps one tritonserver serving: starts it, watches it and its backend processes, and ends it."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,9 @@ _INTERVAL_S = 0.1
 # A tritonserver that is stopped by a signal, or does not even say that it is alive, for this long is started anew.
 _STOPPED_S = 1.0
 _SILENT_S = 10.0
+
+# One that does not say so and of which no thread used or wanted a core in so many looks in a row waits for itself.
+_IDLE_LOOKS = 12
 
 # Starts in a row that never came to an answer, after which it is given up.
 MAX_FAILED_STARTS = 5
@@ -106,6 +110,7 @@ class Supervisor:
         )
         self._healer = Healer(self._server.pid, settings.models, self._control, self._status, self._say)
         self._pulse = _Pulse(settings.endpoints.http_url)
+        self._cpu_ticks, self._idle_looks = -1, 0
 
     def _end(self) -> None:
         """Leave nothing of this tritonserver behind."""
@@ -153,9 +158,21 @@ class Supervisor:
             return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if self._pulse.silent_for_s > _STOPPED_S and _read_state(self._server.pid) == "T":
             return "was stopped by a signal"
+        if self._is_stuck():
+            return f"neither answered nor computed for {_IDLE_LOOKS * _INTERVAL_S:g} s"
         if self._pulse.silent_for_s > _SILENT_S:
             return f"gave no sign of life for {_SILENT_S:g} s"
         return None
+
+    def _is_stuck(self) -> bool:
+        """Tell whether it owes an answer and does nothing about it, look after look.
+
+        Looks are counted, not seconds: while the whole machine sleeps, we look at nothing either.
+        """
+        before, self._cpu_ticks = self._cpu_ticks, _read_cpu_ticks(self._server.pid)
+        waits = self._pulse.owes_answer and self._cpu_ticks == before and not _wants_core(self._server.pid)
+        self._idle_looks = self._idle_looks + 1 if waits else 0
+        return self._idle_looks >= _IDLE_LOOKS
 
     def _restart(self, reason: str) -> None:
         """Start a new tritonserver in place of the one that `reason` tells of.
@@ -249,6 +266,7 @@ class _Pulse:
         self._url = url
         self._ended = threading.Event()
         self._last = time.monotonic()
+        self._owes_answer = False
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
     def start(self) -> None:
@@ -265,17 +283,38 @@ class _Pulse:
         """How long the last sign of life is ago."""
         return time.monotonic() - self._last
 
+    @property
+    def owes_answer(self) -> bool:
+        """Whether the last question is still without an answer."""
+        return self._owes_answer
+
     def _ask(self) -> None:
         while not self._ended.wait(0.5):
+            self._owes_answer = True
             if is_live(self._url):
-                self._last = time.monotonic()
+                self._last, self._owes_answer = time.monotonic(), False
 
 
-def _read_state(pid: int) -> str:
+def _read_state(pid: int | str) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return ""
+
+
+def _read_cpu_ticks(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return -1
+    return int(fields[11]) + int(fields[12])
+
+
+def _wants_core(pid: int) -> bool:
+    """Tell whether a thread of process `pid` runs, waits for a core, or waits for a disk."""
+    with contextlib.suppress(OSError):
+        return any(_read_state(f"{pid}/task/{task.name}") in ("R", "D") for task in Path(f"/proc/{pid}/task").iterdir())
+    return True
 
 
 def _describe(endpoints: Endpoints) -> str:

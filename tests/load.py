@@ -87,7 +87,8 @@ class Load:
         url = f"127.0.0.1:{(self.server.http, self.server.grpc)[number % 2]}"
         if number % 2:
             # Or it would be the client that waits before it connects again.
-            options: dict[str, Any] = {"channel_args": [("grpc.max_reconnect_backoff_ms", 200)]}
+            waits = ("grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms")
+            options: dict[str, Any] = {"channel_args": [(wait, 200) for wait in waits]}
         else:
             options = {"connection_timeout": TIMEOUT_S, "network_timeout": TIMEOUT_S}
         client = library.InferenceServerClient(url, **options)

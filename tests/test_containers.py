@@ -5,6 +5,7 @@ Not in the default suite: it installs podman and makes a base image of Debian's 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,12 +22,13 @@ from load import Load
 from server.process import EXIT_TIMEOUT_S
 from server.stubs import StubTable, list_children
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("MODELYARD_CONTAINERS") != "1", reason="builds and runs images; make test-containers does"
-)
+pytestmark = pytest.mark.containers
 
 CONTAINER = "modelyard_server_1"
 IMAGE = "modelyard-server:0.1.0"
+EXPORT_IMAGE = "modelyard-export:0.1.0"
+TOKEN = "4f1c" * 16
+PROFILES = ["--profile", "tls", "--profile", "monitoring"]
 IMAGE_LIMIT_BYTES = 1_000_000_000
 BACK_WITHIN_S = 5.0
 
@@ -73,30 +75,56 @@ class Container:
             time.sleep(0.2)
 
 
-@pytest.fixture(scope="module")
-def built() -> None:
-    """Build the image as `docker compose build` does; what pip needs to reach its index here is lent to it."""
+def build(dockerfile: str, image: str) -> None:
+    """Build an image as `docker compose build` does; what pip needs to reach its packages here is lent to it."""
     with tempfile.TemporaryDirectory() as folder:
         certificates = Path("/etc/ssl/certs")
         config = Path(folder, "pip.conf")
-        config.write_text(f"[global]\ncert = {certificates}/ca-certificates.crt\n")
+        lines = ["[global]", f"cert = {certificates}/ca-certificates.crt"]
         lent = ["-v", f"{certificates}:{certificates}:ro", "-v", f"{config}:/etc/pip.conf:ro"]
-        podman("build", "--pull=never", *lent, "-f", "docker/Dockerfile", "-t", IMAGE, ".")
+        # Packages that this machine keeps, such as a torch without CUDA's libraries.
+        for kept in filter(os.path.isdir, os.environ.get("PIP_FIND_LINKS", "").split()):
+            lines.append(f"find-links = {kept}")
+            lent += ["-v", f"{kept}:{kept}:ro"]
+        config.write_text("\n".join(lines))
+        podman("build", "--pull=never", *lent, "-f", dockerfile, "-t", image, ".")
 
 
 @pytest.fixture(scope="module")
-def container(built: None, published: Published) -> Iterator[Container]:
+def built() -> None:
+    build("docker/Dockerfile", IMAGE)
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what an operator puts beside nginx.conf: a certificate, its key, tokens; and the client's header."""
+    folder = tmp_path_factory.mktemp("tls")
+    shutil.copy(CHECKOUT / "docker" / "tls" / "nginx.conf", folder)
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "certificate.pem"]
+    subprocess.run(make, cwd=folder, check=True, capture_output=True)
+    (folder / "tokens.conf").write_text(f'"Bearer {TOKEN}" tester;\n')
+    (folder / "token.txt").write_text(f"Authorization: Bearer {TOKEN}\n")
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, 10001, 10001)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def container(built: None, published: Published, tls: Path) -> Iterator[Container]:
     # The container's user is nobody here.
     for path in [published.repository, *published.repository.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-    repository = {"MODELYARD_REPOSITORY": str(published.repository)}
-    podman("up", "--detach", "--no-build", program="podman-compose", **repository)
+    environment = {"MODELYARD_REPOSITORY": str(published.repository), "MODELYARD_TLS": str(tls)}
+    # Of the monitoring profile all but Grafana, for which there is no image here.
+    services = ["server", "tls", "prometheus"]
+    podman(*PROFILES, "up", "--detach", "--no-build", *services, program="podman-compose", **environment)
     try:
         server = Container()
         server.wait_until_healthy(60)
         yield server
     finally:
-        podman("down", program="podman-compose", **repository)
+        podman(*PROFILES, "down", "--volumes", program="podman-compose", **environment)
 
 
 def test_the_image_is_small_and_holds_no_torch(built: None) -> None:
@@ -130,6 +158,48 @@ def test_it_runs_without_rights_on_a_root_it_cannot_write(container: Container) 
     assert "Read-only file system" in subprocess.run(write, env=ENVIRONMENT, capture_output=True, text=True).stderr
     # The key stands in no command line in here either.
     assert b"modelyard-key=xxxx" in Path(f"/proc/{container.tritonserver}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(("protocol", "port"), [("http", 8443), ("grpc", 8444)])
+def test_tls_and_tokens_stand_in_front_of_it(container: Container, tls: Path, protocol: str, port: int) -> None:
+    ask = ["client/infer.py", "--url", f"https://localhost:{port}", "--protocol", protocol, "--text", "Hello", "--json"]
+    ask += ["--ca", str(tls / "certificate.pem")]
+    done = run(*ask, "--header", f"@{tls / 'token.txt'}")
+    assert done.code == 0, done.err
+    assert len(json.loads(done.out)["results"][0]["EMBEDDING"]) == 384
+    done = run(*ask)
+    assert done.code == 1
+    assert "lets nobody in without leave" in done.err
+
+
+def test_prometheus_scrapes_it_by_name_and_evaluates_its_rules(container: Container) -> None:
+    def get(path: str) -> dict:
+        with urllib.request.urlopen(f"http://127.0.0.1:9090/api/v1/{path}", timeout=5) as response:
+            return json.load(response)["data"]
+
+    deadline = time.monotonic() + 60
+    while {(target["scrapeUrl"], target["health"]) for target in get("targets")["activeTargets"]} != {
+        ("http://server:8002/metrics", "up"),
+        ("http://server:8003/metrics", "up"),
+    }:
+        assert time.monotonic() < deadline, get("targets")
+        time.sleep(0.5)
+    (found,) = get("query?query=modelyard_ready")["result"]
+    assert found["value"][1] == "1"
+    rules = [rule for group in get("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == (CHECKOUT / "docker" / "monitoring" / "alerts.yml").read_text().count("- alert:")
+    assert {rule["lastError"] for rule in rules if "lastError" in rule} <= {""}
+
+
+def test_a_process_that_loops_or_blocks_can_be_seen_inside(container: Container) -> None:
+    """The container's user has no rights, and needs none to look into what it started."""
+    look = (
+        "from server.stubs import StubTable\n"
+        "from pathlib import Path\n"
+        "(pid,) = [int(p.parent.name) for p in Path('/proc').glob('[0-9]*/comm') if 'tritonserver' in p.read_text()]\n"
+        "print({stub.look.waits_for_work for stub in StubTable(pid).refresh()})"
+    )
+    assert podman("exec", CONTAINER, "python", "-c", look).strip() == "{True}"
 
 
 def test_killed_processes_come_back_inside(container: Container, published: Published) -> None:
@@ -179,3 +249,17 @@ def count_requests(model: str) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:8000/v2/models/{model}/stats", timeout=5) as response:
         (statistics,) = json.load(response)["model_stats"]
     return int(statistics["inference_stats"]["success"]["count"])
+
+
+def test_the_exporter_publishes_from_a_container(checkpoint: Path, tmp_path: Path) -> None:
+    build("docker/Dockerfile.export", EXPORT_IMAGE)
+    repository = tmp_path / "models"
+    repository.mkdir()
+    os.chown(repository, 10001, 10001)
+    environment = {"MODELYARD_CHECKPOINTS": str(checkpoint.parent), "MODELYARD_REPOSITORY": str(repository)}
+    command = ["run", f"/checkpoints/{checkpoint.name}", "--name", "boxed", "--repository", "/models"]
+    podman(
+        "--profile", "export", "run", "--rm", "--no-deps", "export", *command, program="podman-compose", **environment
+    )
+    assert (repository / "boxed" / "1" / "verification.json").is_file()
+    assert {path.name for path in repository.iterdir()} >= {"boxed", "boxed_model", "boxed_preprocess"}

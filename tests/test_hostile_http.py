@@ -18,8 +18,10 @@ TIMEOUT_S = 20.0
 ROUNDS = 150
 
 
-def binary(size: object, body: bytes, shape: object = (1, 1), header_length: object = None) -> tuple[dict, bytes]:
-    tensor = {"name": "TEXT", "datatype": "BYTES", "shape": shape, "parameters": {"binary_data_size": size}}
+def binary(
+    size: object, body: bytes, shape: object = (1, 1), header_length: object = None, datatype: str = "BYTES"
+) -> tuple[dict, bytes]:
+    tensor = {"name": "TEXT", "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
     header = json.dumps({"inputs": [tensor]}).encode()
     length = len(header) if header_length is None else header_length
     return {"Inference-Header-Content-Length": str(length)}, header + body
@@ -57,6 +59,9 @@ BODIES = {
     "binary, a negative header": binary(9, HELLO, header_length=-1),
     "binary, a header cut short": binary(9, HELLO, header_length=10),
     "binary, a huge shape": binary(9, HELLO, shape=[2**31, 2**31]),
+    "binary numbers, a huge shape": binary(8, b"\0" * 8, shape=[2**40], datatype="INT64"),
+    "numbers, a negative shape": text(datatype="INT64", shape=[-1], data=[1]),
+    "numbers for more than there is": text(datatype="INT64", shape=[10_000_000], data=[1]),
 }
 
 # tritonserver takes these for something else than they say; an answer is all that is asked for.

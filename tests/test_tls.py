@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc
-from conftest import CHECKOUT, Published
+from conftest import CHECKOUT, Finished, Published, run
 from launcher import Running, find_ports, running
 from tritonclient.utils import InferenceServerException
 
@@ -152,3 +152,57 @@ def test_no_token_reaches_a_log(proxy: Proxy) -> None:
     log = (proxy.folder / "access.log").read_text()
     assert "tester" in log
     assert TOKEN not in log
+
+
+def ask_as_a_client(proxy: Proxy, protocol: str, *options: str, text: str = "Hello") -> Finished:
+    port = getattr(proxy, protocol)
+    command = ["client/infer.py", "--protocol", protocol, "--url", f"https://localhost:{port}", "--timeout", "20"]
+    return run(*command, "--model", "sentence_embedding", "--json", "--text", text, *options)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_client_speaks_tls_and_takes_its_token_from_a_file(proxy: Proxy, protocol: str) -> None:
+    (proxy.folder / "token.txt").write_text(f"Authorization: Bearer {TOKEN}\n\n")
+    options = ["--ca", str(proxy.folder / "certificate.pem"), "--header", f"@{proxy.folder / 'token.txt'}"]
+    done = ask_as_a_client(proxy, protocol, *options)
+    assert done.code == 0, done.err
+    assert len(json.loads(done.out)["results"][0]["EMBEDDING"]) == 384
+    # The same without https:// in the URL.
+    url = ["--url", f"localhost:{getattr(proxy, protocol)}", "--tls"]
+    assert ask_as_a_client(proxy, protocol, *options, *url).code == 0
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_client_says_in_one_sentence_why_it_is_kept_out(proxy: Proxy, protocol: str, tmp_path: Path) -> None:
+    certificate = ["--ca", str(proxy.folder / "certificate.pem")]
+    (tmp_path / "none.pem").write_text("no certificate")
+    (tmp_path / "none.txt").write_text("secret")
+    url = f"localhost:{getattr(proxy, protocol)}"
+    cases = {
+        f"{url} lets nobody in without leave: expected a token that it knows": certificate,
+        f"{url} lets nobody in without leave: ": [*certificate, "--header", "Authorization: Bearer another"],
+        f"the server at {url} is not trusted: expected a certificate of that name from an authority in the default": [],
+        f"the server at 127.0.0.1:{getattr(proxy, protocol)} is not trusted: ": [
+            *certificate,
+            "--url",
+            f"https://127.0.0.1:{getattr(proxy, protocol)}",
+        ],
+        f"{tmp_path}/none.pem cannot be used: expected certificates in PEM": ["--ca", str(tmp_path / "none.pem")],
+        f"{tmp_path}/nowhere.pem cannot be used: ": ["--ca", str(tmp_path / "nowhere.pem")],
+        f"{tmp_path}/none.txt holds no header: expected NAME: VALUE": ["--header", f"@{tmp_path / 'none.txt'}"],
+        f"{tmp_path}/nowhere.txt cannot be read: ": ["--header", f"@{tmp_path / 'nowhere.txt'}"],
+        "--header holds no header: expected NAME: VALUE": ["--header", "secret"],
+    }
+    for sentence, options in cases.items():
+        done = ask_as_a_client(proxy, protocol, *options)
+        assert done.code == 1, sentence
+        assert done.err.startswith(f"error: {sentence}"), done.err
+        assert done.err.endswith(".\n") and done.err.count("\n") == 1, done.err
+        assert "secret" not in done.err and "<" not in done.err
+
+
+def test_without_tls_the_proxy_says_so_and_the_client_repeats_it(proxy: Proxy) -> None:
+    done = ask_as_a_client(proxy, "http", "--url", f"http://localhost:{proxy.http}")
+    assert done.code == 1
+    assert "The plain HTTP request was sent to HTTPS port" in done.err
+    assert done.err.count("\n") == 1
