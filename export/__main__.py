@@ -16,7 +16,7 @@ from rich.table import Table
 from export import consolidate, inspect_checkpoint
 from export.errors import ExportError, list_some
 from export.progress import Progress
-from export.request import AGGREGATIONS, DEFAULT_RELEASE, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
+from export.request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
 from export.settings import build_request, read_settings
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ def _add_proof_options(group: "argparse._ArgumentGroup") -> None:
         "--target", metavar="RELEASE", help=f"Triton release that is to serve it (default: {DEFAULT_RELEASE})"
     )
     group.add_argument("--precision", choices=PRECISIONS, help="of the published file (default: fp32)")
+    group.add_argument("--engine", choices=ENGINES, help="what runs it (default: onnxruntime)")
     group.add_argument(
         "--tolerance",
         type=_parse_tolerance,
@@ -254,7 +255,7 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         "text": f"up to {signature.max_length} tokens, longer is truncated"
         if isinstance(signature, TextSignature)
         else "",
-        "model": f"{result.model_bytes / 1e6:.1f} MB ONNX, {precision}, for Triton {result.report.target}",
+        "model": f"{result.model_bytes / 1e6:.1f} MB, {precision}, {result.engine} of Triton {result.target.release}",
         "beside fp32": _describe_precision(result.precision) if result.precision else "",
         "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",
         "published": f"{publication.name} in {repository}, {written}",

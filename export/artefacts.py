@@ -9,7 +9,7 @@ class Artefacts:
     """What the export wrote.
 
     Attributes:
-        model: `model.onnx` and whatever belongs to it.
+        model: `model.onnx` or `model.plan`, and whatever belongs to it.
         tokenizer: `tokenizer.json`, where there is a step that reads texts.
         postprocess: `postprocess.json`, where the task has such a step.
     """
@@ -25,5 +25,5 @@ class Artefacts:
 
     @property
     def graph(self) -> Path:
-        """The file that ONNX Runtime opens."""
-        return next(path for path in self.model if path.name == "model.onnx")
+        """The file that is run: of ONNX Runtime, or a plan of TensorRT."""
+        return next(path for path in self.model if path.name in ("model.onnx", "model.plan"))

@@ -8,7 +8,7 @@ import numpy as np
 
 from export.artefacts import Artefacts
 from export.cases import Case, Outputs, join_rows
-from export.precision import Measure, PrecisionReport, Quality, write_precision
+from export.precision import Feed, Measure, PrecisionReport, Quality, write_precision
 from export.target_runtime import open_runtime
 from export.targets import Target
 from export.tasks import Task
@@ -48,11 +48,7 @@ def convert(
         precision,
         files.graph,
         path,
-        feeds=[
-            join_rows(rows, task.signature, task.filling, case.padding_side).feeds
-            for case in cases
-            for rows in case.batches
-        ],
+        feeds=list_quality_feeds(task),
         measure=build_measure(task, cases, key, target),
         threshold=bounds[key],
         on_step=on_step,
@@ -64,6 +60,15 @@ def list_quality_cases(task: Task) -> list[Case]:
     """Return the inputs that quality is measured on: such as users send, or whatever there is where there are none."""
     cases = list(task.build_cases())
     return [case for case in cases if case.is_real] or [case for case in cases if not case.padded_reference]
+
+
+def list_quality_feeds(task: Task) -> list[Feed]:
+    """Return these inputs as the graph is given them, in batches."""
+    return [
+        join_rows(rows, task.signature, task.filling, case.padding_side).feeds
+        for case in list_quality_cases(task)
+        for rows in case.batches
+    ]
 
 
 def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Measure:

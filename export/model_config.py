@@ -11,6 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.signature import BATCH, PAST_LEN, SEQ_LEN, STRING, ModelSignature, TensorSignature, TextSignature
+from export.tensorrt_plan import PLAN_BACKEND, configure_plan
 
 PREPROCESS_BACKEND = "python_preprocess"
 POSTPROCESS_BACKEND = "python_postprocess"
@@ -84,7 +85,7 @@ class ModelNames:
 
 
 def build_configs(
-    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int]
+    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int], engine: str = MODEL_BACKEND
 ) -> Mapping[str, pb.ModelConfig]:
     """Return model name → configuration, steps first, the ensemble last.
 
@@ -93,13 +94,14 @@ def build_configs(
         signature: Of the ONNX file.
         version: That the ensemble's steps are pinned to.
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
+        engine: What runs the graph, `onnxruntime` or `tensorrt`.
     """
     served = sorted(set(served))
     if not isinstance(signature, TextSignature):
-        return {names.model: _build_model(names.model, signature, served)}
+        return {names.model: _build_model(names.model, signature, served, engine)}
     configs = {
         names.preprocess: _build_preprocess(names.preprocess, signature, served),
-        names.model: _build_model(names.model, signature, served),
+        names.model: _build_model(names.model, signature, served, engine),
     }
     if signature.contract.has_postprocess:
         configs[names.postprocess] = _build_postprocess(names.postprocess, signature, served)
@@ -151,7 +153,7 @@ def _build_postprocess(name: str, signature: TextSignature, served: list[int]) -
     )
 
 
-def _build_model(name: str, signature: ModelSignature, served: list[int]) -> pb.ModelConfig:
+def _build_model(name: str, signature: ModelSignature, served: list[int], engine: str) -> pb.ModelConfig:
     config = pb.ModelConfig(
         name=name,
         backend=MODEL_BACKEND,
@@ -166,6 +168,8 @@ def _build_model(name: str, signature: ModelSignature, served: list[int]) -> pb.
     if signature.is_batched:
         config.dynamic_batching.CopyFrom(_batching(0))
     config.parameters["intra_op_thread_count"].string_value = str(INTRA_OP_THREADS)
+    if engine == PLAN_BACKEND:
+        return configure_plan(config, MODEL_INSTANCES, dynamic=any(t.dynamic_axes for t in signature.inputs))
     return config
 
 

@@ -14,12 +14,12 @@ from export import vocabulary
 from export.artefacts import Artefacts
 from export.checkpoints import StateDict, open_checkpoint
 from export.comparison import describe_errors
-from export.conversion import convert
+from export.conversion import convert, list_quality_feeds
 from export.errors import GraphError, SettingsError, VerificationError, VocabularyError
 from export.factory import FactoryTask, build_factory_task
 from export.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from export.lora import merge_adapters
-from export.model_config import ModelNames
+from export.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, ModelNames
 from export.onnx_export import export_onnx
 from export.precision import PrecisionReport
 from export.progress import Progress
@@ -28,10 +28,13 @@ from export.repository import Publication, check_contract, check_name, publish
 from export.request import ExportRequest
 from export.targets import Target, find_target
 from export.tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
+from export.tasks.tensors import TensorTask
+from export.tensorrt_build import PlanRunner, build_engine, find_version
+from export.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
 from export.tolerances import Tolerances, choose_tolerances
 from export.torch_model import load_config
 from export.transforms import CastToFloat32
-from export.verify import VerificationReport, verify
+from export.verify import VerificationReport, hash_file, verify
 from export.vocabulary_rows import VocabularyRows, fit_vocabulary
 
 
@@ -63,6 +66,7 @@ class ExportResult:
     Attributes:
         source: What was exported.
         target: What it was exported for.
+        engine: What runs it.
         model_bytes: Size of the published graph with its weights.
         report: Of the published files.
         publication: Where they are.
@@ -73,6 +77,7 @@ class ExportResult:
 
     source: Source
     target: Target
+    engine: str
     model_bytes: int
     report: VerificationReport
     publication: Publication
@@ -83,7 +88,8 @@ class ExportResult:
 
 def count_steps(request: ExportRequest) -> int:
     """Return how many steps `run_export` tells of."""
-    return 6 if request.precision == "fp32" else 8
+    converts = request.precision != "fp32" and not (request.engine == "tensorrt" and request.precision == "int8")
+    return 6 + 2 * converts + 2 * (request.engine == "tensorrt")
 
 
 def load_source(request: ExportRequest, progress: Progress) -> Source:
@@ -174,16 +180,22 @@ def run_export(
     """
     check_name(request.name)
     target = find_target(request.target)
+    # Before anything is read: here, where there is no GPU, nothing can come of it.
+    tensorrt_version = find_version() if request.engine == "tensorrt" else None
     source = load_source(request, progress)
     task = source.task
     tolerances = choose_tolerances(task.tolerances, request.precision, request.tolerances, request.accept_worse)
     exact = tolerances if request.precision == "fp32" else Tolerances(bounds=task.tolerances)
     names = name_models(request.name, task)
     check_contract(request.repository, names, task.signature)
+    plan = plan_engine(task, request.precision, tensorrt_version) if tensorrt_version else None
+    # TensorRT finds the scales of int8 by itself, on the fp32 graph.
+    graph_precision = plan.graph_precision if plan else request.precision
     precision = None
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         files, report, notes = _export_and_verify(task, exact, target, Path(folder), progress, on_report)
-        if request.precision != "fp32":
+        verified = {path.name: report.sha256[path.name] for path in files.model}
+        if graph_precision != "fp32":
             with progress.step(f"converting to {request.precision}") as tell:
                 files, precision = convert(
                     task=task,
@@ -199,6 +211,10 @@ def run_export(
             report = replace(report, precision=precision.to_json())
             on_report(report)
             _require_passed(report)
+        if plan:
+            files, report = _build_engine(task, files, plan, tolerances, target, verified, Path(folder), progress)
+            on_report(report)
+            _require_passed(report)
         with progress.step("hashing what was read"):
             lock = render_lock(_build_lock(request, source, target, report))
         model_bytes = sum(path.stat().st_size for path in files.model)
@@ -209,6 +225,7 @@ def run_export(
                 signature=task.signature,
                 files=files,
                 report=report,
+                engine=request.engine,
                 document=lambda version: {
                     LOCK_FILE: lock,
                     PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version),
@@ -217,6 +234,7 @@ def run_export(
     return ExportResult(
         source=source,
         target=target,
+        engine=request.engine,
         model_bytes=model_bytes,
         report=report,
         publication=publication,
@@ -224,6 +242,60 @@ def run_export(
         notes=notes,
         peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
+
+
+def plan_engine(task: Task, precision: str, tensorrt_version: str) -> BuildPlan:
+    """Return how a TensorRT plan for `task` is built.
+
+    Raises:
+        EngineError: This TensorRT cannot do that.
+    """
+    ranges = {}
+    if isinstance(task, TensorTask):
+        for symbol, sizes in task.tensors.sizes.items():
+            # TensorRT knows no empty axis: a first step without a past has one that is masked.
+            smallest, largest = max(1, sizes.smallest), max(1, sizes.largest)
+            usual = min(max(smallest, sizes.choose_example(32)), largest)
+            ranges[symbol] = AxisRange(minimum=smallest, optimum=usual, maximum=largest)
+    return plan_build(
+        task.signature,
+        precision=precision,
+        tensorrt_version=tensorrt_version,
+        max_batch_size=MAX_BATCH_SIZE,
+        instances=MODEL_INSTANCES,
+        ranges=ranges,
+    )
+
+
+def _build_engine(
+    task: Task,
+    files: Artefacts,
+    plan: BuildPlan,
+    tolerances: Tolerances,
+    target: Target,
+    verified: Mapping[str, str],
+    directory: Path,
+    progress: Progress,
+) -> tuple[Artefacts, VerificationReport]:
+    """Return the files with a TensorRT plan in place of the graph, and their report from the GPU."""
+    folder = directory / "tensorrt"
+    folder.mkdir()
+    with progress.step("building the TensorRT plan"):
+        feeds = list_quality_feeds(task)
+        metadata = build_engine(plan, files.graph, folder, onnx_sha256=verified, feeds=feeds)
+        check_plan(
+            metadata,
+            release=target.release,
+            tensorrt_version=target.tensorrt_version,
+            plan_sha256=hash_file(folder / PLAN_FILE),
+            onnx_sha256=verified,
+            max_batch_size=MAX_BATCH_SIZE,
+        )
+    planned = replace(files, model=tuple(sorted(folder.iterdir())))
+    with progress.step("verifying the plan against the checkpoint") as tell:
+        runner = PlanRunner(folder / PLAN_FILE)
+        report = verify(task=task, files=planned, target=target, tolerances=tolerances, runner=runner, on_case=tell)
+    return planned, report
 
 
 def _export_and_verify(

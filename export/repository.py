@@ -32,7 +32,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from export.artefacts import Artefacts
 from export.comparison import describe_errors
 from export.errors import RepositoryError
-from export.model_config import ModelNames, build_configs, parse_config, render_config
+from export.model_config import MODEL_BACKEND, ModelNames, build_configs, parse_config, render_config
 from export.signature import ModelSignature
 from export.verify import VerificationReport, hash_file
 
@@ -118,6 +118,7 @@ def publish(
     signature: ModelSignature,
     files: Artefacts,
     report: VerificationReport,
+    engine: str = MODEL_BACKEND,
     document: Callable[[int], Mapping[str, str]] = lambda version: {},
 ) -> Publication:
     """Add a version to the repository, or find that the newest one has the same content.
@@ -128,6 +129,7 @@ def publish(
         signature: Of the ONNX file.
         files: What the export wrote.
         report: Of exactly these files.
+        engine: What runs the graph, `onnxruntime` or `tensorrt`.
         document: Given the version, returns file name → text of what is kept beside the report.
 
     Raises:
@@ -157,7 +159,7 @@ def publish(
                         **document(version),
                     }
                     _add_version(_stage(repository, names, homes, report, documents, undo), version, undo)
-                switched = _switch(repository, names, signature, version, undo)
+                switched = _switch(repository, names, signature, version, engine, undo)
             except OSError as exc:
                 raise RepositoryError(
                     f"version {version} of {names.name} cannot be written to {repository}",
@@ -234,14 +236,19 @@ def _add_version(staged: Mapping[str, Path], version: int, undo: contextlib.Exit
 
 
 def _switch(
-    repository: Path, names: ModelNames, signature: ModelSignature, version: int, undo: contextlib.ExitStack
+    repository: Path,
+    names: ModelNames,
+    signature: ModelSignature,
+    version: int,
+    engine: str,
+    undo: contextlib.ExitStack,
 ) -> bool:
     """Make `version` the one that is served, in the order that the module describes; False if it was so already."""
-    after = build_configs(names, signature, version=version, served=[version])
+    after = build_configs(names, signature, version=version, served=[version], engine=engine)
     if all(_read_config(repository / model_name) == render_config(after[model_name]) for model_name in names.all):
         return False
     previous = _find_served_version(repository, names)
-    during = build_configs(names, signature, version=version, served={version, previous or version})
+    during = build_configs(names, signature, version=version, served={version, previous or version}, engine=engine)
     for model_name in names.all:
         _replace_config(repository / model_name / CONFIG_FILE, during[model_name], undo)
     for model_name in names.all:

@@ -30,6 +30,11 @@ PRECISIONS = {
     "int8": "a quarter of the size, the fastest on CPUs, the most sensitive parts in fp32",
 }
 
+ENGINES = {
+    "onnxruntime": "on CPUs and GPUs",
+    "tensorrt": "a plan for the GPU at hand; runs in NVIDIA's image, see docker/tensorrt/build.sh",
+}
+
 # The Triton release whose tritonserver the wheel carries.
 DEFAULT_RELEASE = "24.10"
 
@@ -121,6 +126,7 @@ class ExportRequest:
         lora_scaling: DeepSpeed-Chat's, for the low-rank updates inside a checkpoint of its.
         target: The Triton release that is to serve it.
         precision: Of the published file.
+        engine: What runs it.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where it is no model of transformers.
@@ -140,6 +146,7 @@ class ExportRequest:
     lora_scaling: float | None = None
     target: str = DEFAULT_RELEASE
     precision: str = "fp32"
+    engine: str = "onnxruntime"
     tolerances: Mapping[str, float] = field(default_factory=dict)
     accept_worse: str | None = None
     factory: str | None = None

@@ -11,6 +11,7 @@ from export.errors import SettingsError
 from export.request import (
     AGGREGATIONS,
     DEFAULT_RELEASE,
+    ENGINES,
     POOLINGS,
     PRECISIONS,
     TASKS,
@@ -44,6 +45,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "normalize": (bool,),
     "target": (str,),
     "precision": (str,),
+    "engine": (str,),
     "tolerances": (dict,),
     "accept_worse": (str,),
     "factory": (str,),
@@ -55,6 +57,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "aggregation": tuple(AGGREGATIONS),
     "pooling": tuple(POOLINGS),
     "precision": tuple(PRECISIONS),
+    "engine": tuple(ENGINES),
 }
 
 
@@ -135,6 +138,7 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         lora_scaling=choose("lora_scaling"),
         target=choose("target", DEFAULT_RELEASE),
         precision=choose("precision", "fp32"),
+        engine=choose("engine", "onnxruntime"),
         tolerances=settings.get("tolerances", {}) | dict(arguments.get("tolerance", [])),
         accept_worse=choose("accept_worse"),
         factory=choose("factory"),

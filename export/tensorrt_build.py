@@ -250,8 +250,8 @@ class PlanRunner:
         self.inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
         self.outputs = [name for name in names if name not in self.inputs]
 
-    def run(self, feed: Feed) -> dict[str, npt.NDArray[Any]]:
-        """Return output name → values.
+    def run(self, output_names: Sequence[str], feed: Feed) -> list[npt.NDArray[Any]]:
+        """Return the outputs that are asked for, in that order.
 
         Raises:
             EngineError: A shape is outside the profile, or the GPU fails.
@@ -284,4 +284,4 @@ class PlanRunner:
                 got="an error, in its own lines above",
                 remedy="export with --engine onnxruntime",
             )
-        return {name: tensor.cpu().numpy() for name, tensor in made.items()}
+        return [made[name].cpu().numpy() for name in output_names]

@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from export.errors import EngineError, list_some
 from export.precision.graph_files import Feed
-from export.signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature
+from export.signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TextSignature
 
 PLAN_FILE = "model.plan"
 PLAN_BACKEND = "tensorrt"
@@ -201,15 +201,18 @@ def derive_profile(
         BATCH: AxisRange(
             minimum=1, optimum=max(1, max_batch_size // _COMMON_BATCH_SHARE), maximum=max(1, max_batch_size)
         ),
-        SEQ_LEN: AxisRange(minimum=1, optimum=min(_COMMON_SEQ_LEN, signature.max_length), maximum=signature.max_length),
         WINDOWS: AxisRange(minimum=1, optimum=1, maximum=_MAX_WINDOWS),
-        **(ranges or {}),
     }
+    if isinstance(signature, TextSignature):
+        longest = signature.max_length
+        known[SEQ_LEN] = AxisRange(minimum=1, optimum=min(_COMMON_SEQ_LEN, longest), maximum=longest)
+    known |= ranges or {}
     profile = {}
     for tensor in signature.inputs:
         if not tensor.dynamic_axes:
             continue
-        unknown = sorted(set(tensor.dynamic_axes.values()) - known.keys())
+        parts = {part for dim in tensor.dynamic_axes.values() for part in dim.split("+")}
+        unknown = sorted(parts - known.keys())
         if unknown:
             raise EngineError(
                 f"the sizes of the axis {unknown[0]} of the input {tensor.name} are not known",
@@ -218,7 +221,9 @@ def derive_profile(
                 remedy="say how small and how large it gets",
             )
         axes = [
-            known[dim] if isinstance(dim, str) else AxisRange(minimum=dim, optimum=dim, maximum=dim)
+            _add_ranges([known[part] for part in dim.split("+")])
+            if isinstance(dim, str)
+            else AxisRange(minimum=dim, optimum=dim, maximum=dim)
             for dim in tensor.dims
         ]
         profile[tensor.name] = ShapeRange(
@@ -227,6 +232,15 @@ def derive_profile(
             maximum=tuple(axis.maximum for axis in axes),
         )
     return profile
+
+
+def _add_ranges(ranges: Sequence[AxisRange]) -> AxisRange:
+    """Return the range of an axis that is several others one after another."""
+    return AxisRange(
+        minimum=sum(item.minimum for item in ranges),
+        optimum=sum(item.optimum for item in ranges),
+        maximum=sum(item.maximum for item in ranges),
+    )
 
 
 def build_calibration_batches(feeds: Sequence[Feed], plan: BuildPlan) -> list[dict[str, npt.NDArray[Any]]]:

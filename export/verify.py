@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ import torch
 from export.artefacts import Artefacts
 from export.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
 from export.comparison import Distribution, is_within, measure_outputs
-from export.errors import RuntimeFailure, VerificationError
-from export.target_runtime import TargetSession, open_runtime
+from export.errors import EngineError, RuntimeFailure, VerificationError
+from export.target_runtime import open_runtime
 from export.targets import Target
 from export.tasks import Task
 from export.tolerances import Tolerances
@@ -111,12 +111,20 @@ class VerificationReport:
         }
 
 
+class Runner(Protocol):
+    """Whatever runs the file that is verified."""
+
+    def run(self, output_names: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
+        """Return the outputs that are asked for, in that order."""
+
+
 def verify(
     *,
     task: Task,
     files: Artefacts,
     target: Target,
     tolerances: Tolerances | None = None,
+    runner: Runner | None = None,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> VerificationReport:
     """Compare the ONNX file with the task's module, at every shape that matters. Does not judge.
@@ -131,6 +139,7 @@ def verify(
         target: Whose ONNX Runtime the graph is run by.
         tolerances: What the cases are judged by; the task's own for fp32 if left out. Whatever is not judged must at
             least be finite.
+        runner: What runs the file; the target's ONNX Runtime if left out.
         on_case: Called with the name of each case before it runs.
 
     Raises:
@@ -146,7 +155,7 @@ def verify(
     distribution = {tensor.name: Distribution() for tensor in task.signature.outputs}
     reference = Reference(task)
     with open_runtime(target) as runtime:
-        session = runtime.load(files.graph)
+        session = runner or runtime.load(files.graph)
         for case in cases:
             on_case(case.name)
             applied = bounds if case.is_real or not real_inputs_only else {}
@@ -226,7 +235,7 @@ class Reference:
 def _run_case(
     case: Case,
     reference: Reference,
-    session: TargetSession,
+    session: Runner,
     bounds: Mapping[str, float],
     applied: Mapping[str, float],
     distribution: Mapping[str, Distribution],
@@ -239,7 +248,7 @@ def _run_case(
         batch = join_rows(rows, task.signature, task.filling, case.padding_side)
         try:
             outputs = session.run(names, batch.feeds)
-        except RuntimeFailure as exc:
+        except (RuntimeFailure, EngineError) as exc:
             raise VerificationError(
                 f"the graph fails on the case {case.name!r}",
                 got=str(exc).rstrip("."),

@@ -72,6 +72,15 @@ def test_an_unknown_target_is_refused(export_tiny: Callable[..., Finished], tmp_
     assert not (tmp_path / "models").exists()
 
 
+def test_a_tensorrt_plan_is_refused_where_there_is_none_with_the_command_that_builds_it(
+    export_tiny: Callable[..., Finished], tmp_path: Path
+) -> None:
+    done = export_tiny("--engine", "tensorrt")
+    assert done.code == 1
+    assert done.err.startswith("error: TensorRT is not installed: expected the package tensorrt, got none; run docker/")
+    assert not (tmp_path / "models").exists()
+
+
 @pytest.mark.parametrize(("precision", "size"), [("fp16", 0.55), ("bf16", 0.6)])
 def test_a_16_bit_file_is_half_as_large_and_proven(
     precision: str, size: float, export_tiny: Callable[..., Finished]
@@ -120,7 +129,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     save_model(ARCHITECTURES["gpt2"], folder / "gpt2")
     save_model(ARCHITECTURES["vit classification"], folder / "vit")
     for source, options in (
-        (checkpoint, ["--name", "sentences", "--precision", "int8"]),
+        (checkpoint, ["--name", "sentence_embedding", "--precision", "int8"]),
         (folder / "gpt2", ["--name", "writer", "--task", "text-generation-with-past"]),
         (folder / "vit", ["--name", "pictures"]),
     ):
@@ -131,7 +140,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield folder / "models", addresses
 
 
-@pytest.mark.parametrize("name", ["sentences", "writer", "pictures"])
+@pytest.mark.parametrize("name", ["sentence_embedding", "writer", "pictures"])
 def test_the_server_answers_as_verified_over_every_transport(name: str, served: tuple[Path, Addresses]) -> None:
     repository, addresses = served
     golden = repository / name / "1" / "golden.json"
