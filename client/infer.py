@@ -20,7 +20,6 @@ from typing import Any
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 try:
-    import gevent.ssl
     import numpy as np
     import numpy.typing as npt
     import tritonclient.grpc
@@ -117,8 +116,8 @@ class Server:
                 connection_timeout=timeout_s,
                 network_timeout=timeout_s,
                 ssl=self._tls,
-                # Its own default looks for the system's certificates in one place only.
-                ssl_context_factory=lambda **_: gevent.ssl.create_default_context(cafile=ca),
+                # Without this it looks for the system's certificates in one place only.
+                ssl_options={"ca_certs": str(ca) if ca else None},
             )
         else:
             # gRPC knows names in lower case alone.
