@@ -34,7 +34,7 @@ from export.precision.float16 import write_float16
 from export.precision.graph_files import Feed, find_files, load_graph, measure_ranges, open_session, run_feeds
 from export.precision.int8 import _find_fewest, _find_quantized, _quantize, _restore
 from export.precision.islands import find_islands
-from export.signature import BATCH, SEQ_LEN, Contract, ModelSignature, TensorSignature
+from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from export.targets import DEFAULT_TARGET
 
 PRECISIONS = ("fp16", "bf16", "int8")
@@ -200,10 +200,9 @@ def export(module: nn.Module, path: Path, dims: tuple[str | int, ...]) -> Path:
     signature = ModelSignature(
         inputs=tuple(TensorSignature(name=name, dtype=torch.int64, dims=(BATCH, SEQ_LEN)) for name in names),
         outputs=(TensorSignature(name="made", dtype=torch.float32, dims=dims),),
-        max_length=64,
-        contract=Contract(texts=("TEXT",), answers=()),
     )
-    export_onnx(module.eval(), signature, path, DEFAULT_TARGET)
+    example = tuple(torch.ones(2, 7, dtype=torch.int64) for _ in names)
+    export_onnx(module.eval(), signature, example, path, DEFAULT_TARGET)
     return path
 
 

@@ -24,7 +24,7 @@ from export.model_config import MAX_BATCH_SIZE, parse_config
 from export.precision.float16 import write_float16
 from export.precision.graph_files import Feed, load_graph
 from export.precision.islands import find_islands
-from export.signature import BATCH, SEQ_LEN, WINDOWS, Contract, ModelSignature, TensorSignature
+from export.signature import BATCH, SEQ_LEN, WINDOWS, Contract, TensorSignature, TextSignature
 from export.tensorrt_build import PlanRunner, build_engine, find_version
 from export.tensorrt_plan import (
     AxisRange,
@@ -42,9 +42,9 @@ from export.tensorrt_plan import (
 STUBS = CHECKOUT / ".venv" / "stubs" / "tensorrt_bindings" / "tensorrt.pyi"
 
 
-def build_signature(*dims: tuple[str | int, ...], max_length: int = 256) -> ModelSignature:
+def build_signature(*dims: tuple[str | int, ...], max_length: int = 256) -> TextSignature:
     names = ("input_ids", "attention_mask", "token_type_ids")
-    return ModelSignature(
+    return TextSignature(
         inputs=tuple(
             TensorSignature(name=name, dtype=torch.int64, dims=item) for name, item in zip(names, dims, strict=False)
         ),
@@ -339,7 +339,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
 
 def test_the_builder_is_told_what_was_planned(recorder: MagicMock, exported: Exported, tmp_path: Path) -> None:
     plan = plan_build(
-        exported.source.signature, instances=2, version_compatible=True, **OPTIONS | {"precision": "fp32"}
+        exported.source.task.signature, instances=2, version_compatible=True, **OPTIONS | {"precision": "fp32"}
     )
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -354,7 +354,7 @@ def test_the_builder_is_told_what_was_planned(recorder: MagicMock, exported: Exp
     assert config.add_optimization_profile.call_args_list == [call(profile)] * 2
     assert profile.set_shape.call_args_list[0] == call("input_ids", (1, 1), (8, 64), (32, 64))
     assert {args.args[0] for args in profile.set_shape.call_args_list} == {
-        tensor.name for tensor in exported.source.signature.inputs
+        tensor.name for tensor in exported.source.task.signature.inputs
     }
     assert not config.set_calibration_profile.called
     config.create_timing_cache.assert_called_once_with(b"")
@@ -377,9 +377,10 @@ def test_the_builder_is_told_what_was_planned(recorder: MagicMock, exported: Exp
 def test_the_calibrator_hands_over_every_batch_and_keeps_what_came_of_it(
     recorder: MagicMock, exported: Exported, tmp_path: Path
 ) -> None:
-    plan = plan_build(exported.source.signature, **OPTIONS | {"precision": "int8"})
+    plan = plan_build(exported.source.task.signature, **OPTIONS | {"precision": "int8"})
     feeds = [
-        {tensor.name: np.full((5, length), length) for tensor in exported.source.signature.inputs} for length in (3, 7)
+        {tensor.name: np.full((5, length), length) for tensor in exported.source.task.signature.inputs}
+        for length in (3, 7)
     ]
     build_engine(plan, exported.model_file, tmp_path, onnx_sha256={}, feeds=feeds, cache=tmp_path)
     config = recorder.Builder.return_value.create_builder_config.return_value
@@ -387,7 +388,7 @@ def test_the_calibrator_hands_over_every_batch_and_keeps_what_came_of_it(
     assert config.set_flag.call_args_list == [call(recorder.BuilderFlag.INT8), call(recorder.BuilderFlag.FP16)]
     config.set_calibration_profile.assert_called_once()
     calibrator = config.int8_calibrator
-    names = [tensor.name for tensor in exported.source.signature.inputs]
+    names = [tensor.name for tensor in exported.source.task.signature.inputs]
     assert calibrator.get_batch_size() == 8
     for _ in range(2):
         addresses = calibrator.get_batch(names)
@@ -405,7 +406,7 @@ def test_the_calibrator_hands_over_every_batch_and_keeps_what_came_of_it(
 def test_a_graph_that_fails_to_parse_or_build_is_refused(
     recorder: MagicMock, exported: Exported, tmp_path: Path
 ) -> None:
-    plan = plan_build(exported.source.signature, **OPTIONS)
+    plan = plan_build(exported.source.task.signature, **OPTIONS)
     builder, parser = recorder.Builder.return_value, recorder.OnnxParser.return_value
     builder.build_serialized_network.return_value = None
     with pytest.raises(
