@@ -22,6 +22,8 @@ PRINTS = {
     "--name trained": "DeepSpeed ZeRO stage 3, 2 ranks",
     "export inspect": "ZeRO stage   3",
     "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
+    "--factory model.py:build": "published  scores in my_models, version 1, new",
+    "--precision int8": "times as fast on CPU",
     "--name entities": "30524 rows (30522 before; added [ENT_START], [ENT_END])",
     "client/infer.py": '"results": [{"text": "Hello", "EMBEDDING": [',
     "Grüße aus Köln": '"shape":[2,384]',
