@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from export.errors import PrecisionError
+from export.onnx_export import EXTERNAL_ABOVE_BYTES
 from export.precision.float16 import write_bfloat16, write_float16
-from export.precision.graph_files import EXTERNAL_ABOVE_BYTES, Feed, count_bytes, load_graph, measure_ranges
+from export.precision.graph_files import Feed, count_bytes, load_graph, measure_ranges
 from export.precision.int8 import write_int8
 from export.precision.islands import find_islands
 from export.precision.quality import (
@@ -65,7 +66,7 @@ def write_precision(
     """Write the fp32 graph `source` in another precision and say what that costs and gains.
 
     The same graph, feeds and kind of CPU give the same bytes. Inputs and outputs keep their names, types and shapes,
-    opset and IR version stay. Weights of more than 1.5 GB lie in `destination` + `.data`.
+    opset and IR version stay. Large weights lie in `destination` + `.data`.
 
     Args:
         precision: `fp16`, `bf16` or `int8`.

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from export.precision.graph_files import EXTERNAL_ABOVE_BYTES, load_graph, save_graph
+from export.onnx_export import EXTERNAL_ABOVE_BYTES
+from export.precision.graph_files import load_graph, save_graph
 from export.precision.islands import is_fp32
 
 

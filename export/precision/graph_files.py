@@ -12,12 +12,10 @@ import onnxruntime
 from onnx_ir.passes import common
 
 from export.errors import PrecisionError
+from export.onnx_export import EXTERNAL_ABOVE_BYTES
 
 # Input name → values, as ONNX Runtime takes them.
 Feed = Mapping[str, npt.NDArray[Any]]
-
-# Weights beyond this go into a file of their own. Protobuf ends at 2 GB, and graph and checks need some of it.
-EXTERNAL_ABOVE_BYTES = 1_500_000_000
 
 # Smaller tensors stay in the graph's file, where shape inference can read them.
 _EXTERNAL_TENSOR_BYTES = 1024

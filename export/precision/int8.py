@@ -23,8 +23,8 @@ from onnx_ir.passes import common
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from export.errors import PrecisionError
+from export.onnx_export import EXTERNAL_ABOVE_BYTES
 from export.precision.graph_files import (
-    EXTERNAL_ABOVE_BYTES,
     Feed,
     count_bytes,
     load_graph,
