@@ -58,8 +58,6 @@ class ModelHealer:
         for stub in stubs:
             if stub.handled:
                 continue
-            if stub.has_waited and stub.limits is None:
-                stub.limits = self._read_limits()
             if stub.is_dead:
                 ends.append(f"{stub.instance} (process {stub.pid}) {stub.describe_end()}")
                 self._status.count_death(self.model, "died")
@@ -81,25 +79,29 @@ class ModelHealer:
                 self._start_worker(self._investigate, stubs, living)
         else:
             self._expected, self._missing_looks = len(living), 0
+            if unknown := [stub for stub in living if stub.has_waited and stub.limits is None]:
+                # Not here: a tritonserver that hangs would hold up the look that is to find that out.
+                self._start_worker(self._learn_limits, unknown)
 
-    def _read_limits(self) -> Limits | None:
-        """Return how long one piece of work of this model may take; None while that is not known."""
+    def _learn_limits(self, stubs: list[Stub]) -> None:
+        """Tell these processes how long one piece of their work may take, if that can be found out now."""
         try:
             parameters = self._control.read_parameters(self.model)
         except ControlError:
-            return None
-        limits = {}
+            return
+        given = {}
         for limit in fields(Limits):
             text = parameters.get(f"modelyard_{limit.name}", "")
             with contextlib.suppress(ValueError):
-                limits[limit.name] = float(text)
-            if text and not limits.get(limit.name, 0) > 0:
+                given[limit.name] = float(text)
+            if text and not given.get(limit.name, 0) > 0:
                 self._say(
                     f"warning: {self.model}: expected a positive number of seconds in the parameter "
                     f"modelyard_{limit.name}, got '{text}'; the default of {limit.default:g} is used."
                 )
-                limits.pop(limit.name, None)
-        return Limits(**limits)
+                given.pop(limit.name, None)
+        for stub in stubs:
+            stub.limits = Limits(**given)
 
     def end(self) -> None:
         """Try nothing any more: the tritonserver of this model is no more."""
