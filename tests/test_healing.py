@@ -27,8 +27,9 @@ from server.healing import MAX_STREAK
 
 KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
 
-# From the kill to the first of eight answers in a row.
-BACK_WITHIN_S = 5.0
+# Until the loss is reported, and from the kill to the first of eight answers in a row: held to by `make kills`, which
+# has the machine to itself. Elsewhere other work may keep the processes waiting, and only that it comes back is tested.
+FOUND_WITHIN_S, BACK_WITHIN_S = (2.0, 5.0) if "MODELYARD_KILLS" in os.environ else (60.0, 60.0)
 
 STEPS = ("sentence_embedding_preprocess", "sentence_embedding_model")
 
@@ -142,7 +143,7 @@ def test_a_lost_backend_process_is_replaced_under_load(
             victim = server.find_stubs(step)[-1]
             moment = time.monotonic()
             os.kill(victim.pid, sort)
-            server.wait_for_line((f"process {victim.pid}", "died as they started"), 2.0)
+            server.wait_for_line((f"process {victim.pid}", "died as they started"), FOUND_WITHIN_S)
             took = load.wait_for_answer(moment, BACK_WITHIN_S)
             server.wait_for_line(f"{step}: answers again", BACK_WITHIN_S)
             report(f"{step} {name}: answered again after {took:.2f} s")
@@ -211,7 +212,7 @@ def test_a_model_that_blocks_inside_a_request_is_replaced(server: Running) -> No
     start = time.monotonic()
     with pytest.raises(InferenceServerException, match="not healthy|Stub process"):
         give_order(server, "block")
-    server.wait_for_line("waited 1.5 s inside a request without computing", 2.0)
+    server.wait_for_line("waited 1.5 s inside a request without computing", FOUND_WITHIN_S)
     assert wait_until_obedient(server) != pid
     assert time.monotonic() - start < BACK_WITHIN_S
 

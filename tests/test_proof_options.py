@@ -9,6 +9,8 @@ from architectures import ARCHITECTURES, save_model
 from conftest import Finished, fingerprint, run
 
 from demo.serving import Addresses, serve
+from export import onnx_export
+from export.__main__ import main
 from export.errors import SettingsError
 from export.lockfile import read_lock
 from export.tolerances import choose_tolerances, scale_tolerances
@@ -131,10 +133,14 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     for source, options in (
         (checkpoint, ["--name", "sentence_embedding", "--precision", "int8"]),
         (folder / "gpt2", ["--name", "writer", "--task", "text-generation-with-past"]),
-        (folder / "vit", ["--name", "pictures"]),
     ):
         done = run("-m", "export", "run", str(source), *options, "--repository", str(folder / "models"))
         assert done.code == 0, done.err
+    # As a large model is published: its weights in a file of their own.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_export, "EXTERNAL_ABOVE_BYTES", 0)
+        assert main(["run", str(folder / "vit"), "--name", "pictures", "--repository", str(folder / "models")]) == 0
+    assert (folder / "models" / "pictures" / "1" / "model.onnx.data").is_file()
     # The server's own check at its start, of every model's golden answers, has passed when it yields.
     with serve(folder / "models") as addresses:
         yield folder / "models", addresses
