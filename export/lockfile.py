@@ -49,7 +49,7 @@ def hash_source(
         CheckpointError: A file cannot be read.
     """
     chosen = files if files is not None else (path for path in directory.rglob("*") if path.is_file())
-    named = {path.relative_to(directory).as_posix(): path for path in chosen}
+    named = {path.absolute().relative_to(directory.absolute()).as_posix(): path for path in chosen}
     hashes = {}
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     try:

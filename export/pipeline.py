@@ -1,10 +1,11 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
 import json
+import os
 import platform
 import resource
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,6 +38,9 @@ from export.transforms import CastToFloat32
 from export.verify import VerificationReport, hash_file, verify
 from export.vocabulary_rows import VocabularyRows, fit_vocabulary
 
+# What stands beside the weights and is read as well: configuration, tokenizer, pooling, adapters.
+_CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*/config.json")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -44,7 +48,7 @@ class Source:
 
     Attributes:
         origin: What it was read from, in words.
-        folders: What was read → its folder, to be hashed.
+        files: What was read → its files, to be hashed.
         task: What is exported.
         parameters: How many numbers it holds.
         rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
@@ -52,7 +56,7 @@ class Source:
     """
 
     origin: str
-    folders: Mapping[str, Path]
+    files: Mapping[str, Sequence[Path]]
     task: Task
     parameters: int
     rows: VocabularyRows | None = None
@@ -109,15 +113,19 @@ def _load_factory(request: ExportRequest, progress: Progress) -> Source:
     entry, spec_file = request.factory or "", request.inputs
     if spec_file is None:
         raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
-    weights, folders = None, {}
+    weights: StateDict | None = None
+    files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
+    source_file = Path(entry.rpartition(":")[0])
+    if source_file.suffix == ".py":
+        files["factory"] = [source_file]
     with progress.step("building the module"):
         if request.checkpoint is not None:
             checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
-            weights, folders = CastToFloat32(source=checkpoint), {"checkpoint": request.checkpoint}
+            weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.weight_files
         task = build_factory_task(entry, spec_file, weights)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
-    return Source(origin=origin, folders=folders, task=task, parameters=parameters)
+    return Source(origin=origin, files=files, task=task, parameters=parameters)
 
 
 def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:
@@ -153,11 +161,15 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
             added_tokens=tuple(item.token for item in request.vocabulary.added_tokens),
         )
         task = build_task(task_name, source)
-    adapters = {f"adapter {index + 1}": folder for index, folder in enumerate(request.adapters)}
-    folders = {"checkpoint": path, **({"base": directory} if directory != path else {}), **adapters}
+    files: dict[str, Sequence[Path]] = {
+        "checkpoint": checkpoint.weight_files,
+        "configuration": [item for pattern in _CONFIGURATION_FILES for item in directory.glob(pattern)],
+    }
+    for index, folder in enumerate(request.adapters):
+        files[f"adapter {index + 1}"] = [item for item in folder.iterdir() if item.is_file()]
     return Source(
         origin=checkpoint.format_name,
-        folders=folders,
+        files=files,
         task=task,
         parameters=parameters,
         rows=rows,
@@ -363,19 +375,23 @@ def _build_lock(
     request: ExportRequest, source: Source, target: Target, report: VerificationReport
 ) -> dict[str, object]:
     options = asdict(request)
-    # Where it was published is no part of what it is.
+    # Where it was published, and where it was read from, is no part of what it is.
     del options["repository"], options["checkpoint"]
+    if request.factory:
+        options["factory"] = Path(request.factory).name
     return build_lock(
         target=target,
         versions=report.versions | {"python": platform.python_version()},
-        sources={
-            what: hash_source(folder if folder.is_dir() else folder.parent, None if folder.is_dir() else [folder])
-            for what, folder in source.folders.items()
-        },
+        sources={what: hash_source(_find_root(files), files) for what, files in source.files.items() if files},
         options=options,
         seeds={"vocabulary": request.vocabulary.seed},
         artefacts=report.sha256,
     )
+
+
+def _find_root(files: Sequence[Path]) -> Path:
+    """Return the innermost folder that holds all of `files`."""
+    return Path(os.path.commonpath([path.parent.absolute() for path in files]))
 
 
 def name_models(name: str, task: Task) -> ModelNames:
