@@ -225,6 +225,7 @@ def run_export(
             _require_passed(report)
         if plan:
             files, report = _build_engine(task, files, plan, tolerances, target, verified, Path(folder), progress)
+            report = replace(report, precision=precision.to_json() if precision else None)
             on_report(report)
             _require_passed(report)
         with progress.step("hashing what was read"):
