@@ -78,7 +78,12 @@ def _build_parser() -> argparse.ArgumentParser:
         help="what the trainer or save_pretrained left (may be left out with --factory)",
     )
     run.add_argument("--name", required=True, help="name that clients will use")
-    run.add_argument("--task", choices=TASKS, help="what it is served as (default: what it was trained for)")
+    run.add_argument(
+        "--task",
+        choices=TASKS,
+        metavar="TASK",
+        help=f"what it is served as (default: what it was trained for): {', '.join(TASKS)}",
+    )
     run.add_argument(
         "--repository",
         type=Path,
