@@ -93,8 +93,14 @@ def train_megatron(out: Path) -> None:
     fork_ranks(2, run)
 
 
-def measure(command: list[str], env: dict[str, str]) -> tuple[float, int, int]:
-    """Run `command`; return its seconds, peak RSS and peak anonymous memory in bytes."""
+def measure(command: list[str], env: dict[str, str], cold: bool) -> tuple[float, int, int]:
+    """Run `command`; return its seconds, peak RSS and peak anonymous memory in bytes.
+
+    With `cold` every byte is read from the disk and is on it at the end, as of a checkpoint that was copied here.
+    """
+    if cold:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
     started = time.monotonic()
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     peak = anonymous = 0
@@ -103,6 +109,8 @@ def measure(command: list[str], env: dict[str, str]) -> tuple[float, int, int]:
         peak = max(peak, status.get("VmHWM", 0))
         anonymous = max(anonymous, status.get("RssAnon", 0))
         time.sleep(0.002)
+    if cold:
+        os.sync()
     seconds = time.monotonic() - started
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
@@ -119,7 +127,7 @@ def read_status(pid: int) -> dict[str, int]:
     return {field[0].rstrip(":"): int(field[1]) * 1024 for field in fields}
 
 
-def bench(work: Path, rounds: int) -> None:
+def bench(work: Path, rounds: int, cold: bool) -> None:
     trainers = {"ZeRO-3": lambda out: train_zero(out, 3), "ZeRO-2": lambda out: train_zero(out, 2)}
     trainers["Megatron"] = train_megatron
     weights, out = work / "weights.safetensors", work / "out"
@@ -140,7 +148,7 @@ def bench(work: Path, rounds: int) -> None:
             shutil.rmtree(out, ignore_errors=True)
             if name == "cp":
                 out.mkdir()
-            results[name].append(measure(command, env))
+            results[name].append(measure(command, env, cold))
             if name.startswith("consolidate") and not weights.is_file():
                 shutil.copyfile(out / "model.safetensors", weights)
     shards = ", ".join(f"{name} {count_bytes(work / name) / 1e9:.2f} GB" for name in trainers)
@@ -161,10 +169,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("work", nargs="?", type=Path, help="where to keep the checkpoint (default: a temporary folder)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="with nothing in the page cache (needs root)")
     options = parser.parse_args()
     if options.work is None:
         with tempfile.TemporaryDirectory() as folder:
-            bench(Path(folder), options.rounds)
+            bench(Path(folder), options.rounds, options.cold)
     else:
         options.work.mkdir(parents=True, exist_ok=True)
-        bench(options.work, options.rounds)
+        bench(options.work, options.rounds, options.cold)
