@@ -45,8 +45,8 @@ HEAD = """# Architectures
 
 Small random models of these architectures, saved by transformers, exported, and compared with torch at every shape:
 `make architectures` does it again and writes this page. The error is the worst of all cases, of logits and vectors in
-parts of the largest value; the bound is 1e-4 for tensors and logits, 1e-5 for vectors. The seconds are of two cores, and
-grow with whatever else they have to do.
+parts of the largest value; the bound is 1e-4 for tensors and logits, 1e-5 for vectors. The seconds are of two cores,
+and grow with whatever else they have to do.
 
 | architecture | task | nodes | cases | worst error | export s | verify s |
 |---|---|---|---|---|---|---|

@@ -150,7 +150,8 @@ def test_a_lost_backend_process_is_replaced_under_load(
     load.assert_sound()
     report(load.count())
     assert server.read_metrics()[metric] == before + KILLS
-    assert [stub.pid for stub in server.find_stubs(neighbour)] == untouched
+    told = [line for line in server.lines if neighbour in line]
+    assert [stub.pid for stub in server.find_stubs(neighbour)] == untouched, told
 
 
 def test_a_lost_tritonserver_is_replaced_under_load(server: Running, repository: Path) -> None:
