@@ -1,11 +1,12 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
+import contextlib
 import json
 import os
 import platform
 import resource
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from export.artefacts import Artefacts
 from export.checkpoints import StateDict, open_checkpoint
 from export.comparison import describe_errors
 from export.conversion import convert, list_quality_feeds
-from export.errors import GraphError, SettingsError, VerificationError, VocabularyError
+from export.errors import GraphError, RuntimeFailure, SettingsError, VerificationError, VocabularyError
 from export.factory import FactoryTask, build_factory_task
 from export.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from export.lora import merge_adapters
@@ -204,7 +205,7 @@ def run_export(
     # TensorRT finds the scales of int8 by itself, on the fp32 graph.
     graph_precision = plan.graph_precision if plan else request.precision
     precision = None
-    with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
+    with _restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         files, report, notes = _export_and_verify(task, exact, target, Path(folder), progress, on_report)
         verified = {path.name: report.sha256[path.name] for path in files.model}
         if graph_precision != "fp32":
@@ -255,6 +256,16 @@ def run_export(
         notes=notes,
         peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
+
+
+@contextlib.contextmanager
+def _restored_fast_path() -> Iterator[None]:
+    """Leave torch's fast path for attention, which is one for the whole process, as it was."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def plan_engine(task: Task, precision: str, tensorrt_version: str) -> BuildPlan:
@@ -331,6 +342,7 @@ def _export_and_verify(
     notes: list[str] = []
     for way in ways:
         if way == "exported without torch's fast path":
+            # To the end: what the rest of the export is compared with is then the module without it.
             torch.backends.mha.set_fastpath_enabled(False)
         last = way == ways[-1]
         try:
@@ -338,7 +350,7 @@ def _export_and_verify(
                 files = write_files(task, directory / str(len(notes)), target, is_traced=way == "traced")
             with progress.step("verifying against the checkpoint") as tell:
                 report = verify(task=task, files=files, target=target, tolerances=tolerances, on_case=tell)
-        except (GraphError, VerificationError) as exc:
+        except (GraphError, RuntimeFailure, VerificationError) as exc:
             if last:
                 raise
             notes.append(f"not {way}: {exc}")

@@ -290,12 +290,24 @@ def _holds_files(
         if is_public and not {REPORT_FILE, GOLDEN_FILE} <= present:
             return False
         # The documents beside the report tell of the same files; releases differ in which there are.
+        if is_public and not _tells_the_same(folder / REPORT_FILE, report):
+            return False
         wanted = {source.name for source in files[model_name]}
         if not wanted <= present or (not is_public and present != wanted):
             return False
         if any(hash_file(folder / source.name) != report.sha256[source.name] for source in files[model_name]):
             return False
     return True
+
+
+def _tells_the_same(path: Path, report: VerificationReport) -> bool:
+    """Tell whether a published report vouches for the same: the same bytes may be proven for another target."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    now = report.to_json()
+    return all(told.get(key) == now.get(key) for key in ("target", "tolerances", "accepted_worse"))
 
 
 def _list_versions(model_directory: Path) -> list[int]:

@@ -65,6 +65,10 @@ def test_another_target_is_proven_under_its_own_onnx_runtime(
     lock = read_lock(tmp_path / "models" / "tiny" / "1" / "modelyard.lock.json")
     assert lock["target"]["onnxruntime_version"] == runtime
     assert lock["artefacts"] == report["sha256"]
+    # The same bytes for another release are another version: its report and lock name that one.
+    again = json.loads(export_tiny().out)
+    assert (again["publication"]["version"], again["publication"]["outcome"]) == (2, "created")
+    assert again["report"]["sha256"] == report["sha256"]
 
 
 def test_an_unknown_target_is_refused(export_tiny: Callable[..., Finished], tmp_path: Path) -> None:
