@@ -220,7 +220,9 @@ def _print_report(report: "VerificationReport", console: Console) -> None:
     from export.comparison import describe_errors
 
     precision = report.precision["precision"] if report.precision else "fp32"
-    title = f"ONNX Runtime {report.versions['onnxruntime']} against torch {report.versions['torch']}, {precision}"
+    engines = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+    runtime = next(f"{name} {report.versions[key]}" for key, name in engines.items() if key in report.versions)
+    title = f"{runtime} against torch {report.versions['torch']}, {precision}"
     table = Table(title=title)
     # What was tried and what came of it is never broken over lines, nor cut.
     table.add_column("case", no_wrap=True)
@@ -260,6 +262,7 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         "text": f"up to {signature.max_length} tokens, longer is truncated"
         if isinstance(signature, TextSignature)
         else "",
+        "tried": source.task.tried,
         "model": f"{result.model_bytes / 1e6:.1f} MB, {precision}, {result.engine} of Triton {result.target.release}",
         "beside fp32": _describe_precision(result.precision) if result.precision else "",
         "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",

@@ -39,6 +39,9 @@ from export.transforms import CastToFloat32
 from export.verify import VerificationReport, hash_file, verify
 from export.vocabulary_rows import VocabularyRows, fit_vocabulary
 
+# Timings and calibration, which a second build of the same need not measure again.
+_ENGINE_CACHE = Path("~/.cache/modelyard/tensorrt").expanduser()
+
 # What stands beside the weights and is read as well: configuration, tokenizer, pooling, adapters.
 _CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*/config.json")
 
@@ -306,7 +309,8 @@ def _build_engine(
     folder.mkdir()
     with progress.step("building the TensorRT plan"):
         feeds = list_quality_feeds(task)
-        metadata = build_engine(plan, files.graph, folder, onnx_sha256=verified, feeds=feeds)
+        _ENGINE_CACHE.mkdir(parents=True, exist_ok=True)
+        metadata = build_engine(plan, files.graph, folder, onnx_sha256=verified, feeds=feeds, cache=_ENGINE_CACHE)
         check_plan(
             metadata,
             release=target.release,

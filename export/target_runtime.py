@@ -119,6 +119,7 @@ class TargetSession:
     def __init__(self, worker: "_Worker", path: Path) -> None:
         self._worker = worker
         self._name = path.name
+        self.versions = {"onnxruntime": worker.version}
         self._number: int | None = worker.next_number()
         request = {"do": "load", "model": self._number, "path": str(path.absolute())}
         answer, _ = worker.ask(f"cannot load {self._name}", request)
@@ -159,6 +160,7 @@ class _Worker:
 
     def __init__(self, target: Target, threads: int, folder: Path | None) -> None:
         self._runtime = f"the ONNX Runtime {target.onnxruntime_version} of Triton {target.release}"
+        self.version = target.onnxruntime_version
         self._numbers = count()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         theirs_in, ours_out = os.pipe()

@@ -226,7 +226,7 @@ class PlanRunner:
     """
 
     def __init__(self, path: Path, profile: int = 0) -> None:
-        find_version()
+        self.versions = {"tensorrt": find_version()}
         import tensorrt as trt
 
         self.logger = trt.Logger(trt.Logger.WARNING)

@@ -114,6 +114,10 @@ class VerificationReport:
 class Runner(Protocol):
     """Whatever runs the file that is verified."""
 
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Distribution → version of it."""
+
     def run(self, output_names: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
         """Return the outputs that are asked for, in that order."""
 
@@ -156,7 +160,7 @@ def verify(
     distribution = {tensor.name: Distribution() for tensor in task.signature.outputs}
     reference = Reference(task)
     with open_runtime(target) as runtime:
-        session = runner or runtime.load(files.graph)
+        session: Runner = runner or runtime.load(files.graph)
         for case in cases:
             on_case(case.name)
             applied = bounds if case.is_real or not real_inputs_only else {}
@@ -171,7 +175,7 @@ def verify(
         texts_tokenized=texts_tokenized,
         target=target.release,
         versions={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx")}
-        | {"onnxruntime": target.onnxruntime_version},
+        | dict(session.versions),
         distribution=distribution,
         accepted_worse=judged.accepted,
         runtime_peak_bytes=runtime.peak_bytes,

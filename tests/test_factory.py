@@ -79,6 +79,14 @@ class Encoder(nn.Module):
         return self.layers(values, src_key_padding_mask=mask == 0)
 
 
+class Colliding(nn.Module):
+    """Returns its input as it came, a value twice, and values that bear names of the graph's own inside."""
+
+    def forward(self, values):
+        linear = values * 2
+        return values, linear, linear, linear + 1
+
+
 class Recurrent(nn.Module):
     """The exporter writes down its output with the length of the example; a trace does not."""
 
@@ -235,6 +243,16 @@ def test_a_module_that_only_a_trace_exports_rightly_is_published_with_the_reason
     *reasons, last = json.loads(done.out)["notes"]
     assert reasons[0].startswith("not exported: model.onnx has other outputs than the model")
     assert last == "traced, after other ways failed"
+
+
+def test_outputs_may_bear_any_name_and_be_the_same_value(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    spec = {"inputs": {"values": {"shape": ["batch", "width"]}}, "outputs": ["same", "add", "val_0", "mul"]}
+    done, config = publish(export_cli, module_file, "Colliding", spec)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["notes"] == []
+    assert [tensor.name for tensor in config.output] == ["same", "add", "val_0", "mul"]
 
 
 def test_real_samples_are_tried_as_well(export_cli: Callable[..., Finished], module_file: Path) -> None:

@@ -24,6 +24,8 @@ repository="$(realpath "$2")"
 shift 2
 
 docker build --build-arg "RELEASE=$release" --file "$(dirname "$0")/Dockerfile" --tag "$image" "$(dirname "$0")/../.."
-exec docker run --rm --gpus all --user "$(id -u):$(id -g)" --ipc=host \
-    --volume "$checkpoint:/checkpoint:ro" --volume "$repository:/models" \
+cache="$HOME/.cache/modelyard"
+mkdir -p "$cache"
+exec docker run --rm --gpus all --user "$(id -u):$(id -g)" --ipc=host --env HOME=/home/export \
+    --volume "$checkpoint:/checkpoint:ro" --volume "$repository:/models" --volume "$cache:/home/export/.cache/modelyard" \
     "$image" run /checkpoint --repository /models --engine tensorrt --target "$release" "$@"

@@ -50,7 +50,6 @@ class Task(ABC):
         module: Tensors in the order of the signature in, the graph's outputs out. The source of truth.
         signature: Of the module.
         left_out: Names of the tensors that the checkpoint holds and the module has no place for.
-        filling: Input name → what stands in its padding, 0 where it is not named.
         tolerances: Error → bound, which every case of the verification must keep in fp32.
     """
 
@@ -60,12 +59,21 @@ class Task(ABC):
     module: nn.Module
     signature: ModelSignature
     left_out: list[str]
-    filling: Mapping[str, int]
 
     @property
     @abstractmethod
     def description(self) -> str:
         """How answers are made, for the summary."""
+
+    @property
+    @abstractmethod
+    def filling(self) -> Mapping[str, int]:
+        """Input name → what stands in its padding, 0 where it is not named."""
+
+    @property
+    def tried(self) -> str:
+        """How far the sizes go that are tried, for the summary, where that is not all that the model may take."""
+        return ""
 
     @property
     def settings(self) -> Mapping[str, Any] | None:

@@ -119,9 +119,15 @@ class TensorTask(Task):
     tensors: Tensors
 
     @property
-    def filling(self) -> Mapping[str, int]:  # type: ignore[override]
+    def filling(self) -> Mapping[str, int]:
         """See `Task`."""
         return {name: rule.filling for name, rule in self.tensors.rules.items()}
+
+    @property
+    def tried(self) -> str:
+        """See `Task`."""
+        listed = {symbol: limits.list_sizes() for symbol, limits in self.tensors.sizes.items()}
+        return ", ".join(f"{symbol} from {sizes[0]} to {sizes[-1]}" for symbol, sizes in listed.items())
 
     def compare(
         self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]

@@ -55,7 +55,7 @@ class TextTask(Task):
         self.added_tokens = source.added_tokens
 
     @property
-    def filling(self) -> Mapping[str, int]:  # type: ignore[override]
+    def filling(self) -> Mapping[str, int]:
         """See `Task`."""
         return {"input_ids": self.tokenizer.pad_token_id or 0}
 
