@@ -29,6 +29,8 @@ $(VENV)/installed: pyproject.toml
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/stubs tensorrt-stubs==10.13.0.35.1
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
+	@# As an installed package would be: an environment that writes no bytecode would parse every module at every start.
+	@$(BIN)/python -m compileall -q export server client demo || true
 	@touch $@
 
 # Only the tests train; its build imports torch, so it comes after everything else.

@@ -9,7 +9,7 @@ from conftest import CHECKOUT
 ALLOWED = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
-        "google", "tritonclient", "jinja2", "tensorrt",
+        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng",
     },
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},

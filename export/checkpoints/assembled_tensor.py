@@ -28,6 +28,8 @@ ReadBox = Callable[[int, int, int], "np.ndarray[Any, Any]"]
 
 # Marks a tensor whose `ranges` are not its elements in order, for all code that would take them for it.
 _SCATTERED = (0,)
+# Rows transposed at a time: their part of a column is a few lines of the first-level cache.
+_TILE_ROWS = 64
 # Pairs of boxes compared for one tensor, about 3 s of them. A grid of 128 by 128 ranks has 1 million.
 _MAX_PAIRS = 3_000_000
 
@@ -162,16 +164,19 @@ def _transpose_rows(width: int, top: int, count: int, read: ReadBox, index: int,
     itemsize = np.dtype(bits).itemsize
     band = reuse_memory("band", width * count * itemsize)
     out = np.frombuffer(band, bits).reshape(width, count)
-    step = max(1, min(64, CHUNK_BYTES // (width * itemsize)))
     # Rows are a power of two apart as a rule, and columns of such rows push each other out of the cache: a line between
     # them makes it two to three times as fast.
     pitch = width + 64 // itemsize
-    spaced = np.frombuffer(reuse_memory("spaced", step * pitch * itemsize), bits).reshape(step, pitch)
-    for row in range(0, count, step):
-        rows = min(step, count - row)
-        elements = read(index, (top + row) * width, (top + row + rows) * width)
-        spaced[:rows, :width] = elements.reshape(rows, width)
-        out[:, row : row + rows] = spaced[:rows, :width].T
+    tile = max(1, min(_TILE_ROWS, CHUNK_BYTES // (pitch * itemsize)))
+    spaced = np.frombuffer(reuse_memory("spaced", tile * pitch * itemsize), bits).reshape(tile, pitch)
+    step = max(1, CHUNK_BYTES // (width * itemsize))
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        elements = read(index, (top + start) * width, (top + stop) * width).reshape(stop - start, width)
+        for row in range(start, stop, tile):
+            rows = min(tile, stop - row)
+            spaced[:rows, :width] = elements[row - start : row - start + rows]
+            out[:, row : row + rows] = spaced[:rows, :width].T
     return band
 
 

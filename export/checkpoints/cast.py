@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from export.checkpoints.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from export.checkpoints.stored_tensor import reuse_memory
 from export.errors import CheckpointError
 
 _NUMPY_FLOATS: dict[str, Any] = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
@@ -59,8 +60,8 @@ def equals_cast(data: Buffer, source: ElementType, copy: Buffer, target: Element
     if (source, target) == (FLOAT32, BFLOAT16):
         # A third of the time that the cast takes: as integers of the same bits, which order numbers of one sign, the
         # nearest is at most half of the last kept bit away. Only NaN may be equal and fail this.
-        distance = np.frombuffer(copy, np.uint16).astype(np.uint32)
-        np.left_shift(distance, 16, out=distance)
+        distance = np.frombuffer(reuse_memory("distance", len(data)), np.uint32)
+        np.left_shift(np.frombuffer(copy, np.uint16), 16, out=distance, dtype=np.uint32)
         np.subtract(np.frombuffer(data, np.uint32), distance, out=distance)
         signed = distance.view(np.int32)
         if signed.min(initial=0) >= -0x8000 and signed.max(initial=0) <= 0x8000:
@@ -88,8 +89,14 @@ def count_non_finite(data: Buffer, dtype: ElementType) -> int:
     if dtype in (BFLOAT16, FLOAT16):
         # All exponent bits set.
         exponent = np.uint16(0x7F80 if dtype == BFLOAT16 else 0x7C00)
-        return int(np.count_nonzero((np.frombuffer(data, np.uint16) & exponent) == exponent))
+        bits = np.frombuffer(reuse_memory("bits", len(data)), np.uint16)
+        np.bitwise_and(np.frombuffer(data, np.uint16), exponent, out=bits)
+        return int(np.count_nonzero(np.equal(bits, exponent, out=_reuse_flags(len(bits)))))
     if dtype.name not in _NUMPY_FLOATS:
         return 0
     values = np.frombuffer(data, _NUMPY_FLOATS[dtype.name])
-    return int(values.size - np.count_nonzero(np.isfinite(values)))
+    return int(values.size - np.count_nonzero(np.isfinite(values, out=_reuse_flags(values.size))))
+
+
+def _reuse_flags(count: int) -> Any:
+    return np.frombuffer(reuse_memory("flags", count), np.bool_)

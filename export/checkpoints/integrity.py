@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from export.checkpoints.assembled_tensor import AssembledTensor, read_elements
 from export.checkpoints.cast import count_non_finite
@@ -202,7 +202,7 @@ class _Scanner:
                 chunk = buffer[: end - position]
                 read_into(file, block, position, chunk)
                 if block.crc32 is not None:
-                    crc32 = zlib.crc32(chunk, crc32)
+                    crc32 = zlib_ng.crc32(chunk, crc32)
                 while first < len(uses) and uses[first].stop <= position:
                     first += 1
                 for use in itertools.islice(uses, first, None):
@@ -262,7 +262,7 @@ class _Scanner:
         if (block, stop) != (window.block, window.start):
             self.checksums.add(block, start, stop, crc32)
             block, start, crc32 = window.block, window.start, 0
-        runs[index] = (block, start, window.start + window.length, zlib.crc32(chunk, crc32))
+        runs[index] = (block, start, window.start + window.length, zlib_ng.crc32(chunk, crc32))
 
     def _scan_strided(self, name: str, tensor: StoredTensor) -> None:
         position = 0
