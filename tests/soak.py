@@ -36,8 +36,8 @@ CAPACITY_CLIENTS = 16
 # A request without an answer for this long is an error of its own, so that every loop below ends.
 TIMEOUT_S = 60.0
 
-# So many in flight at most: two full queues of 1,024, and what is on its way.
-MAX_IN_FLIGHT = 4096
+# So many in flight at most: two full queues of 256, and what is on its way.
+MAX_IN_FLIGHT = 2048
 
 OVERLOADED = ("503", "StatusCode.UNAVAILABLE")
 

@@ -31,6 +31,10 @@ KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
 # has the machine to itself. Elsewhere other work may keep the processes waiting, and only that it comes back is tested.
 FOUND_WITHIN_S, BACK_WITHIN_S = (2.0, 5.0) if "MODELYARD_KILLS" in os.environ else (60.0, 60.0)
 
+# About once in 500 deaths of a backend process tritonserver 2.51 aborts, for an exception in its own Python backend
+# (triton-inference-server/server issue 8882); docs/threat_model.md.
+ABORT = f"tritonserver was killed by signal {signal.SIGABRT:d}"
+
 STEPS = ("sentence_embedding_preprocess", "sentence_embedding_model")
 
 # Obeys its caller: ends, blocks, loops, or answers with the id of its process, some orders after a while.
@@ -136,22 +140,30 @@ def test_a_lost_backend_process_is_replaced_under_load(
     untouched = [stub.pid for stub in server.find_stubs(neighbour)]
     name = "died" if sort == signal.SIGKILL else "hung"
     metric = f'modelyard_backend_deaths_total{{model="{step}",reason="{name}"}}'
-    before = server.read_metrics()[metric]
+    before, aborts = server.read_metrics()[metric], count_aborts(server)
     with Load(server, repository) as load:
         load.wait_for_answer(time.monotonic(), 30)
         for _ in range(KILLS):
             victim = server.find_stubs(step)[-1]
             moment = time.monotonic()
             os.kill(victim.pid, sort)
-            server.wait_for_line((f"process {victim.pid}", "died as they started"), FOUND_WITHIN_S)
+            server.wait_for_line((f"process {victim.pid}", "died as they started", ABORT), FOUND_WITHIN_S)
             took = load.wait_for_answer(moment, BACK_WITHIN_S)
-            server.wait_for_line(f"{step}: answers again", BACK_WITHIN_S)
+            server.wait_for_line((f"{step}: answers again", "tritonserver answers again"), BACK_WITHIN_S)
             report(f"{step} {name}: answered again after {took:.2f} s")
     load.assert_sound()
     report(load.count())
-    assert server.read_metrics()[metric] == before + KILLS
-    told = [line for line in server.lines if neighbour in line]
-    assert [stub.pid for stub in server.find_stubs(neighbour)] == untouched, told
+    if count_aborts(server) == aborts:
+        assert server.read_metrics()[metric] == before + KILLS
+        told = [line for line in server.lines if neighbour in line]
+        assert [stub.pid for stub in server.find_stubs(neighbour)] == untouched, told
+    else:
+        report("tritonserver itself aborted meanwhile, and its other models were started anew with it")
+        assert any("boost::interprocess::lock_exception" in line for line in server.lines)
+
+
+def count_aborts(server: Running) -> int:
+    return sum(ABORT in line for line in server.lines)
 
 
 def test_a_lost_tritonserver_is_replaced_under_load(server: Running, repository: Path) -> None:

@@ -14,6 +14,8 @@ from conftest import Published
 from launcher import Running, running
 from tritonclient.utils import InferenceServerException
 
+from export.model_config import MAX_QUEUE_SIZE
+
 QUEUE = 4
 CLIENTS = 24
 SECONDS = 4.0
@@ -33,9 +35,9 @@ def server(published: Published, tmp_path_factory: pytest.TempPathFactory) -> It
     for step in ("preprocess", "model"):
         config = repository / f"sentence_embedding_{step}" / "config.pbtxt"
         text = config.read_text()
-        assert "max_queue_size: 1024" in text
+        assert f"max_queue_size: {MAX_QUEUE_SIZE}" in text
         # One request fills a batch, so the queue cannot empty into one large execution.
-        text = text.replace("max_queue_size: 1024", f"max_queue_size: {QUEUE}")
+        text = text.replace(f"max_queue_size: {MAX_QUEUE_SIZE}", f"max_queue_size: {QUEUE}")
         config.write_text(text.replace("max_batch_size: 32", "max_batch_size: 8"))
     ensemble = repository / "sentence_embedding" / "config.pbtxt"
     ensemble.write_text(ensemble.read_text().replace("max_batch_size: 32", "max_batch_size: 8"))

@@ -9,6 +9,8 @@ from conftest import Published
 from launcher import running
 from soak import open_clients, saturate, soak
 
+from export.model_config import MAX_QUEUE_SIZE
+
 SECONDS = 12.0
 
 # So short that the excess of a second overflows them.
@@ -21,8 +23,8 @@ def repository(published: Published, tmp_path: Path) -> Path:
     for step in ("preprocess", "model"):
         config = repository / f"sentence_embedding_{step}" / "config.pbtxt"
         text = config.read_text()
-        assert "max_queue_size: 1024" in text
-        config.write_text(text.replace("max_queue_size: 1024", f"max_queue_size: {QUEUE}"))
+        assert f"max_queue_size: {MAX_QUEUE_SIZE}" in text
+        config.write_text(text.replace(f"max_queue_size: {MAX_QUEUE_SIZE}", f"max_queue_size: {QUEUE}"))
     return repository
 
 
