@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -176,11 +177,14 @@ class _Scanner:
     def list_segments(self, block: StoredBlock, plan: _BlockPlan) -> list[tuple[int, Callable[[], None]]]:
         """Return (bytes, job) for all of the block that no assembled tensor reads."""
         jobs: list[tuple[int, Callable[[], None]]] = []
+        starts = [use.start for use in plan.uses]
+        # Where uses overlap, one that began long before may still go on: the furthest end so far tells.
+        ends = list(itertools.accumulate((use.stop for use in plan.uses), max))
         borders = [0, *itertools.chain.from_iterable(plan.claims), block.length]
         for first, last in zip(borders[::2], borders[1::2], strict=True):
             for start in range(first // _SEGMENT_BYTES * _SEGMENT_BYTES, last, _SEGMENT_BYTES):
                 own, stop = max(start, first), min(start + _SEGMENT_BYTES, last)
-                uses = [use for use in plan.uses if use.start < stop and use.stop > own]
+                uses = plan.uses[bisect_right(ends, own) : bisect_left(starts, stop)]
                 jobs.append((stop - own, partial(self._scan_segment, block, own, stop, uses)))
         return jobs
 
