@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +30,10 @@ from export.targets import DEFAULT_TARGET
 from export.verify import VerificationReport, verify
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+# A shell that starts a job in the background has it ignore Ctrl-C, and whatever the job starts ignores it as well.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
