@@ -49,6 +49,7 @@ _FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 VARIANTS = {
     "z0_fp32": Variant(stage=0, parts=frozenset({"buffers", "tied"})),
     "z0_bf16": Variant(stage=0, dtype="bf16", parts=frozenset({"buffers"})),
+    "z0_fp16": Variant(stage=0, dtype="fp16", parts=frozenset({"buffers", "tied", "groups"})),
     "z1_fp32": Variant(stage=1, parts=ALL_PARTS - {"empty"}),
     "z1_bf16": Variant(stage=1, dtype="bf16", parts=ALL_PARTS - {"empty"}),
     "z1_bf16_optimizer": Variant(stage=1, dtype="bf16", config=_FP32_ACCUMULATION, parts=frozenset({"groups"})),
@@ -209,6 +210,15 @@ def read_round_robin(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
     raise LookupError("not a trained parameter")
 
 
+def read_unfused(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
+    """What `safe_get_full_fp32_param` does not know without ZeRO: the fp32 tensor behind an fp16 parameter."""
+    for members, masters in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
+        for member, master in zip(members, masters, strict=True):
+            if member is parameter:
+                return master.detach()
+    raise LookupError("not a trained parameter")
+
+
 def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor]:
     """The live weights: fp32 where the optimizer keeps them, as trained elsewhere; persistent buffers as they are."""
     truth: dict[str, torch.Tensor] = {}
@@ -220,6 +230,8 @@ def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor]:
             value = read_round_robin(engine, parameter)
         elif trained:
             value = safe_get_full_fp32_param(parameter)
+        elif variant.dtype == "fp16" and not variant.stage:
+            value = read_unfused(engine, parameter)
         if value is None and variant.stage == 3:
             with deepspeed.zero.GatheredParameters([parameter]):
                 value = parameter.detach().clone()

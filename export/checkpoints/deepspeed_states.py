@@ -30,6 +30,8 @@ class ModelStates:
         frozen_shapes: Name → shape of frozen parameters; None where DeepSpeed kept none apart.
         frozen: Name → tensor, whole at stages 1 and 2, this rank's 1-D slice at stage 3.
         shared: Name → the name whose weights it shares.
+        masters: The fp32 tensors that an fp16 optimizer without ZeRO keeps of each parameter group; empty without.
+        flat_masters: Whether these are one flat tensor for each group.
         config: The `ds_config` of the run.
         lightning: The version of Lightning, where its strategy saved the file.
     """
@@ -41,6 +43,8 @@ class ModelStates:
     frozen_shapes: Mapping[str, tuple[int, ...]] | None
     frozen: Mapping[str, StoredTensor]
     shared: Mapping[str, str]
+    masters: tuple[tuple[StoredTensor, ...], ...]
+    flat_masters: bool
     config: Mapping[str, Any]
     version: str | None
     lightning: str | None
@@ -120,6 +124,7 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
     if groups is not None and not isinstance(groups, list):
         raise _unlike(path, "lists of shapes under param_shapes")
     frozen_shapes, config = content.get("frozen_param_shapes"), content.get("ds_config")
+    masters, flat_masters = _read_masters(content.get("optimizer"))
     return ModelStates(
         path=path,
         module=_tensors(path, module or {}),
@@ -128,6 +133,8 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
         frozen_shapes=None if frozen_shapes is None else _shapes(path, frozen_shapes),
         frozen=_tensors(path, content.get("frozen_param_fragments") or {}),
         shared=_names(path, content.get("shared_params") or {}),
+        masters=masters,
+        flat_masters=flat_masters,
         config=config if isinstance(config, dict) else {},
         version=_text(content.get("ds_version")),
         lightning=_text(content.get("pytorch-lightning_version")),
@@ -137,6 +144,18 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
         mp_world_size=_count(content.get("mp_world_size")),
         num_experts=_numbers(content.get("num_experts")) or (),
     )
+
+
+def _read_masters(optimizer: Any) -> tuple[tuple[tuple[StoredTensor, ...], ...], bool]:
+    """Return the fp32 tensors of each group in an fp16 optimizer's state, and whether each is one flat tensor."""
+    state = optimizer if isinstance(optimizer, dict) else {}
+    flat = "fp32_groups_flat" in state
+    groups = state.get("fp32_groups_flat" if flat else "fp32_groups")
+    if not isinstance(groups, list):
+        return (), False
+    found = tuple((group,) if flat else tuple(group) if isinstance(group, list) else () for group in groups)
+    is_whole = all(isinstance(tensor, StoredTensor) and tensor.stride is None for group in found for tensor in group)
+    return (found, flat) if is_whole else ((), False)
 
 
 def read_optimizer_states(path: Path) -> OptimizerStates:

@@ -1,7 +1,7 @@
 """DeepSpeed checkpoints: ZeRO stages 0 to 3 on any number of ranks, with frozen, shared and expert parameters.
 
 The weights come from the fp32 pieces of the optimizer wherever there are any. What the optimizer does not train is
-taken from the model states: buffers, frozen parameters, and everything at stage 0.
+taken from the model states: buffers, frozen parameters, and what stage 0 trained without fp32 pieces.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from export.checkpoints.deepspeed_checks import (
 )
 from export.checkpoints.deepspeed_experts import is_expert_group, join_expert_group, read_experts
 from export.checkpoints.deepspeed_files import DeepSpeedFiles, find_files, recognises_folder
+from export.checkpoints.deepspeed_masters import name_masters
 from export.checkpoints.deepspeed_partitions import Shapes, join_contiguous_group, join_sliced_group
 from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates, read_model_states, read_optimizer_states
 from export.checkpoints.deepspeed_universal import read_universal
@@ -69,7 +70,9 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
     else:
         _refuse_lost_optimizer(files, models[0])
-        trained, stage, world_size = {}, 0, models[0].dp_world_size
+        trained, stage, world_size = name_masters(models[0]), 0, models[0].dp_world_size
+        if models[0].masters and not trained:
+            unproven = ("names of the optimizer's fp32 weights: its parameter groups leave several possibilities",)
         format_name = "DeepSpeed without ZeRO"
     facts = CheckpointFacts(
         trainer=_name_trainer(models[0]),
