@@ -107,7 +107,7 @@ def test_a_gathered_copy_beside_the_pieces_is_not_what_is_read() -> None:
     assert checkpoint.specs()["embed.weight"].dtype == torch.float32
 
 
-def test_nothing_but_numpy_is_needed_to_consolidate(tmp_path: Path) -> None:
+def test_neither_torch_nor_a_trainer_is_needed_to_consolidate(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "for name in ('torch', 'deepspeed', 'accelerate', 'transformers', 'safetensors'):\n"
