@@ -21,7 +21,7 @@ MODEL_BACKEND = "onnxruntime"
 MAX_BATCH_SIZE = 32
 
 # Requests that may wait in front of one step, eight full batches of one row each; beyond it the server answers 503 /
-# UNAVAILABLE at once. Four times as many waited four times as long, and held 70 MB instead of 18.
+# UNAVAILABLE at once. With four times as many, answers took five times as long and 70 MB instead of 18.
 MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 
 # The tokenizer runs in microseconds, so under load a short wait joins requests that arrive together; the model runs
