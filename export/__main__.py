@@ -255,6 +255,7 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
     precision = result.precision.precision if result.precision else "fp32"
     facts = {
         "checkpoint": f"{source.origin}, {source.parameters / 1e6:.1f} M parameters",
+        "missing": "; ".join(source.missing),
         "adapters": ", ".join(str(folder) for folder in source.adapters),
         "vocabulary": _describe_rows(source.rows) if source.rows else "",
         "left out": list_some(source.task.left_out) if source.task.left_out else "",
@@ -324,6 +325,7 @@ def _to_json(result: "ExportResult") -> dict[str, Any]:
             "inputs": [tensor.name for tensor in task.signature.inputs],
             "outputs": [tensor.name for tensor in task.signature.outputs],
         },
+        "missing": list(source.missing),
         "adapters": [str(folder) for folder in source.adapters],
         "left_out": task.left_out,
         "target": result.target.release,

@@ -61,6 +61,7 @@ class Consolidated:
         tied: How many names were left out because another holds their bytes.
         total_bytes: Bytes of weights.
         files: Names of every file in the folder, sorted.
+        missing: What a whole checkpoint of the format would have and this one lacks or cannot show.
     """
 
     format_name: str
@@ -68,6 +69,7 @@ class Consolidated:
     tied: int
     total_bytes: int
     files: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 def consolidate(
@@ -121,6 +123,7 @@ def consolidate(
         tied=len(checkpoint.tied),
         total_bytes=output.total_bytes,
         files=files,
+        missing=checkpoint.facts.missing,
     )
 
 
@@ -230,7 +233,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run_consolidate(args: argparse.Namespace) -> int:
-    """Run the verb and write one line on what was done. Raises what `consolidate` raises."""
+    """Run the verb; write a line on what was done and one on each thing missing. Raises what `consolidate` raises."""
     started = time.monotonic()
     done = consolidate(
         args.directory,
@@ -245,4 +248,6 @@ def run_consolidate(args: argparse.Namespace) -> int:
         f"{args.out}: {done.tensors} tensors, {done.total_bytes / 1e9:.3f} GB{tied}, from {done.format_name}, "
         f"in {time.monotonic() - started:.1f} s\n"
     )
+    for what in done.missing:
+        sys.stdout.write(f"missing: {what}\n")
     return 0

@@ -57,6 +57,7 @@ class Source:
         parameters: How many numbers it holds.
         rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
         adapters: That were merged.
+        missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
     """
 
     origin: str
@@ -65,6 +66,7 @@ class Source:
     parameters: int
     rows: VocabularyRows | None = None
     adapters: tuple[Path, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,7 @@ def _load_factory(request: ExportRequest, progress: Progress) -> Source:
     if spec_file is None:
         raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
     weights: StateDict | None = None
+    missing: tuple[str, ...] = ()
     files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
     source_file = Path(entry.rpartition(":")[0])
     if source_file.suffix == ".py":
@@ -126,10 +129,11 @@ def _load_factory(request: ExportRequest, progress: Progress) -> Source:
         if request.checkpoint is not None:
             checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
             weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.weight_files
+            missing = checkpoint.facts.missing
         task = build_factory_task(entry, spec_file, weights)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
-    return Source(origin=origin, files=files, task=task, parameters=parameters)
+    return Source(origin=origin, files=files, task=task, parameters=parameters, missing=missing)
 
 
 def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:
@@ -178,6 +182,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         parameters=parameters,
         rows=rows,
         adapters=request.adapters,
+        missing=checkpoint.facts.missing,
     )
 
 

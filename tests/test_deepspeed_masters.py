@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import run
 from zero_checkpoints import copy_checkpoint, find_checkpoint
 
 from export.checkpoints import StoredCheckpoint, open_checkpoint
@@ -74,6 +75,14 @@ def flatten_unevenly(optimizer: dict[str, Any]) -> None:
     flatten(optimizer)
     first, second = optimizer["fp32_groups_flat"]
     optimizer["fp32_groups_flat"] = [torch.cat([first, second[:1]]), second[1:]]
+
+
+def test_consolidate_tells_what_was_missing(tmp_path: Path) -> None:
+    rewrite(tmp_path, drop_one)
+    done = run("-m", "export", "consolidate", str(tmp_path / "z0_fp16"), str(tmp_path / "out"))
+    assert done.code == 0
+    assert [line.split(":")[0] for line in done.out.splitlines()[1:]] == ["missing"] * 2
+    assert "names of the optimizer's fp32 weights" in done.out
 
 
 @pytest.mark.parametrize("change", [swap_groups, drop_one, flatten_unevenly])

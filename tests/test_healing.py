@@ -31,7 +31,7 @@ KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
 # has the machine to itself. Elsewhere other work may keep the processes waiting, and only that it comes back is tested.
 FOUND_WITHIN_S, BACK_WITHIN_S = (2.0, 5.0) if "MODELYARD_KILLS" in os.environ else (60.0, 60.0)
 
-# About once in 500 deaths of a backend process tritonserver 2.51 aborts, for an exception in its own Python backend
+# Rarely (1 of 509 kills) tritonserver 2.51 aborts when a backend process dies, for an exception in its Python backend
 # (triton-inference-server/server issue 8882); docs/threat_model.md.
 ABORT = f"tritonserver was killed by signal {signal.SIGABRT:d}"
 
