@@ -1,6 +1,6 @@
 """Time and memory of `consolidate` beside DeepSpeed's own script and `cp`, on real checkpoints.
 
-    python tests/bench_consolidate.py [WORK_FOLDER] [--rounds 3]
+    python tests/bench_consolidate.py [WORK_FOLDER] [--rounds 3] [--cold] [--disk 1]
 
 Trains models of GPT-2 medium's shape (355M parameters) for a step or two on two CPU ranks in bf16: ZeRO stages 3 and 2,
 and Megatron-DeepSpeed's tensor parallel layers. Then runs everything in turns, each in its own process, with a warm
@@ -11,12 +11,14 @@ files and libraries, and of `RssAnon` in /proc/PID/status, looked at every 2 ms.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,20 @@ def measure(command: list[str], env: dict[str, str], cold: bool) -> tuple[float,
     return seconds, peak, anonymous
 
 
+@contextlib.contextmanager
+def limit_disk(folder: Path, gigabytes: float) -> Iterator[None]:
+    """Let the disk that `folder` lies on read and write at most so many GB a second; as it is where that is 0."""
+    files = [Path(f"/sys/fs/cgroup/blkio/blkio.throttle.{verb}_bps_device") for verb in ("read", "write")]
+    device = folder.stat().st_dev
+    try:
+        for file in files if gigabytes else ():
+            file.write_text(f"{os.major(device)}:{os.minor(device)} {int(gigabytes * 1e9)}")
+        yield
+    finally:
+        for file in files if gigabytes else ():
+            file.write_text(f"{os.major(device)}:{os.minor(device)} 0")
+
+
 def read_status(pid: int) -> dict[str, int]:
     """The memory fields of /proc/PID/status in bytes; empty once the process is gone."""
     try:
@@ -170,10 +186,12 @@ if __name__ == "__main__":
     parser.add_argument("work", nargs="?", type=Path, help="where to keep the checkpoint (default: a temporary folder)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="with nothing in the page cache (needs root)")
+    parser.add_argument(
+        "--disk", type=float, default=0, metavar="GB", help="with --cold: a disk of so many GB/s (cgroup v1's blkio)"
+    )
     options = parser.parse_args()
-    if options.work is None:
-        with tempfile.TemporaryDirectory() as folder:
-            bench(Path(folder), options.rounds, options.cold)
-    else:
-        options.work.mkdir(parents=True, exist_ok=True)
-        bench(options.work, options.rounds, options.cold)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.work or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with limit_disk(folder, options.disk):
+            bench(folder, options.rounds, options.cold)

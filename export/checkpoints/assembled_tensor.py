@@ -29,7 +29,7 @@ ReadBox = Callable[[int, int, int], "np.ndarray[Any, Any]"]
 # Marks a tensor whose `ranges` are not its elements in order, for all code that would take them for it.
 _SCATTERED = (0,)
 # Rows transposed at a time: their part of a column is a few lines of the first-level cache.
-_TILE_ROWS = 64
+_TILE_ROWS = 128
 # Pairs of boxes compared for one tensor, about 3 s of them. A grid of 128 by 128 ranks has 1 million.
 _MAX_PAIRS = 3_000_000
 

@@ -28,9 +28,8 @@ from export.checkpoints.stored_tensor import (
     CHUNK_BYTES,
     THREADS,
     ByteRange,
+    OpenFiles,
     StoredTensor,
-    open_block,
-    read_into,
     reuse_memory,
 )
 from export.checkpoints.zip_archive import StoredBlock
@@ -199,12 +198,12 @@ class _Scanner:
         crc32, position = 0, start
         # The uses that may reach into the chunk at hand: those before `first` are done with.
         first = 0
-        with open_block(block) as file:
+        with OpenFiles() as files:
             while position < stop and not self.stopped.is_set():
                 # Chunks end at multiples of their size, which every element size divides.
                 end = min(stop, position - position % CHUNK_BYTES + CHUNK_BYTES)
                 chunk = buffer[: end - position]
-                read_into(file, block, position, chunk)
+                files.read_into(block, position, chunk)
                 if block.crc32 is not None:
                     crc32 = zlib_ng.crc32(chunk, crc32)
                 while first < len(uses) and uses[first].stop <= position:
@@ -216,7 +215,7 @@ class _Scanner:
                     if begin < finish:
                         part = chunk[begin - position : finish - position]
                         target = use.target + begin - use.start
-                        self._check(use.name, 0, target, part, use.dtype)
+                        self._check(files, use.name, 0, target, part, use.dtype)
                         if self._sink is not None:
                             self._sink(use.name, target, part)
                 position = end
@@ -230,31 +229,31 @@ class _Scanner:
             part, size = tensor.boxes[index].part, tensor.dtype.itemsize
             if part.stride is not None:
                 elements = read_elements(part, start, stop)
-                self._check(name, index, start * size, elements.view(np.uint8).data, tensor.dtype)
+                self._check(files, name, index, start * size, elements.view(np.uint8).data, tensor.dtype)
                 return elements
             content = reuse_memory("chunk", (stop - start) * size)
             position = 0
             for window in part.cut(start, stop):
                 chunk = content[position : position + window.length]
-                with open_block(window.block) as file:
-                    read_into(file, window.block, window.start, chunk)
+                files.read_into(window.block, window.start, chunk)
                 if window.block.crc32 is not None and window.block in self._claimed:
                     self._continue_run(runs, index, window, chunk)
                 position += window.length
-            self._check(name, index, start * size, content, tensor.dtype)
+            self._check(files, name, index, start * size, content, tensor.dtype)
             return np.frombuffer(content, f"u{size}")
 
-        if self._sink is None:
-            # Nobody asks for the tensor, so nothing is put together.
-            for index, box in enumerate(tensor.boxes):
-                step = CHUNK_BYTES // tensor.dtype.itemsize
-                for start in range(0, box.part.numel if not self.stopped.is_set() else 0, step):
-                    read(index, start, min(box.part.numel, start + step))
-        else:
-            for position, piece in tensor.pieces(read):
-                if self.stopped.is_set():
-                    return
-                self._sink(name, position, piece)
+        with OpenFiles() as files:
+            if self._sink is None:
+                # Nobody asks for the tensor, so nothing is put together.
+                for index, box in enumerate(tensor.boxes):
+                    step = CHUNK_BYTES // tensor.dtype.itemsize
+                    for start in range(0, box.part.numel if not self.stopped.is_set() else 0, step):
+                        read(index, start, min(box.part.numel, start + step))
+            else:
+                for position, piece in tensor.pieces(read):
+                    if self.stopped.is_set():
+                        return
+                    self._sink(name, position, piece)
         for run in runs.values():
             self.checksums.add(*run)
 
@@ -270,19 +269,22 @@ class _Scanner:
 
     def _scan_strided(self, name: str, tensor: StoredTensor) -> None:
         position = 0
-        for chunk in tensor.chunks():
-            if self.stopped.is_set():
-                return
-            part = memoryview(chunk)
-            self._check(name, 0, position, part, tensor.dtype)
-            if self._sink is not None:
-                self._sink(name, position, part)
-            position += len(chunk)
+        with OpenFiles() as files:
+            for chunk in tensor.chunks():
+                if self.stopped.is_set():
+                    return
+                part = memoryview(chunk)
+                self._check(files, name, 0, position, part, tensor.dtype)
+                if self._sink is not None:
+                    self._sink(name, position, part)
+                position += len(chunk)
 
-    def _check(self, name: str, index: int, position: int, part: memoryview, dtype: ElementType) -> None:
+    def _check(
+        self, files: OpenFiles, name: str, index: int, position: int, part: memoryview, dtype: ElementType
+    ) -> None:
         """Check bytes of `name`, from `position` on of its box `index` or of itself, and its copies there."""
         count = count_non_finite(part, dtype)
         if count:
             with self._lock:
                 self.non_finite[name] = self.non_finite.get(name, 0) + count
-        self._copies.compare_part(name, index, position, part, dtype)
+        self._copies.compare_part(files, name, index, position, part, dtype)

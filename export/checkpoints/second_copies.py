@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from export.checkpoints.assembled_tensor import AssembledTensor
 from export.checkpoints.cast import cast_bytes, equals_cast
 from export.checkpoints.dtypes import ElementType
-from export.checkpoints.stored_tensor import StoredTensor, open_block, read_into, read_range, reuse_memory
+from export.checkpoints.stored_tensor import OpenFiles, StoredTensor, read_range, reuse_memory
 from export.errors import CheckpointError, list_some
 
 _WINDOW_ELEMENTS = 1 << 18
@@ -60,7 +60,9 @@ class SecondCopies:
             else:
                 self._pairs.setdefault(copy.holder, []).append((copy, parts))
 
-    def compare_part(self, name: str, index: int, position: int, part: memoryview, dtype: ElementType) -> None:
+    def compare_part(
+        self, files: OpenFiles, name: str, index: int, position: int, part: memoryview, dtype: ElementType
+    ) -> None:
         """Compare bytes of `name`, from `position` on of its box `index` or of itself, with its copies there."""
         for copy, parts in self._pairs.get(name, ()):
             if (copy.group, copy.name) not in self._differing:
@@ -69,8 +71,7 @@ class SecondCopies:
                 content = reuse_memory("copy", (stop - start) * twin.dtype.itemsize)
                 filled = 0
                 for window in twin.cut(start, stop):
-                    with open_block(window.block) as file:
-                        read_into(file, window.block, window.start, content[filled : filled + window.length])
+                    files.read_into(window.block, window.start, content[filled : filled + window.length])
                     filled += window.length
                 if not equals_cast(part, dtype, content, twin.dtype):
                     self._differing.add((copy.group, copy.name))

@@ -7,10 +7,10 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export.checkpoints.dtypes import ElementType
@@ -173,51 +173,60 @@ def read_range(part: ByteRange, chunk_bytes: int = CHUNK_BYTES) -> Iterator[byte
         CheckpointError: The file ends early or cannot be opened.
     """
     position, end = part.start, part.start + part.length
-    with open_block(part.block) as file:
+    with OpenFiles() as files:
         while position < end:
             chunk = bytearray(min(chunk_bytes, end - position))
-            read_into(file, part.block, position, memoryview(chunk))
+            files.read_into(part.block, position, memoryview(chunk))
             position += len(chunk)
             yield bytes(chunk)
 
 
-@contextmanager
-def open_block(block: StoredBlock) -> Iterator[int]:
-    """Open the block's file for reading, for the length of a `with`.
+class OpenFiles:
+    """Files kept open for reading between reads, the latest few of them. For a `with`, and for one thread."""
 
-    Raises:
-        CheckpointError: It cannot be opened.
-    """
-    try:
-        file = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as exc:
-        raise CheckpointError(f"{block.path} cannot be read", got=exc.strerror or str(exc)) from exc
-    try:
-        yield file
-    finally:
-        os.close(file)
+    # A tensor's bytes and those of its copy alternate between the files of some ranks; a process may open 1,024.
+    _MAX_FILES = 16
 
+    def __init__(self) -> None:
+        # Path → descriptor, the one used last at the end.
+        self._files: dict[Path, int] = {}
 
-def read_into(file: int, block: StoredBlock, start: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the block's bytes from `start` on.
+    def __enter__(self) -> OpenFiles:
+        return self
 
-    Raises:
-        CheckpointError: The file ends early or cannot be read.
-    """
-    filled = 0
-    while filled < len(buffer):
-        try:
-            count = os.preadv(file, [buffer[filled:]], block.offset + start + filled)
-        except OSError as exc:
-            raise CheckpointError(f"{block.path} cannot be read", got=exc.strerror or str(exc)) from exc
-        if not count:
-            raise CheckpointError(
-                f"{block.path} ends early",
-                expected=f"{block.offset + block.length} bytes",
-                got=f"{block.offset + start + filled}",
-                remedy="copy the checkpoint again",
-            )
-        filled += count
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+    def read_into(self, block: StoredBlock, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the block's bytes from `start` on.
+
+        Raises:
+            CheckpointError: The file cannot be opened or read, or ends early.
+        """
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(self._open(block.path), [buffer[filled:]], block.offset + start + filled)
+            except OSError as exc:
+                raise CheckpointError(f"{block.path} cannot be read", got=exc.strerror or str(exc)) from exc
+            if not count:
+                raise CheckpointError(
+                    f"{block.path} ends early",
+                    expected=f"{block.offset + block.length} bytes",
+                    got=f"{block.offset + start + filled}",
+                    remedy="copy the checkpoint again",
+                )
+            filled += count
+
+    def _open(self, path: Path) -> int:
+        file = self._files.pop(path, None)
+        if file is None:
+            if len(self._files) == self._MAX_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._files[path] = file
+        return file
 
 
 def _strided_chunks(tensor: StoredTensor, stride: tuple[int, ...], chunk_bytes: int) -> Iterator[bytes]:
