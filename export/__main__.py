@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -44,13 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(stderr=True)
     try:
-        return int(arguments.command(arguments))
+        code = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return code
     except ExportError as exc:
         console.print(f"error: {exc}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("error: interrupted; everything is as it was.", style="red", soft_wrap=True)
         return 130
+    except BrokenPipeError:
+        # Whoever read the answer, `head` perhaps, went away; what was asked for is done. As a shell tells it. Python
+        # would try to write the rest once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import GPT2LMHeadModel
 from zero_checkpoints import (
+    EXCLUDED_ZERO,
     MATRIX_ZERO,
     SMALL_ZERO,
     TRAINERS,
@@ -77,6 +78,26 @@ def test_a_shared_parameter_is_the_same_bytes_as_its_holder() -> None:
         assert checkpoint.tensors["head.weight"] == checkpoint.tensors["embed.weight"]
 
 
+def test_names_are_tied_only_where_all_their_elements_are_shared() -> None:
+    for name in ("z1_shared", "z2_shared", "z3_shared"):
+        checkpoint = open_checkpoint(find_checkpoint(name))
+        assert checkpoint.tied == {"twice.1.weight": "twice.0.weight", "same.weight": "still.weight"}
+        assert checkpoint.tensors["part"].shape == (3, 4)
+    assert checkpoint.zero_size == {"spare.empty", "spare.other"}
+
+
+@pytest.mark.parametrize("name", EXCLUDED_ZERO)
+def test_frozen_parameters_left_out_on_purpose_are_told_and_the_rest_is_whole(name: str) -> None:
+    checkpoint = open_checkpoint(find_checkpoint(name))
+    truth = read_truth(name)
+    assert_equal(checkpoint, {key: truth[key] for key in checkpoint.tensors})
+    lacking = {"frozen.weight", "frozen.bias", "base", "part", "still.weight"}
+    # Only stage 3 keeps nothing of a second name.
+    assert truth.keys() - checkpoint.tensors.keys() == lacking | ({"same.weight"} if name == "z3_excluded" else set())
+    excluded = "the frozen parameters: left out when it was saved, by exclude_frozen_parameters"
+    assert checkpoint.facts.missing[-1] == excluded
+
+
 def test_the_facts_are_those_of_the_run() -> None:
     checkpoint = open_checkpoint(find_checkpoint("z3_world11"))
     assert checkpoint.format_name == "DeepSpeed ZeRO stage 3, 11 ranks"
@@ -87,7 +108,7 @@ def test_the_facts_are_those_of_the_run() -> None:
     assert facts.missing == (
         f"proof of the order of ranks {alike}: no gathered copy lies beside them",
         "proof of the order of the ranks' parts of frozen.bias, frozen.weight: no gathered copy lies beside them",
-        "fp32 weights of frozen.bias, frozen.weight, spare.empty: saved as bfloat16 only",
+        "fp32 weights of frozen.bias, frozen.weight: saved as bfloat16 only",
     )
 
 
@@ -132,4 +153,6 @@ def test_the_list_of_variants_is_whole() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True, text=True, check=True
     )
-    assert set(json.loads(done.stdout.splitlines()[-1])) == {*SMALL_ZERO, *MATRIX_ZERO, *UNIVERSAL, *TRAINERS}
+    assert set(json.loads(done.stdout.splitlines()[-1])) == {
+        *(*SMALL_ZERO, *EXCLUDED_ZERO, *MATRIX_ZERO, *UNIVERSAL, *TRAINERS)
+    }

@@ -24,6 +24,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from ranks import fork_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +36,17 @@ class Variant:
     world_size: int = 2
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "wrapped".
+    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "wrapped", "shared", "recomputed".
     parts: frozenset[str] = frozenset()
     steps: int = 2
     tag: str | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
     save_16bit: bool = False
+    exclude_frozen: bool = False
 
 
 ALL_PARTS = frozenset({"frozen", "tied", "buffers", "groups", "empty"})
+_SHARED = frozenset({"frozen", "shared", "recomputed"})
 _FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 VARIANTS = {
@@ -73,6 +76,11 @@ VARIANTS = {
     "z3_world11": Variant(stage=3, dtype="bf16", world_size=11, parts=ALL_PARTS),
     "z2_wrapped": Variant(stage=2, dtype="bf16", parts=frozenset({"tied", "buffers", "wrapped"})),
     "z3_wrapped": Variant(stage=3, dtype="bf16", parts=frozenset({"tied", "buffers", "wrapped"})),
+    "z1_shared": Variant(stage=1, parts=_SHARED),
+    "z2_shared": Variant(stage=2, dtype="bf16", parts=_SHARED | {"empty"}),
+    "z3_shared": Variant(stage=3, dtype="bf16", parts=_SHARED | {"empty"}),
+    "z2_excluded": Variant(stage=2, dtype="bf16", parts=frozenset({"frozen", "shared"}), exclude_frozen=True),
+    "z3_excluded": Variant(stage=3, dtype="bf16", parts=frozenset({"frozen", "shared"}), exclude_frozen=True),
     "moe_z1": Variant(stage=1, dtype="bf16", parts=frozenset({"moe"})),
     "moe_z2": Variant(stage=2, dtype="bf16", parts=frozenset({"moe"})),
     "moe_z2_fp32": Variant(stage=2, parts=frozenset({"moe"})),
@@ -109,10 +117,21 @@ class Net(nn.Module):
         if "empty" in parts:
             # In a module that is never called: DeepSpeed cannot gather it for a forward pass at stage 3.
             self.spare = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 3))})
+            if "shared" in parts:
+                self.spare["other"] = nn.Parameter(torch.empty(5, 0))
         if "moe" in parts:
             self.moe = deepspeed.moe.layer.MoE(
                 hidden_size=10, expert=nn.Linear(10, 10), num_experts=4, ep_size=2, k=1, min_capacity=4
             )
+        if "shared" in parts:
+            # Two names of one parent for one module; two frozen parameters that begin in the same place, but are not
+            # the same; two frozen ones that are.
+            self.twice = nn.ModuleList([nn.Linear(10, 10, bias=False)] * 2)
+            self.base = nn.Parameter(torch.randn(6, 4), requires_grad=False)
+            self.part = nn.Parameter(self.base.data[:3], requires_grad=False)
+            self.still = nn.Embedding(3, 10).requires_grad_(False)
+            self.same = nn.Linear(10, 3, bias=False)
+            self.same.weight = self.still.weight
         self.head = nn.Linear(10, 37, bias=False)
         if "tied" in parts:
             self.head.weight = self.embed.weight
@@ -129,6 +148,8 @@ class Net(nn.Module):
             self.batches += 1
         if hasattr(self, "moe"):
             hidden = hidden + self.moe(hidden)[0]
+        if hasattr(self, "twice"):
+            hidden = hidden + self.twice[1](self.twice[0](hidden))
         return self.head(hidden)
 
 
@@ -252,6 +273,8 @@ def train(variant: Variant, out: Path, name: str) -> None:
         if variant.stage < 3:
             model.inner = torch.compile(model.inner, backend="eager")
         model = Wrapper(model)
+    if "recomputed" in variant.parts:
+        model.inner = checkpoint_wrapper(model.inner)
     optimizer = torch.optim.AdamW(make_groups(model, variant.parts), lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(variant))
     for step in range(variant.steps):
@@ -260,12 +283,19 @@ def train(variant: Variant, out: Path, name: str) -> None:
         logits = engine(ids)
         engine.backward(nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten()))
         engine.step()
-    engine.save_checkpoint(str(out / name), tag=variant.tag, client_state={"note": "kept", **variant.client_state})
+    engine.save_checkpoint(
+        str(out / name),
+        tag=variant.tag,
+        client_state={"note": "kept", **variant.client_state},
+        exclude_frozen_parameters=variant.exclude_frozen,
+    )
     if variant.save_16bit:
         engine.save_16bit_model(str(out / name))
     truth = gather_truth(engine, variant)
     if "wrapped" in variant.parts:
         truth = {name.replace("_forward_module.", "").replace("_orig_mod.", ""): truth[name] for name in truth}
+    if "recomputed" in variant.parts:
+        truth = {name.replace("_checkpoint_wrapped_module.", ""): truth[name] for name in truth}
     if "moe" in variant.parts:
         truth = merge_experts(truth, engine.global_rank, variant.world_size)
     if engine.global_rank == 0:

@@ -13,12 +13,10 @@ from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoi
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
-# Never an attribute of anybody's own model: Fabric's and older Lightning's wrappers and torch.compile's
-# `OptimizedModule` name the model within them so.
+# Never an attribute of anybody's own model: Fabric's and older Lightning's wrappers name the model within them so.
 _LIGHTNING_PREFIX = "_forward_module."
 # What a LightningModule calls the model within it as a rule; without Lightning it may be the model's own.
 _INNER_MODEL = "model."
-_COMPILED_PART = "_orig_mod."
 
 
 def assemble(
@@ -46,14 +44,13 @@ def assemble(
     model = models[0]
     _check_buffers(model)
     frozen = _join_frozen(files, models)
-    # From the most exact place to the least. At stage 3 the module holds placeholders, and buffers.
-    whole_module = {
-        name: tensor for name, tensor in model.module.items() if name in model.buffer_names or _is_whole(tensor)
-    }
+    whole_module = {name: tensor for name, tensor in model.module.items() if not _is_placeholder(name, model, files)}
+    # From the least exact place to the most.
     found = {**whole_module, **experts, **frozen, **trained}
     tied = _tie(model, trained, found)
+    lost = _find_lost(model, found, tied)
     # In the order of the model, which `module` has kept.
-    names = dict.fromkeys([*model.module, *found, *tied])
+    names = dict.fromkeys(name for name in (*model.module, *found, *tied) if name not in lost)
     tensors = {name: found[tied.get(name, name)] for name in names}
     # What is not trained may share weights as well: at stage 0, or frozen.
     tied |= find_tied({name: tensor for name, tensor in tensors.items() if name not in tied})
@@ -61,8 +58,12 @@ def assemble(
     second = {name: tensor for name, tensor in whole_module.items() if name in masters | frozen.keys()}
     second |= {name: tensor for name, tensor in experts.items() if name in trained}
     gathered = huggingface.read_gathered(files.directory)
-    untrained = [name for name in tensors if name not in masters and name not in model.buffer_names]
-    plain = _unwrap_names(tensors, model)
+    plain = _strip_prefixes(tensors, model)
+    untrained = {
+        plain[name]: tensor
+        for name, tensor in tensors.items()
+        if name not in masters and tied.get(name, name) not in model.buffer_names
+    }
     return StoredCheckpoint(
         directory=files.directory,
         format_name=format_name,
@@ -71,28 +72,17 @@ def assemble(
         copies=tuple(copies for copies in ({plain[name]: second[name] for name in second}, gathered) if copies),
         buffer_names=frozenset(plain[name] for name in model.buffer_names),
         zero_size=frozenset(plain[name] for name, tensor in tensors.items() if tensor.numel == 0),
-        facts=_with_missing(facts, tensors, untrained),
+        facts=_with_missing(facts, untrained, excludes_frozen=model.excludes_frozen),
         archives=(*files.models.values(), *files.optimizers.values(), *files.experts.values()),
     )
 
 
-def _unwrap_names(tensors: Mapping[str, StoredTensor], model: ModelStates) -> dict[str, str]:
-    """Return each name → the name without what Lightning's strategy and torch.compile put into it.
-
-    Raises:
-        CheckpointError: Two names become one.
-    """
-    plain = {name: name.replace(_COMPILED_PART, "") for name in tensors}
+def _strip_prefixes(tensors: Mapping[str, StoredTensor], model: ModelStates) -> dict[str, str]:
+    """Return each name → the name without what Lightning's strategy puts in front of all."""
+    plain = {name: name for name in tensors}
     for prefix in (_LIGHTNING_PREFIX, *([_INNER_MODEL] if model.lightning else [])):
         if all(name.startswith(prefix) for name in plain.values()):
             plain = {old: name[len(prefix) :] for old, name in plain.items()}
-    if len(set(plain.values())) != len(plain):
-        raise CheckpointError(
-            f"names in {model.path} fall together without {_COMPILED_PART}",
-            expected="one weight under each name",
-            got=f"{len(set(plain.values()))} names for {len(plain)} tensors",
-            remedy="save the model without torch.compile's wrapper",
-        )
     return plain
 
 
@@ -107,9 +97,9 @@ def _check_buffers(model: ModelStates) -> None:
         )
 
 
-def _is_whole(tensor: StoredTensor) -> bool:
-    """Tell a tensor from the placeholder that stage 3 leaves, which is 1-D and empty."""
-    return tensor.shape != (0,)
+def _is_placeholder(name: str, model: ModelStates, files: DeepSpeedFiles) -> bool:
+    """Tell what stage 3 leaves in place of a parameter, 1-D and empty, from a tensor of the module."""
+    return files.partitioned and name not in model.buffer_names and model.module[name].shape == (0,)
 
 
 def _join_frozen(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
@@ -136,26 +126,55 @@ def _tie(model: ModelStates, trained: Mapping[str, StoredTensor], found: Mapping
     """Return each shared name → the name that holds its bytes.
 
     Shared are the names that DeepSpeed recorded, unless the optimizer trained them apart (0.9.0 and 0.9.1 recorded too
-    many: deepspeedai/DeepSpeed#3407), and those that are one tensor with a trained one in the module's own file.
-
-    Raises:
-        CheckpointError: A name of the module has neither data nor a holder.
+    many: deepspeedai/DeepSpeed#3407) or they begin in the same place with other elements; and those that are one tensor
+    with a trained one in the module's own file. Of a module under two names of one parent DeepSpeed records nothing:
+    there the placeholders are one.
     """
     holders = {tensor: name for name, tensor in model.module.items() if name in trained and tensor.numel}
     tied = {name: holders[tensor] for name, tensor in model.module.items() if tensor in holders and name not in trained}
     for name in model.shared:
         holder = _holder(model, name)
-        if name not in trained and holder in found:
+        if name not in trained and holder in found and not _are_apart(found.get(name), model.module.get(holder)):
             tied[name] = holder
-    lost = [name for name in model.module if name not in found and name not in tied]
-    if lost:
+    return tied | _tie_placeholders(
+        model, [name for name in model.module if name not in found and name not in tied], found
+    )
+
+
+def _tie_placeholders(model: ModelStates, names: Sequence[str], found: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return each of `names` whose placeholder is also that of one name with data → that name."""
+    holders: dict[StoredTensor, list[str]] = {}
+    for name in found.keys() & model.module.keys():
+        holders.setdefault(model.module[name], []).append(name)
+    alike = {name: holders.get(model.module[name], []) for name in names if model.module[name].ranges}
+    # If ever one placeholder stood for all, it would tell nothing.
+    return {name: found_there[0] for name, found_there in alike.items() if len(found_there) == 1}
+
+
+def _are_apart(tensor: StoredTensor | None, holder: StoredTensor | None) -> bool:
+    """Tell whether two whole tensors of a module differ in their elements: views of one storage, or empty ones."""
+    if tensor is None or holder is None:
+        return False
+    return tensor.numel == 0 or (tensor.shape, tensor.stride) != (holder.shape, holder.stride)
+
+
+def _find_lost(model: ModelStates, found: Mapping[str, StoredTensor], tied: Mapping[str, str]) -> set[str]:
+    """Return the names of the module that share a frozen parameter which was left out on purpose.
+
+    Raises:
+        CheckpointError: Another name of the module has neither data nor a holder.
+    """
+    nowhere = {name for name in model.module if name not in found and name not in tied}
+    excluded = {name for name in nowhere if model.excludes_frozen and _holder(model, name) not in model.module}
+    if nowhere - excluded:
         raise CheckpointError(
-            f"{model.path.parent} lacks the weights of {list_some(lost)}",
+            f"{model.path.parent} lacks the weights of {list_some(nowhere - excluded)}",
             expected="fp32 pieces, frozen parameters or shared ones under these names",
             got="only placeholders of size 0",
-            remedy="saved before DeepSpeed 0.9.1, or without the file of rank 0; save again with a newer DeepSpeed",
+            remedy="at stage 3 DeepSpeed saves what the optimizer trains, what was frozen from the start and, from"
+            " 0.9.1 on in the file of rank 0, which names are shared; save again with these names among them",
         )
-    return tied
+    return excluded
 
 
 def _holder(model: ModelStates, name: str) -> str:
@@ -166,10 +185,13 @@ def _holder(model: ModelStates, name: str) -> str:
 
 
 def _with_missing(
-    facts: CheckpointFacts, whole: Mapping[str, StoredTensor], untrained: Sequence[str]
+    facts: CheckpointFacts, untrained: Mapping[str, StoredTensor], *, excludes_frozen: bool
 ) -> CheckpointFacts:
-    low = [name for name in untrained if whole[name].dtype.is_floating_point and whole[name].dtype.itemsize < 4]
-    if not low:
-        return facts
-    dtypes = list_some({whole[name].dtype.name for name in low})
-    return replace(facts, missing=(*facts.missing, f"fp32 weights of {list_some(low)}: saved as {dtypes} only"))
+    missing = list(facts.missing)
+    weights = {name: tensor.dtype for name, tensor in untrained.items() if tensor.numel}
+    low = {name: dtype.name for name, dtype in weights.items() if dtype.is_floating_point and dtype.itemsize < 4}
+    if low:
+        missing.append(f"fp32 weights of {list_some(low)}: saved as {list_some(set(low.values()))} only")
+    if excludes_frozen:
+        missing.append("the frozen parameters: left out when it was saved, by exclude_frozen_parameters")
+    return replace(facts, missing=tuple(missing))

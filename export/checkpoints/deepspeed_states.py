@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
@@ -18,10 +18,16 @@ from export.errors import CheckpointError, list_some
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
+# Never attributes of anybody's own model: what torch.compile and torch's activation checkpointing call the module that
+# they wrap. The latter takes its name out of state dicts, but not out of the names that DeepSpeed lists.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """One `*_model_states.pt`.
+    """One `*_model_states.pt`. Names are the model's own, without those of wrappers within it.
 
     Attributes:
         module: Name → tensor in training precision; placeholders of size 0 at stage 3.
@@ -54,12 +60,23 @@ class ModelStates:
     mp_world_size: int | None
     # Experts per MoE layer; empty without.
     num_experts: tuple[int, ...]
+    # Whether the file has `frozen_param_shapes`, as None.
+    nulls_frozen: bool
 
     @property
     def stage(self) -> int | None:
         """The ZeRO stage that the run's configuration asked for."""
         zero = self.config.get("zero_optimization")
         return _count(zero.get("stage", 0)) if isinstance(zero, dict) else None
+
+    @property
+    def excludes_frozen(self) -> bool:
+        """Whether frozen parameters were left out by `exclude_frozen_parameters`, as far as the file tells.
+
+        At stages 2 and 3 there is a dict of their shapes else, if an empty one; at stage 1 there never is
+        (DeepSpeed 0.19.8, engine.py, `_save_checkpoint`).
+        """
+        return self.nulls_frozen and self.stage in (2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +145,12 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
     return ModelStates(
         path=path,
         module=_tensors(path, module or {}),
-        buffer_names=frozenset(name for name in _items(content.get("buffer_names")) if isinstance(name, str)),
+        buffer_names=frozenset(
+            plain_name(name) for name in _items(content.get("buffer_names")) if isinstance(name, str)
+        ),
         groups=None if groups is None else [_shapes(path, group) for group in groups],
         frozen_shapes=None if frozen_shapes is None else _shapes(path, frozen_shapes),
+        nulls_frozen=frozen_shapes is None and "frozen_param_shapes" in content,
         frozen=_tensors(path, content.get("frozen_param_fragments") or {}),
         shared=_names(path, content.get("shared_params") or {}),
         masters=masters,
@@ -201,6 +221,13 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
     )
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's name in the model, without the names of wrappers within it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
 def read_scalar(tensor: StoredTensor) -> int | None:
     """Return a one-element tensor as a whole number; None if it is of a type that counts nothing."""
     code = _SCALARS.get(tensor.dtype.name)
@@ -249,7 +276,7 @@ def _fragments(mappings: Any) -> tuple[dict[str, tuple[int, int]], ...] | None:
             if start is None or numel is None:
                 return None
             if numel:
-                group[name] = (start, numel)
+                group[plain_name(str(name))] = (start, numel)
         groups.append(group)
     return tuple(groups)
 
@@ -259,7 +286,20 @@ def _tensors(path: Path, state: Any) -> dict[str, StoredTensor]:
     if not isinstance(state, dict):
         raise _unlike(path, "state dicts")
     refuse_foreign_tensors(path, state)
-    return {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, StoredTensor)}
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(name, str)}
+    return _unwrap(path, {name: tensor for name, tensor in tensors.items() if isinstance(tensor, StoredTensor)})
+
+
+def _unwrap(path: Path, named: Mapping[str, _T]) -> dict[str, _T]:
+    plain = {plain_name(name): value for name, value in named.items()}
+    if len(plain) != len(named):
+        raise CheckpointError(
+            f"names in {path} fall together without those of wrappers within the model",
+            expected=f"{len(named)} names without {' or '.join(_WRAPPERS)}",
+            got=str(len(plain)),
+            remedy="save the model without torch.compile's wrapper",
+        )
+    return plain
 
 
 def _shapes(path: Path, group: Any) -> dict[str, tuple[int, ...]]:
@@ -270,7 +310,7 @@ def _shapes(path: Path, group: Any) -> dict[str, tuple[int, ...]]:
         if not isinstance(name, str) or not isinstance(shape, tuple) or _numbers(shape) is None:
             raise _unlike(path, f"the shape of {name}")
         shapes[name] = shape
-    return shapes
+    return _unwrap(path, shapes)
 
 
 def _names(path: Path, names: Any) -> dict[str, str]:
@@ -279,7 +319,8 @@ def _names(path: Path, names: Any) -> dict[str, str]:
         names = {pair[0]: pair[1] for pair in names if isinstance(pair, (list, tuple)) and len(pair) == 2}
     if not isinstance(names, dict) or not all(isinstance(part, str) for pair in names.items() for part in pair):
         raise _unlike(path, "names under shared_params")
-    return dict(names)
+    plain = {plain_name(name): plain_name(holder) for name, holder in names.items()}
+    return {name: holder for name, holder in plain.items() if name != holder}
 
 
 def _numbers(values: Any) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
-from export.checkpoints.deepspeed_states import ModelStates
+from export.checkpoints.deepspeed_states import ModelStates, plain_name
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
@@ -37,8 +37,8 @@ def read_universal(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict
             got="none",
             remedy="convert the checkpoint again with its model states",
         )
-    paths = {name: files.folder / "zero" / name / "fp32.pt" for name in shapes}
-    missing = [name for name, path in paths.items() if Path(name).name != name or not path.is_file()]
+    paths = {plain_name(path.parent.name): path for path in (files.folder / "zero").glob("*/fp32.pt")}
+    missing = shapes.keys() - paths.keys()
     if missing:
         raise CheckpointError(
             f"{files.folder / 'zero'} lacks parameters",
@@ -46,7 +46,7 @@ def read_universal(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict
             got=f"none for {list_some(missing)}",
             remedy="convert the checkpoint again",
         )
-    return {name: _read_parameter(path, shapes[name], files) for name, path in paths.items()}
+    return {name: _read_parameter(paths[name], shape, files) for name, shape in shapes.items()}
 
 
 def _read_parameter(path: Path, shape: tuple[int, ...], files: DeepSpeedFiles) -> StoredTensor:

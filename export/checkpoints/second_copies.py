@@ -98,12 +98,15 @@ class SecondCopies:
         wrong = [copy for copy in alike if (group, copy.name) in self._differing]
         ours = {part.block.path for copy in wrong for part in self._tensors[copy.holder].ranges}
         theirs = {part.block.path for copy in wrong for part in copy.tensor.ranges}
+        # A trainer's 16-bit save lies beside the folders of all tags, and is of one of them.
+        apart = {path.parent for path in ours}.isdisjoint(path.parent for path in theirs)
+        beside = ", or, if only the copy is from another step, pass the folder of the tag itself" if apart else ""
         raise CheckpointError(
             f"the pieces in {list_some(ours, 4)} disagree with the {wrong[0].tensor.dtype.name} copy in"
             f" {list_some(theirs, 4)} on {list_some(copy.name for copy in wrong)}",
             expected=f"the same {len(alike)} weights in both",
             got=f"{len(wrong)} that differ",
-            remedy="a rank file is swapped, doubled, damaged or from another step; copy the checkpoint again",
+            remedy="a rank file is swapped, doubled, damaged or from another step; copy the checkpoint again" + beside,
         )
 
 

@@ -213,7 +213,8 @@ def _build_tensor(
         raise ValueError("a tensor without a proper shape")
     numel = prod(shape)
     if numel == 0:
-        return StoredTensor(dtype=dtype, shape=tuple(shape), ranges=())
+        # An empty range tells which names were one tensor.
+        return StoredTensor(dtype=dtype, shape=tuple(shape), ranges=(ByteRange(storage.block, 0, 0),))
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if (offset + span) * dtype.itemsize > storage.block.length or numel * dtype.itemsize > storage.block.length:
         raise machine.refuse(
