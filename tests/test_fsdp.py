@@ -527,7 +527,7 @@ def test_no_byte_flipped_in_metadata_leads_to_anything_but_our_error(trained: Pa
     folder = copy(trained / "w2/dcp_app", tmp_path / "fuzzed")
     content = (folder / ".metadata").read_bytes()
     truth = read_truth(trained / "w2/dcp_app")
-    for position in range(0, len(content), 97):
+    for position in range(0, len(content), 53):
         damaged = bytearray(content)
         damaged[position] ^= 1 << (position % 8)
         (folder / ".metadata").write_bytes(damaged)
@@ -535,7 +535,7 @@ def test_no_byte_flipped_in_metadata_leads_to_anything_but_our_error(trained: Pa
             checkpoint = open_checkpoint(folder)
         except CheckpointError:
             continue
-        # What is left of the names may differ where the flip hit one; a tensor that kept its name keeps its value.
-        for name in truth.keys() & checkpoint.tensors.keys():
-            if checkpoint.tensors[name].shape == tuple(truth[name].shape):
-                assert torch.equal(checkpoint.tensors[name].to_torch(), truth[name]), (position, name)
+        assert checkpoint.tensors.keys() == truth.keys(), position
+        for name, tensor in checkpoint.tensors.items():
+            if tensor.shape == tuple(truth[name].shape):
+                assert torch.equal(tensor.to_torch(), truth[name]), (position, name)

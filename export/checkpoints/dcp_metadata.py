@@ -88,14 +88,16 @@ def read_metadata(path: Path) -> DcpMetadata:
     entries, stored = content.field("state_dict_metadata"), content.field("storage_data")
     if not isinstance(entries, dict) or not isinstance(stored, dict):
         raise _unlike(path, "names and where they are stored", "neither")
-    paths = content.field("planner_data")
+    paths = content.field("planner_data", default="absent")
+    if paths is not None and not isinstance(paths, dict):
+        raise _unlike(path, "the keys that lead to each name", "none")
     regions = _read_regions(path, stored)
     tensors: dict[str, DcpTensor] = {}
     objects: dict[str, Region] = {}
     for name, entry in entries.items():
         kind = entry.type_name if isinstance(entry, Record) and isinstance(name, str) else ""
         if kind == f"{_MODULE}.TensorStorageMetadata":
-            tensors[name] = _read_tensor(path, name, entry, regions.pop(name, {}), _read_path(paths, name))
+            tensors[name] = _read_tensor(path, name, entry, regions.pop(name, {}), _read_path(path, paths, name))
         elif kind == f"{_MODULE}.BytesStorageMetadata":
             objects.update((name, region) for region in regions.pop(name, {}).values())
         else:
@@ -191,12 +193,15 @@ def _read_tensor(
     return DcpTensor(name=name, path=keys, shape=shape, dtype=dtype, chunks=tuple(found))
 
 
-def _read_path(paths: Any, name: str) -> tuple[str, ...]:
+def _read_path(path: Path, paths: Any, name: str) -> tuple[str, ...]:
     """Return the keys that lead to `name`; the name itself where the planner kept no nesting."""
-    keys = paths.get(name) if isinstance(paths, dict) else None
-    if not isinstance(keys, tuple) or not keys or not all(isinstance(key, (str, int)) for key in keys):
+    if not paths:
         return (name,)
-    return tuple(str(key) for key in keys)
+    keys = paths.get(name)
+    # The planner flattens so; a key that was damaged would move the tensor to another part of what was saved.
+    if not isinstance(keys, tuple) or ".".join(map(str, keys)) != name:
+        raise _unlike(path, f"the keys that lead to {name}", ".".join(map(str, keys or ())) or "none")
+    return tuple(map(str, keys))
 
 
 def _is_shape(value: Any) -> bool:
