@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from transformers import GPT2Config
 
 from export.checkpoints import StoredCheckpoint, fsdp, open_checkpoint
@@ -90,7 +91,7 @@ READ_ALIKE = [
         "w4/verl",
     ),
     *("w4/columns_dcp", "w4/columns_rank_files", "w4/hybrid_dcp", "w4/hybrid_rank_files"),
-    *("w4/grid_dcp", "w4/grid_rank_files"),
+    *("w4/grid_dcp", "w4/grid_rank_files", "w4/hybrid_lowest"),
 ]
 
 
@@ -133,6 +134,9 @@ def test_facts_tell_ranks_and_step(trained: Path) -> None:
     assert app.format_name == "torch.distributed.checkpoint, 4 files"
     assert open_checkpoint(trained / "w2/accelerate_full").facts.world_size == 2
     assert open_checkpoint(trained / "w4/verl").facts.world_size == 4
+    # Two of the ranks had nothing to save, which their empty files show.
+    lowest = open_checkpoint(trained / "w4/hybrid_lowest")
+    assert (lowest.facts.world_size, lowest.format_name) == (4, "torch.distributed.checkpoint, 2 files")
 
 
 def test_the_trainers_step_is_found_beside_the_shards(trained: Path, tmp_path: Path) -> None:
@@ -357,6 +361,32 @@ def test_metadata_lists_what_is_no_tensor_apart(trained: Path) -> None:
     metadata = read_metadata(trained / "w2/dcp_app/.metadata")
     assert "step" in metadata.objects and "app.model.inner.weight" in metadata.tensors
     assert metadata.tensors["app.model.inner.weight"].path == ("app", "model", "inner.weight")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dtype_that_is_not_read_matters_in_the_model_alone(tmp_path: Path) -> None:
+    waves = torch.ones(3, dtype=torch.complex64)
+    dcp.save({"model": {"a": torch.ones(2)}, "waves": waves}, checkpoint_id=tmp_path / "beside", no_dist=True)
+    assert_equal(open_checkpoint(tmp_path / "beside"), {"a": torch.ones(2)})
+    dcp.save({"model": {"a": torch.ones(2), "waves": waves}}, checkpoint_id=tmp_path / "inside", no_dist=True)
+    assert "holds tensors that are not read: waves: expected dense tensors of real numbers, got complex64" in (
+        refusal(lambda: open_checkpoint(tmp_path / "inside"))
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_pickled_whole_and_the_safetensors_encoding_are_refused_as_what_they_are(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(2)}}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "whole", planner=planner, no_dist=True)
+    assert "only objects that one rank pickled whole: expected a place for each tensor's chunks, got model;" in (
+        refusal(lambda: open_checkpoint(tmp_path / "whole"))
+    )
+    writer = dcp.FileSystemWriter(tmp_path / "encoded", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert "__0_0.distcp is in safetensors, an encoding of .distcp files that is not read" in (
+        refusal(lambda: open_checkpoint(tmp_path / "encoded"))
+    )
 
 
 class Unchanged(StreamTransformExtension):
