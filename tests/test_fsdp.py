@@ -190,6 +190,11 @@ def test_the_prefix_of_a_wrapper_is_taken_off_where_every_name_has_it(tmp_path: 
     assert_equal(open_checkpoint(tmp_path / "one"), {"module.a": torch.ones(2), "b": torch.ones(1)})
 
 
+def test_two_models_by_accelerate_are_refused_naming_both_files(trained: Path) -> None:
+    message = refusal(lambda: open_checkpoint(trained / "w2/accelerate_two"))
+    assert "holds several models" in message and "got model.safetensors, model_1.safetensors; copy the one" in message
+
+
 def test_verls_configuration_is_found_in_its_folder(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "w2/verl", tmp_path / "actor")
     (folder / "huggingface").mkdir()
