@@ -92,6 +92,7 @@ READ_ALIKE = [
     ),
     *("w4/columns_dcp", "w4/columns_rank_files", "w4/hybrid_dcp", "w4/hybrid_rank_files"),
     *("w4/grid_dcp", "w4/grid_rank_files", "w4/hybrid_lowest"),
+    *("w2/holder_full", "w2/holder_sharded", "w2/compiled_dcp", "w2/compiled_rank_files"),
 ]
 
 
@@ -181,13 +182,70 @@ def test_a_folder_above_the_checkpoint_is_refused_naming_the_right_one(trained: 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_prefix_of_a_wrapper_is_taken_off_where_every_name_has_it(tmp_path: Path) -> None:
-    dcp.save(
-        {"module.a.weight": torch.ones(2), "module.b": torch.ones(0)}, checkpoint_id=tmp_path / "all", no_dist=True
-    )
-    assert_equal(open_checkpoint(tmp_path / "all"), {"a.weight": torch.ones(2), "b": torch.ones(0)})
+def test_the_prefix_of_a_wrapper_is_taken_off_where_every_name_has_it_and_told(tmp_path: Path) -> None:
+    state = {"module.a.weight": torch.ones(2), "module.b": torch.ones(0)}
+    dcp.save(state, checkpoint_id=tmp_path / "all", no_dist=True)
+    (tmp_path / "full").mkdir()
+    torch.save(state, tmp_path / "full/pytorch_model_fsdp.bin")
+    for folder, kind in (("all", "torch.distributed.checkpoint, 1 file"), ("full", "FSDP full state dict, 1 file")):
+        assert_equal(open_checkpoint(tmp_path / folder), {"a.weight": torch.ones(2), "b": torch.ones(0)})
+        assert open_checkpoint(tmp_path / folder).format_name == f"{kind}, without prefix module."
     dcp.save({"module.a": torch.ones(2), "b": torch.ones(1)}, checkpoint_id=tmp_path / "one", no_dist=True)
     assert_equal(open_checkpoint(tmp_path / "one"), {"module.a": torch.ones(2), "b": torch.ones(1)})
+    assert open_checkpoint(tmp_path / "one").format_name == "torch.distributed.checkpoint, 1 file"
+
+
+def test_what_torch_compile_put_inside_names_is_taken_off_and_told(trained: Path, tmp_path: Path) -> None:
+    assert open_checkpoint(trained / "w2/compiled_dcp").format_name.endswith(", without _orig_mod. inside names")
+    state = {"a._orig_mod.w": torch.ones(2), "a.w": torch.ones(2), "my_orig_mod.w": torch.ones(1)}
+    torch.save(state, tmp_path / "pytorch_model_fsdp.bin")
+    assert "become one without their wrappers' names: expected one tensor under each name, got a._orig_mod.w, a.w" in (
+        refusal(lambda: open_checkpoint(tmp_path))
+    )
+    del state["a.w"]
+    torch.save(state, tmp_path / "pytorch_model_fsdp.bin")
+    assert sorted(open_checkpoint(tmp_path).tensors) == ["a.w", "my_orig_mod.w"]
+
+
+@pytest.mark.parametrize("variant", ["holder_full", "holder_sharded"])
+def test_a_gathered_copy_is_compared_under_the_names_of_the_shards(trained: Path, tmp_path: Path, variant: str) -> None:
+    folder = copy(trained / "w2" / variant, tmp_path / "both")
+    truth = read_truth(trained / "w2" / variant)
+    # Safetensors refuses two names of one storage, so the tied name is left out.
+    gathered = {name: tensor.clone() for name, tensor in truth.items() if name != "model.lm_head.weight"}
+    save_file(gathered, folder / "model.safetensors")
+    assert_equal(open_checkpoint(folder), truth)
+    assert open_checkpoint(folder).facts.missing == ()
+    save_file({f"_orig_mod.{name}": tensor for name, tensor in gathered.items()}, folder / "model.safetensors")
+    assert_equal(open_checkpoint(folder), truth)
+    gathered["model.transformer.wpe.weight"][0, 0] += 1
+    for prefix in ("", "_orig_mod."):
+        save_file({f"{prefix}{name}": tensor for name, tensor in gathered.items()}, folder / "model.safetensors")
+        message = refusal(open_checkpoint(folder).verify)
+        assert "model.safetensors on model.transformer.wpe.weight: expected the same" in message
+
+
+def test_a_gathered_copy_under_other_names_is_told_as_not_compared(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "w2/holder_full", tmp_path / "both")
+    save_file({"transformer.wpe.weight": torch.ones(8, 12)}, folder / "model.safetensors")
+    assert open_checkpoint(folder).facts.missing == (
+        "a comparison with the gathered copy on transformer.wpe.weight: the shards have no such names",
+    )
+
+
+def test_a_full_state_dict_keeps_parameters_without_elements_and_refuses_anything_else(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model_fsdp.bin"
+    state = {"a": torch.ones(2), "empty": torch.ones(0, 4), "a._extra_state": b"no tensor"}
+    torch.save(state, path)
+    assert_equal(open_checkpoint(tmp_path), {"a": torch.ones(2), "empty": torch.ones(0, 4)})
+    torch.save({"model": state}, path)
+    assert "is no full state dict: expected names and tensors, got other values under model" in (
+        refusal(lambda: open_checkpoint(tmp_path))
+    )
+    torch.save({"model": {"a": torch.ones(2), "empty": torch.ones(0, 4)}}, tmp_path / "model.pt")
+    assert_equal(open_checkpoint(tmp_path / "model.pt"), {"a": torch.ones(2), "empty": torch.ones(0, 4)})
+    torch.save({"a": torch.ones(2), "placeholder": torch.ones(0)}, tmp_path / "model.pt")
+    assert "ZeRO stage 3" in refusal(lambda: open_checkpoint(tmp_path / "model.pt"))
 
 
 def test_two_models_by_accelerate_are_refused_naming_both_files(trained: Path) -> None:
