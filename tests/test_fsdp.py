@@ -92,7 +92,7 @@ READ_ALIKE = [
     ),
     *("w4/columns_dcp", "w4/columns_rank_files", "w4/hybrid_dcp", "w4/hybrid_rank_files"),
     *("w4/grid_dcp", "w4/grid_rank_files", "w4/hybrid_lowest"),
-    *("w2/holder_full", "w2/holder_sharded", "w2/compiled_dcp", "w2/compiled_rank_files"),
+    *("w2/holder_full", "w2/holder_sharded", "w2/compiled_dcp", "w2/compiled_rank_files", "w2/local_untied"),
 ]
 
 
@@ -566,15 +566,23 @@ def test_local_state_dicts_need_shapes_and_say_so(trained: Path, tmp_path: Path)
     assert "the slices of transformer.wte.weight do not make up" in refusal(
         lambda: fsdp.open_folder(folder, shapes=wrong)
     )
+    more = shapes | {"transformer.more.weight": (2,)}
+    assert "lacks tensors of the model that config.json describes" in (
+        refusal(lambda: fsdp.open_folder(folder, shapes=more))
+    )
     del wrong["transformer.wte.weight"]
     assert "lacks: expected the names of that model" in refusal(lambda: fsdp.open_folder(folder, shapes=wrong))
     (folder / "pytorch_model_fsdp_rank1.bin").unlink()
     assert "without rank 001" in refusal(lambda: fsdp.open_folder(folder, shapes=shapes))
 
 
-def test_flat_parameters_alone_are_refused_with_the_reason(trained: Path) -> None:
-    message = refusal(lambda: open_checkpoint(trained / "w2/local_flat"))
-    assert "holds flat parameters only" in message and "no file says where each parameter lies" in message
+@pytest.mark.parametrize("variant", ["local_flat", "local_buffers"])
+def test_flat_parameters_are_refused_with_the_reason(trained: Path, tmp_path: Path, variant: str) -> None:
+    folder = copy(trained / "w2" / variant, tmp_path / "flat")
+    for _ in ("with config.json, where there is one", "without"):
+        message = refusal(lambda: open_checkpoint(folder))
+        assert "holds flat parameters" in message and "no file says where each parameter lies; save with" in message
+        (folder / "config.json").unlink(missing_ok=True)
 
 
 def store(path: Path, tensor: torch.Tensor) -> StoredTensor:

@@ -24,7 +24,7 @@ from export.checkpoints.dcp_metadata import METADATA_FILE
 from export.checkpoints.fsdp_full import open_full_file
 from export.checkpoints.fsdp_names import strip_wrappers
 from export.checkpoints.fsdp_ranks import Shapes, open_rank_files
-from export.checkpoints.model_shapes import read_model_shapes
+from export.checkpoints.model_shapes import read_model_shapes, read_model_ties
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from export.checkpoints.stored_tensor import StoredTensor
@@ -146,7 +146,8 @@ def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: 
     def read_shapes() -> Shapes | None:
         return shapes if shapes is not None else read_model_shapes(home)
 
-    return replace(open_rank_files(directory, ranks, read_shapes, world_size), directory=home)
+    opened = open_rank_files(directory, ranks, read_shapes, lambda: read_model_ties(home), world_size)
+    return replace(opened, directory=home)
 
 
 def _find_home(directory: Path) -> Path:

@@ -19,6 +19,7 @@ from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError, list_some
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,7 +40,11 @@ class RankFile:
 
 
 def open_rank_files(
-    directory: Path, paths: Mapping[int, Path], read_shapes: Callable[[], Shapes | None], world_size: int | None = None
+    directory: Path,
+    paths: Mapping[int, Path],
+    read_shapes: Callable[[], Shapes | None],
+    read_ties: Callable[[], Mapping[str, str]],
+    world_size: int | None = None,
 ) -> StoredCheckpoint:
     """Return a reader over the files of all ranks, reading no tensor data.
 
@@ -47,6 +52,7 @@ def open_rank_files(
         directory: The folder with `config.json`.
         paths: Rank → its file.
         read_shapes: Returns name → shape of the model's tensors, None if not known; asked for LOCAL files only.
+        read_ties: Returns each second name of a tied tensor → its first; asked where LOCAL files lack a name.
         world_size: How many ranks there were, where the files' names say so.
 
     Raises:
@@ -57,12 +63,12 @@ def open_rank_files(
     files = [_read_rank_file(path, rank) for rank, path in sorted(paths.items())]
     world_size = _check_ranks(directory, files, world_size)
     _check_names(directory, files)
-    parameters = {name for name in files[0].sharded if not _is_flat(name)}
-    if parameters:
+    _refuse_flat(directory, files)
+    if any(not _is_flat(name) for name in files[0].sharded):
         tensors = _join_sharded(files)
         kind = "FSDP sharded"
     else:
-        tensors = _join_slices(directory, files, read_shapes())
+        tensors = _join_slices(directory, files, read_shapes(), read_ties)
         kind = "FSDP local"
     return StoredCheckpoint(
         directory=directory,
@@ -153,7 +159,7 @@ def _shape(file: RankFile, name: str) -> tuple[int, ...] | None:
 def _join_sharded(files: list[RankFile]) -> dict[str, StoredTensor]:
     """Return every tensor, put together from the boxes of all ranks; plain ones are buffers that each rank has."""
     tensors: dict[str, StoredTensor] = {}
-    for name in (*files[0].sharded, *files[0].plain):
+    for name in (name for name in (*files[0].sharded, *files[0].plain) if not _is_flat(name)):
         if name in files[0].plain:
             tensors[name] = files[0].plain[name]
             continue
@@ -188,17 +194,43 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     return b"".join(one.chunks()) == b"".join(other.chunks())
 
 
-def _join_slices(directory: Path, files: list[RankFile], shapes: Shapes | None) -> dict[str, StoredTensor]:
-    """Return every tensor of LOCAL files: the ranks' 1-D slices end to end, under the shape that is known for it."""
-    flat = [name for name in files[0].sharded if _is_flat(name)]
-    names = [name for name in files[0].plain if not _is_flat(name)]
-    if not names:
+def _refuse_flat(directory: Path, files: list[RankFile]) -> None:
+    """Refuse flat parameters that are not there as slices as well (use_orig_params=False).
+
+    With use_orig_params each weight is a view of the flat one, so some rank's slice lies in the same storage. Without,
+    no file says where in the flat parameter each weight lies.
+    """
+    flat = {name for name in (*files[0].sharded, *files[0].plain) if _is_flat(name)}
+    for file in files:
+        sliced = {part.block for name in file.plain if not _is_flat(name) for part in file.plain[name].ranges}
+        flat -= {name for name in flat if _blocks(file, name) & sliced}
+    if flat:
         raise CheckpointError(
-            f"{directory} holds flat parameters only",
+            f"{directory} holds flat parameters, each of many weights in one",
             expected="a slice per parameter, as FSDP1 saves with use_orig_params=True",
-            got=list_some([*flat, *files[0].plain]),
+            got=list_some(flat),
             remedy="no file says where each parameter lies; save with FULL_STATE_DICT or SHARDED_STATE_DICT",
         )
+
+
+def _blocks(file: RankFile, name: str) -> set[StoredBlock]:
+    """Return the storages of the rank's own part of a tensor."""
+    if name in file.plain:
+        return {part.block for part in file.plain[name].ranges}
+    held = file.sharded[name]
+    parts = [box.part for box in held.boxes] if held.local is None else [held.local]
+    return {window.block for part in parts for window in part.ranges}
+
+
+def _is_flat(name: str) -> bool:
+    return name.rpartition(".")[2] == _FLAT_PARAM
+
+
+def _join_slices(
+    directory: Path, files: list[RankFile], shapes: Shapes | None, read_ties: Callable[[], Mapping[str, str]]
+) -> dict[str, StoredTensor]:
+    """Return every tensor of LOCAL files: the ranks' 1-D slices end to end, under the shape that is known for it."""
+    names = [name for name in files[0].plain if not _is_flat(name)]
     if shapes is None:
         raise CheckpointError(
             f"{directory} holds FSDP's LOCAL state dict, which keeps no shapes",
@@ -214,7 +246,22 @@ def _join_slices(directory: Path, files: list[RankFile], shapes: Shapes | None) 
             got=list_some(unknown),
             remedy="use the config.json that the checkpoint was trained with",
         )
+    if shapes.keys() - set(names):
+        _refuse_missing(directory, set(names), shapes, read_ties())
     return {name: _join_slice(name, shapes[name], files) for name in names}
+
+
+def _refuse_missing(directory: Path, found: set[str], shapes: Shapes, ties: Mapping[str, str]) -> None:
+    """Refuse a model of which a tensor is under none of its names."""
+    held = {ties.get(name, name) for name in found}
+    missing = [name for name in shapes if ties.get(name, name) not in held]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks tensors of the model that config.json describes",
+            expected=f"its {len(shapes)} names",
+            got=f"none called {list_some(missing)}",
+            remedy="use the config.json that the checkpoint was trained with, or save with SHARDED_STATE_DICT",
+        )
 
 
 def _join_slice(name: str, shape: tuple[int, ...], files: list[RankFile]) -> StoredTensor:
@@ -233,7 +280,3 @@ def _join_slice(name: str, shape: tuple[int, ...], files: list[RankFile]) -> Sto
         got=" + ".join(str(part.numel) for part in parts[:8]),
         remedy="a rank's file is of another run, or config.json is of another model",
     )
-
-
-def _is_flat(name: str) -> bool:
-    return name.rpartition(".")[2] == _FLAT_PARAM
