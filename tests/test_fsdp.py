@@ -92,6 +92,8 @@ READ_ALIKE = [
     ),
     *("w4/columns_dcp", "w4/columns_rank_files", "w4/hybrid_dcp", "w4/hybrid_rank_files"),
     *("w4/grid_dcp", "w4/grid_rank_files", "w4/hybrid_lowest"),
+    # Statistics of BatchNorm differ between ranks: they are rank 0's, as its truth is.
+    *("w2/statistics", "w4/statistics"),
     *("w2/holder_full", "w2/holder_sharded", "w2/compiled_dcp", "w2/compiled_rank_files", "w2/local_untied"),
 ]
 
@@ -246,6 +248,32 @@ def test_a_full_state_dict_keeps_parameters_without_elements_and_refuses_anythin
     assert_equal(open_checkpoint(tmp_path / "model.pt"), {"a": torch.ones(2), "empty": torch.ones(0, 4)})
     torch.save({"a": torch.ones(2), "placeholder": torch.ones(0)}, tmp_path / "model.pt")
     assert "ZeRO stage 3" in refusal(lambda: open_checkpoint(tmp_path / "model.pt"))
+
+
+def test_rank_files_tell_tied_names(trained: Path, tmp_path: Path) -> None:
+    assert open_checkpoint(trained / "w2/rank_files").tied == {"head.weight": "embed.weight"}
+    consolidate(trained / "w2/rank_files", tmp_path / "out")
+    assert "head.weight" not in load_file(tmp_path / "out/model.safetensors")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_plain_weight_that_differs_between_ranks_is_refused_by_name(trained: Path, world_size: int) -> None:
+    checkpoint = open_checkpoint(trained / f"w{world_size}/ignored")
+    message = refusal(checkpoint.verify)
+    assert "rank0.bin disagree with the float32 copy in" in message and "rank1.bin on ignored.bias, ignored.weight" in (
+        message
+    )
+
+
+def test_a_plain_tensor_of_another_shape_on_another_rank_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "w2/statistics", tmp_path / "shapes")
+    path = folder / "pytorch_model_fsdp_0_rank1.bin"
+    state = torch.load(path, weights_only=False)
+    state["norm.running_mean"] = torch.zeros(7)
+    torch.save(state, path)
+    assert "got others in pytorch_model_fsdp_0_rank1.bin: norm.running_mean" in (
+        refusal(lambda: open_checkpoint(folder))
+    )
 
 
 def test_two_models_by_accelerate_are_refused_naming_both_files(trained: Path) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from export.checkpoints.assembled_tensor import Box, assemble
+from export.checkpoints.fsdp_full import EXTRA_STATE
 from export.checkpoints.fsdp_placements import RankTensor, find_boxes, is_sharded, read_rank_tensor
 from export.checkpoints.paths import check_inside
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
 from export.checkpoints.zip_archive import StoredBlock
@@ -26,6 +27,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # torch 2.13, torch/distributed/fsdp/_flat_param.py: the one parameter that FSDP1 makes of many.
 _FLAT_PARAM = "_flat_param"
+# torch 2.13, torch/nn/modules/batchnorm.py.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _RECOPY = "copy the whole checkpoint again, from every node"
 
 
@@ -65,6 +68,7 @@ def open_rank_files(
     _check_names(directory, files)
     _refuse_flat(directory, files)
     if any(not _is_flat(name) for name in files[0].sharded):
+        _check_plain(directory, files)
         tensors = _join_sharded(files)
         kind = "FSDP sharded"
     else:
@@ -74,6 +78,8 @@ def open_rank_files(
         directory=directory,
         format_name=f"{kind} state dict, {len(files)} rank file{'s' if len(files) > 1 else ''}",
         tensors=tensors,
+        tied=find_tied(tensors),
+        copies=_list_copies(files, tensors),
         zero_size=frozenset(name for name, tensor in tensors.items() if 0 in tensor.shape),
         facts=CheckpointFacts(trainer="FSDP", world_size=world_size),
         archives=tuple(file.path for file in files),
@@ -94,7 +100,7 @@ def _read_rank_file(path: Path, rank: int) -> RankFile:
             plain[name] = value
         elif isinstance(name, str) and is_sharded(value):
             sharded[name] = read_rank_tensor(value, name, path)
-        else:
+        elif not isinstance(name, str) or not name.endswith(EXTRA_STATE):
             unknown.append(name)
     if unknown:
         raise CheckpointError(
@@ -156,8 +162,35 @@ def _shape(file: RankFile, name: str) -> tuple[int, ...] | None:
     return file.sharded[name].shape if name in file.sharded else None
 
 
+def _check_plain(directory: Path, files: list[RankFile]) -> None:
+    """Check that what every rank has whole is of one shape and dtype; the bytes are compared as they are read."""
+    for file in files[1:]:
+        pairs = ((name, file.plain[name], tensor) for name, tensor in files[0].plain.items())
+        different = [name for name, one, other in pairs if (one.shape, one.dtype) != (other.shape, other.dtype)]
+        if different:
+            raise CheckpointError(
+                f"tensors in {directory} are not the same on every rank",
+                expected=f"the shapes and dtypes of {files[0].path.name}",
+                got=f"others in {file.path.name}: {list_some(different)}",
+                remedy="files of two runs are mixed; " + _RECOPY,
+            )
+
+
+def _list_copies(files: list[RankFile], tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], ...]:
+    """Return what the other ranks have of each tensor that is taken from rank 0 alone: copies that must agree.
+
+    Statistics of BatchNorm need not: without SyncBatchNorm each rank keeps its own, and trainers save rank 0's.
+    """
+    whole = [
+        name
+        for name, tensor in files[0].plain.items()
+        if tensors.get(name) is tensor and name.rpartition(".")[2] not in _STATISTICS
+    ]
+    return tuple({name: file.plain[name] for name in whole} for file in files[1:])
+
+
 def _join_sharded(files: list[RankFile]) -> dict[str, StoredTensor]:
-    """Return every tensor, put together from the boxes of all ranks; plain ones are buffers that each rank has."""
+    """Return every tensor, put together from the boxes of all ranks; plain ones are rank 0's (`_list_copies`)."""
     tensors: dict[str, StoredTensor] = {}
     for name in (name for name in (*files[0].sharded, *files[0].plain) if not _is_flat(name)):
         if name in files[0].plain:
