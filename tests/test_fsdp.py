@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from transformers import GPT2Config
 
 from export.checkpoints import StoredCheckpoint, fsdp, open_checkpoint
@@ -90,7 +91,10 @@ READ_ALIKE = [
         "w4/verl",
     ),
     *("w4/columns_dcp", "w4/columns_rank_files", "w4/hybrid_dcp", "w4/hybrid_rank_files"),
-    *("w4/grid_dcp", "w4/grid_rank_files"),
+    *("w4/grid_dcp", "w4/grid_rank_files", "w4/hybrid_lowest"),
+    # Statistics of BatchNorm differ between ranks: they are rank 0's, as its truth is.
+    *("w2/statistics", "w4/statistics"),
+    *("w2/holder_full", "w2/holder_sharded", "w2/compiled_dcp", "w2/compiled_rank_files", "w2/local_untied"),
 ]
 
 
@@ -133,6 +137,9 @@ def test_facts_tell_ranks_and_step(trained: Path) -> None:
     assert app.format_name == "torch.distributed.checkpoint, 4 files"
     assert open_checkpoint(trained / "w2/accelerate_full").facts.world_size == 2
     assert open_checkpoint(trained / "w4/verl").facts.world_size == 4
+    # Two of the ranks had nothing to save, which their empty files show.
+    lowest = open_checkpoint(trained / "w4/hybrid_lowest")
+    assert (lowest.facts.world_size, lowest.format_name) == (4, "torch.distributed.checkpoint, 2 files")
 
 
 def test_the_trainers_step_is_found_beside_the_shards(trained: Path, tmp_path: Path) -> None:
@@ -177,13 +184,101 @@ def test_a_folder_above_the_checkpoint_is_refused_naming_the_right_one(trained: 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_prefix_of_a_wrapper_is_taken_off_where_every_name_has_it(tmp_path: Path) -> None:
-    dcp.save(
-        {"module.a.weight": torch.ones(2), "module.b": torch.ones(0)}, checkpoint_id=tmp_path / "all", no_dist=True
-    )
-    assert_equal(open_checkpoint(tmp_path / "all"), {"a.weight": torch.ones(2), "b": torch.ones(0)})
+def test_the_prefix_of_a_wrapper_is_taken_off_where_every_name_has_it_and_told(tmp_path: Path) -> None:
+    state = {"module.a.weight": torch.ones(2), "module.b": torch.ones(0)}
+    dcp.save(state, checkpoint_id=tmp_path / "all", no_dist=True)
+    (tmp_path / "full").mkdir()
+    torch.save(state, tmp_path / "full/pytorch_model_fsdp.bin")
+    for folder, kind in (("all", "torch.distributed.checkpoint, 1 file"), ("full", "FSDP full state dict, 1 file")):
+        assert_equal(open_checkpoint(tmp_path / folder), {"a.weight": torch.ones(2), "b": torch.ones(0)})
+        assert open_checkpoint(tmp_path / folder).format_name == f"{kind}, without prefix module."
     dcp.save({"module.a": torch.ones(2), "b": torch.ones(1)}, checkpoint_id=tmp_path / "one", no_dist=True)
     assert_equal(open_checkpoint(tmp_path / "one"), {"module.a": torch.ones(2), "b": torch.ones(1)})
+    assert open_checkpoint(tmp_path / "one").format_name == "torch.distributed.checkpoint, 1 file"
+
+
+def test_what_torch_compile_put_inside_names_is_taken_off_and_told(trained: Path, tmp_path: Path) -> None:
+    assert open_checkpoint(trained / "w2/compiled_dcp").format_name.endswith(", without _orig_mod. inside names")
+    state = {"a._orig_mod.w": torch.ones(2), "a.w": torch.ones(2), "my_orig_mod.w": torch.ones(1)}
+    torch.save(state, tmp_path / "pytorch_model_fsdp.bin")
+    assert "become one without their wrappers' names: expected one tensor under each name, got a._orig_mod.w, a.w" in (
+        refusal(lambda: open_checkpoint(tmp_path))
+    )
+    del state["a.w"]
+    torch.save(state, tmp_path / "pytorch_model_fsdp.bin")
+    assert sorted(open_checkpoint(tmp_path).tensors) == ["a.w", "my_orig_mod.w"]
+
+
+@pytest.mark.parametrize("variant", ["holder_full", "holder_sharded"])
+def test_a_gathered_copy_is_compared_under_the_names_of_the_shards(trained: Path, tmp_path: Path, variant: str) -> None:
+    folder = copy(trained / "w2" / variant, tmp_path / "both")
+    truth = read_truth(trained / "w2" / variant)
+    # Safetensors refuses two names of one storage, so the tied name is left out.
+    gathered = {name: tensor.clone() for name, tensor in truth.items() if name != "model.lm_head.weight"}
+    save_file(gathered, folder / "model.safetensors")
+    assert_equal(open_checkpoint(folder), truth)
+    assert open_checkpoint(folder).facts.missing == ()
+    save_file({f"_orig_mod.{name}": tensor for name, tensor in gathered.items()}, folder / "model.safetensors")
+    assert_equal(open_checkpoint(folder), truth)
+    gathered["model.transformer.wpe.weight"][0, 0] += 1
+    for prefix in ("", "_orig_mod."):
+        save_file({f"{prefix}{name}": tensor for name, tensor in gathered.items()}, folder / "model.safetensors")
+        message = refusal(open_checkpoint(folder).verify)
+        assert "model.safetensors on model.transformer.wpe.weight: expected the same" in message
+
+
+def test_a_gathered_copy_under_other_names_is_told_as_not_compared(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "w2/holder_full", tmp_path / "both")
+    save_file({"transformer.wpe.weight": torch.ones(8, 12)}, folder / "model.safetensors")
+    assert open_checkpoint(folder).facts.missing == (
+        "a comparison with the gathered copy on transformer.wpe.weight: the shards have no such names",
+    )
+
+
+def test_a_full_state_dict_keeps_parameters_without_elements_and_refuses_anything_else(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model_fsdp.bin"
+    state = {"a": torch.ones(2), "empty": torch.ones(0, 4), "a._extra_state": b"no tensor"}
+    torch.save(state, path)
+    assert_equal(open_checkpoint(tmp_path), {"a": torch.ones(2), "empty": torch.ones(0, 4)})
+    torch.save({"model": state}, path)
+    assert "is no full state dict: expected names and tensors, got other values under model" in (
+        refusal(lambda: open_checkpoint(tmp_path))
+    )
+    torch.save({"model": {"a": torch.ones(2), "empty": torch.ones(0, 4)}}, tmp_path / "model.pt")
+    assert_equal(open_checkpoint(tmp_path / "model.pt"), {"a": torch.ones(2), "empty": torch.ones(0, 4)})
+    torch.save({"a": torch.ones(2), "placeholder": torch.ones(0)}, tmp_path / "model.pt")
+    assert "ZeRO stage 3" in refusal(lambda: open_checkpoint(tmp_path / "model.pt"))
+
+
+def test_rank_files_tell_tied_names(trained: Path, tmp_path: Path) -> None:
+    assert open_checkpoint(trained / "w2/rank_files").tied == {"head.weight": "embed.weight"}
+    consolidate(trained / "w2/rank_files", tmp_path / "out")
+    assert "head.weight" not in load_file(tmp_path / "out/model.safetensors")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_plain_weight_that_differs_between_ranks_is_refused_by_name(trained: Path, world_size: int) -> None:
+    checkpoint = open_checkpoint(trained / f"w{world_size}/ignored")
+    message = refusal(checkpoint.verify)
+    assert "rank0.bin disagree with the float32 copy in" in message and "rank1.bin on ignored.bias, ignored.weight" in (
+        message
+    )
+
+
+def test_a_plain_tensor_of_another_shape_on_another_rank_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "w2/statistics", tmp_path / "shapes")
+    path = folder / "pytorch_model_fsdp_0_rank1.bin"
+    state = torch.load(path, weights_only=False)
+    state["norm.running_mean"] = torch.zeros(7)
+    torch.save(state, path)
+    assert "got others in pytorch_model_fsdp_0_rank1.bin: norm.running_mean" in (
+        refusal(lambda: open_checkpoint(folder))
+    )
+
+
+def test_two_models_by_accelerate_are_refused_naming_both_files(trained: Path) -> None:
+    message = refusal(lambda: open_checkpoint(trained / "w2/accelerate_two"))
+    assert "holds several models" in message and "got model.safetensors, model_1.safetensors; copy the one" in message
 
 
 def test_verls_configuration_is_found_in_its_folder(trained: Path, tmp_path: Path) -> None:
@@ -359,6 +454,32 @@ def test_metadata_lists_what_is_no_tensor_apart(trained: Path) -> None:
     assert metadata.tensors["app.model.inner.weight"].path == ("app", "model", "inner.weight")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_dtype_that_is_not_read_matters_in_the_model_alone(tmp_path: Path) -> None:
+    waves = torch.ones(3, dtype=torch.complex64)
+    dcp.save({"model": {"a": torch.ones(2)}, "waves": waves}, checkpoint_id=tmp_path / "beside", no_dist=True)
+    assert_equal(open_checkpoint(tmp_path / "beside"), {"a": torch.ones(2)})
+    dcp.save({"model": {"a": torch.ones(2), "waves": waves}}, checkpoint_id=tmp_path / "inside", no_dist=True)
+    assert "holds tensors that are not read: waves: expected dense tensors of real numbers, got complex64" in (
+        refusal(lambda: open_checkpoint(tmp_path / "inside"))
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_state_pickled_whole_and_the_safetensors_encoding_are_refused_as_what_they_are(tmp_path: Path) -> None:
+    state = {"model": {"a": torch.ones(2)}}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "whole", planner=planner, no_dist=True)
+    assert "only objects that one rank pickled whole: expected a place for each tensor's chunks, got model;" in (
+        refusal(lambda: open_checkpoint(tmp_path / "whole"))
+    )
+    writer = dcp.FileSystemWriter(tmp_path / "encoded", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert "__0_0.distcp is in safetensors, an encoding of .distcp files that is not read" in (
+        refusal(lambda: open_checkpoint(tmp_path / "encoded"))
+    )
+
+
 class Unchanged(StreamTransformExtension):
     """An extension as users write them, in place of the compressing one, which needs another package."""
 
@@ -473,15 +594,23 @@ def test_local_state_dicts_need_shapes_and_say_so(trained: Path, tmp_path: Path)
     assert "the slices of transformer.wte.weight do not make up" in refusal(
         lambda: fsdp.open_folder(folder, shapes=wrong)
     )
+    more = shapes | {"transformer.more.weight": (2,)}
+    assert "lacks tensors of the model that config.json describes" in (
+        refusal(lambda: fsdp.open_folder(folder, shapes=more))
+    )
     del wrong["transformer.wte.weight"]
     assert "lacks: expected the names of that model" in refusal(lambda: fsdp.open_folder(folder, shapes=wrong))
     (folder / "pytorch_model_fsdp_rank1.bin").unlink()
     assert "without rank 001" in refusal(lambda: fsdp.open_folder(folder, shapes=shapes))
 
 
-def test_flat_parameters_alone_are_refused_with_the_reason(trained: Path) -> None:
-    message = refusal(lambda: open_checkpoint(trained / "w2/local_flat"))
-    assert "holds flat parameters only" in message and "no file says where each parameter lies" in message
+@pytest.mark.parametrize("variant", ["local_flat", "local_buffers"])
+def test_flat_parameters_are_refused_with_the_reason(trained: Path, tmp_path: Path, variant: str) -> None:
+    folder = copy(trained / "w2" / variant, tmp_path / "flat")
+    for _ in ("with config.json, where there is one", "without"):
+        message = refusal(lambda: open_checkpoint(folder))
+        assert "holds flat parameters" in message and "no file says where each parameter lies; save with" in message
+        (folder / "config.json").unlink(missing_ok=True)
 
 
 def store(path: Path, tensor: torch.Tensor) -> StoredTensor:

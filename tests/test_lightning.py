@@ -48,6 +48,17 @@ def test_it_is_the_live_model_bit_for_bit_and_loads_by_from_pretrained(
     assert all(torch.equal(tensor, truth[key]) for key, tensor in model.state_dict().items())
 
 
+def test_a_sharded_folder_keeps_lightnings_names_and_tells_its_step(trained: Path) -> None:
+    truth = torch.load(trained / "sharded.truth.pt")
+    checkpoint = open_checkpoint(trained / "sharded/last.ckpt")
+    assert checkpoint.format_name == "torch.distributed.checkpoint, 2 files"
+    assert (checkpoint.facts.world_size, checkpoint.facts.step) == (2, 3)
+    assert checkpoint.facts.trainer is not None and checkpoint.facts.trainer.startswith("Lightning 2.")
+    assert checkpoint.specs().keys() == truth.keys()
+    for key, tensor in truth.items():
+        assert torch.equal(checkpoint.read(key), tensor), key
+
+
 def test_a_folder_named_like_a_file_is_told_to_be_passed_itself(trained: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no checkpoint: .* got last\.ckpt/; pass one of last\.ckpt/"):
         open_checkpoint(trained / "zero3")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 
 class Net(nn.Module):
@@ -56,6 +64,36 @@ class Net(nn.Module):
         return self.head(hidden * self.scale(hidden))
 
 
+class Normed(nn.Module):
+    """Statistics that every rank keeps for itself, a layer for FSDP to ignore, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.ignored = nn.Linear(6, 3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.ignored(self.norm(self.inner(numbers)))
+
+    def get_extra_state(self) -> bytes:
+        return b"no tensor"
+
+    def set_extra_state(self, state: bytes) -> None:
+        assert state == b"no tensor"
+
+
+class Holder(nn.Module):
+    """A model as the one attribute of another module, which is a name of its own and no wrapper's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_gpt2()
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.model(ids)
+
+
 def make_gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(3)
     sizes = {"vocab_size": 31, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 2}
@@ -67,6 +105,7 @@ def gather(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in state.items()
+        if isinstance(value, torch.Tensor)
     }
 
 
@@ -126,6 +165,33 @@ def save_fsdp2(out: Path) -> None:
     torch.save(state, out / "verl" / f"model_world_size_{world_size}_rank_{rank}.pt")
 
 
+def save_normed(out: Path) -> None:
+    """Rank files with plain tensors: equal on every rank but for statistics, then with different weights as well."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(11)
+    model = Normed()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), ignored_params=set(model.ignored.parameters()))
+    torch.manual_seed(rank)
+    loss = model(torch.randn(4, 5)).sum()
+    keep_truth(out, ["statistics", "ignored"], gather(model.state_dict()))
+    torch.save(model.state_dict(), out / "statistics" / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1)).step()
+    torch.save(model.state_dict(), out / "ignored" / f"pytorch_model_fsdp_0_rank{rank}.bin")
+
+
+def save_compiled(out: Path) -> None:
+    """torch.compile of one block, as torchtitan does it; it is never called, so nothing is compiled."""
+    torch.manual_seed(12)
+    model = shard(Net(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    truth = gather(model.state_dict())
+    model.inner = torch.compile(model.inner)
+    state = model.state_dict()
+    keep_truth(out, ["compiled_dcp", "compiled_rank_files"], truth)
+    dcp.save({"model": state}, checkpoint_id=out / "compiled_dcp")
+    torch.save(state, out / "compiled_rank_files" / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
+
+
 def save_bf16(out: Path) -> None:
     torch.manual_seed(8)
     model = shard(Net().to(torch.bfloat16), init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -165,8 +231,11 @@ def save_hybrid(out: Path) -> None:
     model = shard(Net(), mesh)
     step(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     state = model.state_dict()
-    keep_truth(out, ["hybrid_dcp", "hybrid_rank_files"], gather(state))
+    keep_truth(out, ["hybrid_dcp", "hybrid_lowest", "hybrid_rank_files"], gather(state))
     dcp.save(state, checkpoint_id=out / "hybrid_dcp")
+    # The second replica has nothing to save then, and leaves empty files.
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    dcp.save(state, checkpoint_id=out / "hybrid_lowest", planner=planner)
     torch.save(state, out / "hybrid_rank_files" / f"pytorch_model_fsdp_0_rank{dist.get_rank()}.bin")
     weights = {"grid": torch.randn(7, 5), "rows": torch.randn(9, 3)}
     placements = {"grid": [Shard(0), Shard(1)], "rows": [Shard(0), Shard(0)]}
@@ -198,15 +267,29 @@ def save_fsdp1(out: Path) -> None:
         truth[name] = whole
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         local = model.state_dict()
-    keep_truth(out, ["fsdp1_dcp", "fsdp1_rank_files", "local", "local_flat"], truth)
+    keep_truth(out, ["fsdp1_dcp", "fsdp1_rank_files", "local", "local_flat", "local_buffers"], truth)
+    keep_truth(out, ["local_untied"], {name: tensor for name, tensor in truth.items() if name != "lm_head.weight"})
     if rank == 0:
         make_gpt2().config.save_pretrained(out / "local")
+        make_gpt2().config.save_pretrained(out / "local_untied")
     dcp.save({"model": state}, checkpoint_id=out / "fsdp1_dcp")
     torch.save(state, out / "fsdp1_rank_files" / f"pytorch_model_fsdp_0_rank{rank}.bin")
     torch.save(local, out / "local" / f"pytorch_model_fsdp_rank{rank}.bin")
-    flat = wrap_fsdp1(make_gpt2(), use_orig_params=False)
+    untied = {name: value for name, value in local.items() if name != "lm_head.weight"}
+    torch.save(untied, out / "local_untied" / f"pytorch_model_fsdp_rank{rank}.bin")
+    save_flat(make_gpt2(), out / "local_flat")
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 6], "depths": [1, 1], "layer_type": "basic", "num_labels": 3}
+    resnet = ResNetForImageClassification(ResNetConfig(**sizes, architectures=["ResNetForImageClassification"]))
+    if rank == 0:
+        resnet.config.save_pretrained(out / "local_buffers")
+    save_flat(resnet, out / "local_buffers")
+
+
+def save_flat(model: nn.Module, folder: Path) -> None:
+    """Leave the LOCAL state dict without use_orig_params: flat parameters, and buffers under their names."""
+    flat = wrap_fsdp1(model, use_orig_params=False)
     with FullyShardedDataParallel.state_dict_type(flat, StateDictType.LOCAL_STATE_DICT):
-        torch.save(flat.state_dict(), out / "local_flat" / f"pytorch_model_fsdp_rank{rank}.bin")
+        torch.save(flat.state_dict(), folder / f"pytorch_model_fsdp_rank{dist.get_rank()}.bin")
 
 
 def make_plugin(state_dict_type: str) -> FullyShardedDataParallelPlugin:
@@ -226,18 +309,27 @@ def reset_accelerate() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def save_accelerate(out: Path, name: str, state_dict_type: str | None) -> None:
+def save_accelerate(
+    out: Path, name: str, state_dict_type: str | None, make_model: Callable[[], nn.Module] = make_gpt2
+) -> None:
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
     if state_dict_type is not None:
         turn_fsdp_on(accelerator, state_dict_type)
-    model = make_gpt2()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)
     step(model, optimizer)
     state = accelerator.unwrap_model(model).state_dict() if state_dict_type is None else model.state_dict()
     keep_truth(out, [name], gather(state))
     accelerator.save_state(str(out / name))
+
+
+def save_two_models(out: Path) -> None:
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(3, 4), nn.Linear(4, 5))
+    accelerator.save_state(str(out / "accelerate_two"))
 
 
 class FsdpTrainer(Trainer):
@@ -268,16 +360,20 @@ def run_rank(world_size: int, out: Path) -> None:
     dist.init_process_group("gloo")
     save_fsdp2(out)
     save_columns(out)
+    save_normed(out)
     if world_size == 4:
         save_hybrid(out)
     else:
         save_bf16(out)
+        save_compiled(out)
         save_fsdp1(out)
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
             suffix = kind.partition("_")[0].lower()
             save_accelerate(out, f"accelerate_{suffix}", kind)
+            save_accelerate(out, f"holder_{suffix}", kind, Holder)
             save_by_trainer(out, f"trainer_{suffix}", kind)
         save_accelerate(out, "accelerate_ddp", None)
+        save_two_models(out)
 
 
 def launch(out: Path, world_size: int) -> None:

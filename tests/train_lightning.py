@@ -1,9 +1,9 @@
-"""Real training with PyTorch Lightning on the CPU: its own `.ckpt`, and the folder that its DeepSpeed strategy leaves.
+"""Real training with PyTorch Lightning on the CPU: its own `.ckpt`, and the folders of its DeepSpeed and FSDP2.
 
     python tests/train_lightning.py OUT
 
-Leaves OUT/plain/last.ckpt, OUT/zero3/last.ckpt/ of two ranks, and beside each OUT/<name>.truth.pt: {name: tensor}, the
-live weights without Lightning's names.
+Leaves OUT/plain/last.ckpt, OUT/zero3/last.ckpt/ and OUT/sharded/last.ckpt/ of two ranks, and beside each
+OUT/<name>.truth.pt: {name: tensor}, the live weights without Lightning's names; those of `sharded` with them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from train_zero import Variant, gather_truth, join_ranks, make_gpt2  # isort: sk
 import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.strategies import DeepSpeedStrategy
+from pytorch_lightning.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from ranks import fork_ranks
+from torch.distributed.fsdp import fully_shard
 
 
 class Module(lightning.LightningModule):
@@ -52,7 +53,7 @@ class CpuDeepSpeedStrategy(DeepSpeedStrategy):
         return torch.device("cpu", 0)
 
 
-def fit(out: Path, **options: Any) -> lightning.Trainer:
+def fit(out: Path, module_class: type[Module] = Module, **options: Any) -> lightning.Trainer:
     trainer = lightning.Trainer(
         max_steps=3,
         logger=False,
@@ -63,7 +64,7 @@ def fit(out: Path, **options: Any) -> lightning.Trainer:
     )
     ids = torch.arange(64).reshape(8, 8)
     kinds = [Any, dict[str, int], int | None, Optional[int]]  # noqa: UP045
-    module = Module(tags={"run": ["a", None, 1.5], "kinds": kinds})
+    module = module_class(tags={"run": ["a", None, 1.5], "kinds": kinds})
     trainer.fit(module, torch.utils.data.DataLoader(ids, batch_size=2))
     return trainer
 
@@ -85,8 +86,33 @@ def train_zero3(out: Path, rank: int) -> None:
         torch.save({names[name]: tensor for name, tensor in truth.items()}, out / "zero3.truth.pt")
 
 
+class ShardedModule(Module):
+    """The same, sharded by FSDP2 as Lightning's strategy for it asks."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+class CpuModelParallelStrategy(ModelParallelStrategy):
+    """Lightning takes the accelerator of the rank's number; a CPU has none."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def train_sharded(out: Path, rank: int) -> None:
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    strategy = CpuModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    trainer = fit(out / "sharded", ShardedModule, strategy=strategy, accelerator="cpu", devices=2)
+    truth = {name: tensor.full_tensor() for name, tensor in trainer.lightning_module.state_dict().items()}
+    if rank == 0:
+        torch.save(truth, out / "sharded.truth.pt")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     chosen = Path(sys.argv[1])
     train_plain(chosen)
+    fork_ranks(2, lambda rank: train_sharded(chosen, rank))
     fork_ranks(2, lambda rank: train_zero3(chosen, rank))

@@ -49,11 +49,13 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
     """
     metadata = _read_metadata(directory)
     _check_files(directory, metadata)
+    _refuse_objects_alone(directory, metadata)
     chosen = select_model(metadata.tensors, directory, sub_tree)
+    _refuse_unread(directory, chosen)
     tensors = {name: _assemble(directory, tensor) for name, tensor in chosen.items()}
     _refuse_doubles(tensors)
     names = {region.file_name for region in metadata.regions}
-    ranks = {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
+    ranks = {int(match[1]) for match in map(_SHARD.fullmatch, (*names, *_list_shards(directory))) if match}
     return StoredCheckpoint(
         directory=directory,
         format_name=f"torch.distributed.checkpoint, {len(names)} file{'s' if len(names) > 1 else ''}",
@@ -61,7 +63,8 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
         zero_size=frozenset(name for name, tensor in chosen.items() if 0 in tensor.shape),
         facts=CheckpointFacts(
             trainer="torch.distributed.checkpoint",
-            # Ranks that had nothing to save wrote no file, so there may have been more.
+            # A rank with nothing to save leaves an empty file, or none where each tensor has its own: there may have
+            # been more.
             world_size=max(ranks) + 1 if ranks else None,
             step=_read_step(directory, metadata),
         ),
@@ -100,7 +103,8 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
             got=f"none called {list_some(missing)}",
             remedy="each node may have kept only its own ranks: " + _RECOPY,
         )
-    extra = [name for name in _list_shards(directory) if name not in ends]
+    # A rank that had nothing to save leaves an empty file (torch 2.13, filesystem.py, `_write_files_from_queue`).
+    extra = [name for name in _list_shards(directory) if name not in ends and not _is_empty(directory / name)]
     if extra:
         raise CheckpointError(
             f"{directory} has files that {METADATA_FILE} does not name",
@@ -112,6 +116,7 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
         check_inside(directory / name, directory)
         size = (directory / name).stat().st_size
         if size != end:
+            _refuse_safetensors(directory / name)
             raise CheckpointError(
                 f"{directory / name} is {'cut off' if size < end else 'of another save'}",
                 expected=f"{end} bytes, as {METADATA_FILE} says",
@@ -120,11 +125,52 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
             )
 
 
+def _is_empty(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size == 0
+
+
+def _refuse_safetensors(path: Path) -> None:
+    """Refuse a file by `SerializationFormat.SAFETENSORS`: the metadata's places are not those in it."""
+    with path.open("rb") as file:
+        head = file.read(16)
+    # The header's length, then the header, which is JSON.
+    if head[8:10] == b'{"':
+        raise CheckpointError(
+            f"{path} is in safetensors, an encoding of .distcp files that is not read",
+            expected="SerializationFormat.TORCH_SAVE, the default",
+            got="SerializationFormat.SAFETENSORS",
+            remedy="load it and save it with the default, or with HuggingFaceStorageWriter, which is read",
+        )
+
+
+def _refuse_objects_alone(directory: Path, metadata: DcpMetadata) -> None:
+    """Refuse a state dict that was pickled whole: rank 0's object is kept, with rank 0's part of each tensor."""
+    if metadata.objects and not metadata.tensors:
+        raise CheckpointError(
+            f"{directory} holds no tensor of its own, only objects that one rank pickled whole",
+            expected="a place for each tensor's chunks",
+            got=list_some(metadata.objects),
+            remedy="the other ranks' parts were never saved if it was sharded; save with flatten_state_dict=True",
+        )
+
+
+def _refuse_unread(directory: Path, tensors: Mapping[str, DcpTensor]) -> None:
+    unread = {name: tensor.dtype_name for name, tensor in tensors.items() if tensor.dtype is None}
+    if unread:
+        raise CheckpointError(
+            f"{directory} holds tensors that are not read: {list_some(unread)}",
+            expected="dense tensors of real numbers",
+            got=list_some(set(unread.values())),
+            remedy="save the model without them, or in another dtype",
+        )
+
+
 def _list_shards(directory: Path) -> list[str]:
     return sorted(entry.name for entry in directory.iterdir() if _SHARD.fullmatch(entry.name))
 
 
 def _assemble(directory: Path, tensor: DcpTensor) -> StoredTensor:
+    assert tensor.dtype is not None, "Bug: a dtype that is not read"
     boxes = []
     for chunk in tensor.chunks:
         if chunk.region is None or 0 in chunk.sizes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from export.checkpoints.dtypes import ElementType
-from export.checkpoints.torch_zip import Record, read_bare_pickle
+from export.checkpoints.torch_zip import GlobalName, Record, read_bare_pickle
 from export.errors import CheckpointError, list_some
 
 METADATA_FILE = ".metadata"
@@ -48,14 +48,16 @@ class DcpTensor:
         name: Its flat name: the keys of `path` joined by dots.
         path: The keys that lead to it in the nested dict that was saved.
         shape: Of the whole tensor.
-        dtype: Its element type.
+        dtype: Its element type; None for one that is not read, such as a complex one.
+        dtype_name: torch's name for it.
         chunks: What each rank saved of it.
     """
 
     name: str
     path: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: ElementType
+    dtype: ElementType | None
+    dtype_name: str
     chunks: tuple[Chunk, ...]
 
 
@@ -128,8 +130,8 @@ def merge_metadata(parts: Mapping[int, DcpMetadata]) -> DcpMetadata:
             raise _unlike(part.path, f"places in files __{rank}_*", list_some(foreign))
         for name, tensor in part.tensors.items():
             known = tensors.setdefault(name, tensor)
-            if (known.shape, known.dtype, known.path) != (tensor.shape, tensor.dtype, tensor.path):
-                raise _unlike(part.path, f"{name} as on the ranks before", f"{list(tensor.shape)} {tensor.dtype.name}")
+            if (known.shape, known.dtype_name, known.path) != (tensor.shape, tensor.dtype_name, tensor.path):
+                raise _unlike(part.path, f"{name} as on the ranks before", f"{list(tensor.shape)} {tensor.dtype_name}")
             chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in (*tensor.chunks, *known.chunks)}
             tensors[name] = replace(known, chunks=tuple(chunks.values()))
         objects = {**part.objects, **objects}
@@ -176,8 +178,10 @@ def _read_tensor(
     # TensorProperties has its own __getstate__: (dtype, layout, requires_grad, memory format, pinned).
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    if not _is_shape(shape) or not isinstance(chunks, list) or not isinstance(dtype, ElementType):
-        raise _unlike(path, f"shape, dtype and chunks of {name}", "something else, or a dtype that is not read")
+    # A dtype that is not read is only its name.
+    dtype_name = dtype.name if isinstance(dtype, (ElementType, GlobalName)) else ""
+    if not _is_shape(shape) or not isinstance(chunks, list) or not dtype_name:
+        raise _unlike(path, f"shape, dtype and chunks of {name}", "something else")
     found = []
     for chunk in chunks:
         offsets: Any = chunk.field("offsets") if isinstance(chunk, Record) else None
@@ -190,7 +194,14 @@ def _read_tensor(
         found.append(Chunk(offsets, sizes, region))
     if regions:
         raise _unlike(path, f"chunks of {name} at each place", f"none at {list_some(map(list, regions))}")
-    return DcpTensor(name=name, path=keys, shape=shape, dtype=dtype, chunks=tuple(found))
+    return DcpTensor(
+        name=name,
+        path=keys,
+        shape=shape,
+        dtype=dtype if isinstance(dtype, ElementType) else None,
+        dtype_name=dtype_name.removeprefix("torch."),
+        chunks=tuple(found),
+    )
 
 
 def _read_path(path: Path, paths: Any, name: str) -> tuple[str, ...]:

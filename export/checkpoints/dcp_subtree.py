@@ -77,7 +77,7 @@ def _is_optimizer(path: SubTree) -> bool:
 
 def _is_weight(tensor: DcpTensor) -> bool:
     """Tell a weight from counters and states of random generators, which have no float or only one."""
-    return tensor.dtype.is_floating_point and tensor.shape not in ((), (1,))
+    return tensor.dtype is not None and tensor.dtype.is_floating_point and tensor.shape not in ((), (1,))
 
 
 def _choose(groups: Mapping[SubTree, Mapping[str, DcpTensor]], source: Path) -> SubTree:

@@ -15,16 +15,20 @@ Names: Accelerate 1.15, utils/fsdp_utils.py. Optimizers (`optimizer_0`, `optimiz
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from export.checkpoints import dcp, dcp_safetensors, huggingface
 from export.checkpoints.dcp_metadata import METADATA_FILE
+from export.checkpoints.fsdp_full import open_full_file
+from export.checkpoints.fsdp_names import strip_wrappers
 from export.checkpoints.fsdp_ranks import Shapes, open_rank_files
-from export.checkpoints.model_shapes import read_model_shapes
+from export.checkpoints.model_shapes import read_model_shapes, read_model_ties
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.checkpoints.torch_file import PREFIXES, open_file, strip_prefixes
+from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, list_some
 
 LOOKED_FOR = "torch.distributed.checkpoint's .metadata, or FSDP's pytorch_model_fsdp*"
@@ -39,6 +43,10 @@ _SHARDED_FOLDER = "sharded"
 _SAFETENSORS_SHARDS = "shard-*.safetensors"
 # `random_states_R.pkl` by Accelerate, `rng_state_R.pth` by the Trainer: one per rank.
 _RANDOM_STATE = re.compile(r"(?:random_states|rng_state)_(\d+)\.(?:pkl|pth)")
+
+# Lightning's trainer beside the shards, as in its `.ckpt` (Lightning 2.6, lightning_fabric/utilities/load.py).
+_LIGHTNING_STATE = "meta.pt"
+_LIGHTNING_VERSION = "pytorch-lightning_version"
 
 
 def recognises(directory: Path) -> bool:
@@ -69,9 +77,19 @@ def open_folder(directory: Path, tag: str | None = None, *, shapes: Shapes | Non
         )
     kind = named or next(iter(kinds))
     sub_tree = None if named else tag
-    opened = _strip_wrappers(_open(directory, kind, kinds[kind], sub_tree, shapes))
-    gathered = huggingface.read_gathered(opened.directory)
-    return replace(opened, facts=_complete_facts(opened), copies=(gathered,) if gathered else ())
+    opened = _open(directory, kind, kinds[kind], sub_tree, shapes)
+    names, removed = strip_wrappers(opened.tensors, opened.directory)
+    gathered, unmatched = _match_gathered(opened.directory, names)
+    return StoredCheckpoint(
+        directory=opened.directory,
+        format_name=opened.format_name + removed,
+        tensors={names[name]: tensor for name, tensor in opened.tensors.items()},
+        tied={names[name]: names[holder] for name, holder in opened.tied.items()},
+        copies=(*({names[name]: tensor for name, tensor in copy.items()} for copy in opened.copies), gathered),
+        zero_size=frozenset(names[name] for name in opened.zero_size),
+        facts=_complete_facts(opened, unmatched),
+        archives=opened.archives,
+    )
 
 
 def _find_kinds(directory: Path) -> dict[str, Path]:
@@ -121,14 +139,15 @@ def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: 
     if kind == _SAFETENSORS_SHARDS:
         return dcp_safetensors.open_folder(directory, _find_home(directory))
     if path.is_file():
-        return replace(open_file(path), format_name="FSDP full state dict, 1 file")
+        return open_full_file(path)
     ranks, world_size = _find_rank_files(directory, kind)
     home = _find_home(directory)
 
     def read_shapes() -> Shapes | None:
         return shapes if shapes is not None else read_model_shapes(home)
 
-    return replace(open_rank_files(directory, ranks, read_shapes, world_size), directory=home)
+    opened = open_rank_files(directory, ranks, read_shapes, lambda: read_model_ties(home), world_size)
+    return replace(opened, directory=home)
 
 
 def _find_home(directory: Path) -> Path:
@@ -144,13 +163,24 @@ def _find_home(directory: Path) -> Path:
     )
 
 
-def _strip_wrappers(opened: StoredCheckpoint) -> StoredCheckpoint:
-    """Return `opened` without the names of DDP, Fabric or torch.compile, where every tensor has them."""
-    if not all(name.startswith(PREFIXES) for name in opened.tensors):
-        return opened
-    tensors, _ = strip_prefixes(opened.directory, opened.tensors)
-    renamed = dict(zip(opened.tensors, tensors, strict=True))
-    return replace(opened, tensors=tensors, zero_size=frozenset(renamed[name] for name in opened.zero_size))
+def _match_gathered(directory: Path, names: Mapping[str, str]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Return the gathered copy under the model's names, and what of it could not be matched, in words.
+
+    Args:
+        directory: The folder with the gathered copy, if there is one.
+        names: Name in the shards → name without wrappers.
+    """
+    gathered = huggingface.read_gathered(directory)
+    stripped, _ = strip_wrappers(gathered, directory)
+    # As the shards have it, where they have it: a copy that lacks a tied name may seem to have a prefix more.
+    matched = {names.get(name, stripped[name]): tensor for name, tensor in gathered.items()}
+    known = set(names.values())
+    unmatched = [name for name in matched if name not in known]
+    if not unmatched:
+        return matched, ()
+    return matched, (
+        f"a comparison with the gathered copy on {list_some(unmatched, 4)}: the shards have no such names",
+    )
 
 
 def _find_rank_files(directory: Path, kind: str) -> tuple[dict[int, Path], int | None]:
@@ -165,12 +195,34 @@ def _find_rank_files(directory: Path, kind: str) -> tuple[dict[int, Path], int |
     return ranks, world_size
 
 
-def _complete_facts(opened: StoredCheckpoint) -> CheckpointFacts:
-    """Return the facts with what the files beside the weights say: the number of ranks, and the Trainer's step."""
-    facts, directory = opened.facts, opened.directory
+def _complete_facts(opened: StoredCheckpoint, unmatched: tuple[str, ...]) -> CheckpointFacts:
+    """Return the facts with what the files beside the weights say: the number of ranks, the trainer and its step."""
+    facts, directory = replace(opened.facts, missing=(*opened.facts.missing, *unmatched)), opened.directory
     ranks = [int(match[1]) for entry in directory.iterdir() if (match := _RANDOM_STATE.fullmatch(entry.name))]
     if ranks:
         facts = replace(facts, world_size=max([*ranks, (facts.world_size or 1) - 1]) + 1)
+    if (directory / _LIGHTNING_STATE).is_file():
+        told = _read_lightning(directory)
+        facts = replace(
+            facts, trainer=told.trainer or facts.trainer, step=told.step if facts.step is None else facts.step
+        )
     if facts.step is None:
         facts = replace(facts, step=huggingface.read_facts(directory).step)
     return facts
+
+
+def _read_lightning(directory: Path) -> CheckpointFacts:
+    """Return what Lightning saved of its trainer beside the shards; it is only told, never used."""
+    path = directory / _LIGHTNING_STATE
+    check_inside(path, directory)
+    try:
+        content = open_torch_zip(path).content
+    except CheckpointError:
+        # Callbacks may keep what no weight needs.
+        return CheckpointFacts()
+    state = content if isinstance(content, dict) else {}
+    version, step = state.get(_LIGHTNING_VERSION), state.get("global_step")
+    return CheckpointFacts(
+        trainer=f"Lightning {version}" if isinstance(version, str) else None,
+        step=step if type(step) is int else None,
+    )

@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from export.checkpoints.assembled_tensor import Box, assemble
+from export.checkpoints.fsdp_full import EXTRA_STATE
 from export.checkpoints.fsdp_placements import RankTensor, find_boxes, is_sharded, read_rank_tensor
 from export.checkpoints.paths import check_inside
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError, list_some
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 # torch 2.13, torch/distributed/fsdp/_flat_param.py: the one parameter that FSDP1 makes of many.
 _FLAT_PARAM = "_flat_param"
+# torch 2.13, torch/nn/modules/batchnorm.py.
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _RECOPY = "copy the whole checkpoint again, from every node"
 
 
@@ -39,7 +43,11 @@ class RankFile:
 
 
 def open_rank_files(
-    directory: Path, paths: Mapping[int, Path], read_shapes: Callable[[], Shapes | None], world_size: int | None = None
+    directory: Path,
+    paths: Mapping[int, Path],
+    read_shapes: Callable[[], Shapes | None],
+    read_ties: Callable[[], Mapping[str, str]],
+    world_size: int | None = None,
 ) -> StoredCheckpoint:
     """Return a reader over the files of all ranks, reading no tensor data.
 
@@ -47,6 +55,7 @@ def open_rank_files(
         directory: The folder with `config.json`.
         paths: Rank → its file.
         read_shapes: Returns name → shape of the model's tensors, None if not known; asked for LOCAL files only.
+        read_ties: Returns each second name of a tied tensor → its first; asked where LOCAL files lack a name.
         world_size: How many ranks there were, where the files' names say so.
 
     Raises:
@@ -57,17 +66,20 @@ def open_rank_files(
     files = [_read_rank_file(path, rank) for rank, path in sorted(paths.items())]
     world_size = _check_ranks(directory, files, world_size)
     _check_names(directory, files)
-    parameters = {name for name in files[0].sharded if not _is_flat(name)}
-    if parameters:
+    _refuse_flat(directory, files)
+    if any(not _is_flat(name) for name in files[0].sharded):
+        _check_plain(directory, files)
         tensors = _join_sharded(files)
         kind = "FSDP sharded"
     else:
-        tensors = _join_slices(directory, files, read_shapes())
+        tensors = _join_slices(directory, files, read_shapes(), read_ties)
         kind = "FSDP local"
     return StoredCheckpoint(
         directory=directory,
         format_name=f"{kind} state dict, {len(files)} rank file{'s' if len(files) > 1 else ''}",
         tensors=tensors,
+        tied=find_tied(tensors),
+        copies=_list_copies(files, tensors),
         zero_size=frozenset(name for name, tensor in tensors.items() if 0 in tensor.shape),
         facts=CheckpointFacts(trainer="FSDP", world_size=world_size),
         archives=tuple(file.path for file in files),
@@ -88,7 +100,7 @@ def _read_rank_file(path: Path, rank: int) -> RankFile:
             plain[name] = value
         elif isinstance(name, str) and is_sharded(value):
             sharded[name] = read_rank_tensor(value, name, path)
-        else:
+        elif not isinstance(name, str) or not name.endswith(EXTRA_STATE):
             unknown.append(name)
     if unknown:
         raise CheckpointError(
@@ -150,10 +162,37 @@ def _shape(file: RankFile, name: str) -> tuple[int, ...] | None:
     return file.sharded[name].shape if name in file.sharded else None
 
 
+def _check_plain(directory: Path, files: list[RankFile]) -> None:
+    """Check that what every rank has whole is of one shape and dtype; the bytes are compared as they are read."""
+    for file in files[1:]:
+        pairs = ((name, file.plain[name], tensor) for name, tensor in files[0].plain.items())
+        different = [name for name, one, other in pairs if (one.shape, one.dtype) != (other.shape, other.dtype)]
+        if different:
+            raise CheckpointError(
+                f"tensors in {directory} are not the same on every rank",
+                expected=f"the shapes and dtypes of {files[0].path.name}",
+                got=f"others in {file.path.name}: {list_some(different)}",
+                remedy="files of two runs are mixed; " + _RECOPY,
+            )
+
+
+def _list_copies(files: list[RankFile], tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], ...]:
+    """Return what the other ranks have of each tensor that is taken from rank 0 alone: copies that must agree.
+
+    Statistics of BatchNorm need not: without SyncBatchNorm each rank keeps its own, and trainers save rank 0's.
+    """
+    whole = [
+        name
+        for name, tensor in files[0].plain.items()
+        if tensors.get(name) is tensor and name.rpartition(".")[2] not in _STATISTICS
+    ]
+    return tuple({name: file.plain[name] for name in whole} for file in files[1:])
+
+
 def _join_sharded(files: list[RankFile]) -> dict[str, StoredTensor]:
-    """Return every tensor, put together from the boxes of all ranks; plain ones are buffers that each rank has."""
+    """Return every tensor, put together from the boxes of all ranks; plain ones are rank 0's (`_list_copies`)."""
     tensors: dict[str, StoredTensor] = {}
-    for name in (*files[0].sharded, *files[0].plain):
+    for name in (name for name in (*files[0].sharded, *files[0].plain) if not _is_flat(name)):
         if name in files[0].plain:
             tensors[name] = files[0].plain[name]
             continue
@@ -188,17 +227,43 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
     return b"".join(one.chunks()) == b"".join(other.chunks())
 
 
-def _join_slices(directory: Path, files: list[RankFile], shapes: Shapes | None) -> dict[str, StoredTensor]:
-    """Return every tensor of LOCAL files: the ranks' 1-D slices end to end, under the shape that is known for it."""
-    flat = [name for name in files[0].sharded if _is_flat(name)]
-    names = [name for name in files[0].plain if not _is_flat(name)]
-    if not names:
+def _refuse_flat(directory: Path, files: list[RankFile]) -> None:
+    """Refuse flat parameters that are not there as slices as well (use_orig_params=False).
+
+    With use_orig_params each weight is a view of the flat one, so some rank's slice lies in the same storage. Without,
+    no file says where in the flat parameter each weight lies.
+    """
+    flat = {name for name in (*files[0].sharded, *files[0].plain) if _is_flat(name)}
+    for file in files:
+        sliced = {part.block for name in file.plain if not _is_flat(name) for part in file.plain[name].ranges}
+        flat -= {name for name in flat if _blocks(file, name) & sliced}
+    if flat:
         raise CheckpointError(
-            f"{directory} holds flat parameters only",
+            f"{directory} holds flat parameters, each of many weights in one",
             expected="a slice per parameter, as FSDP1 saves with use_orig_params=True",
-            got=list_some([*flat, *files[0].plain]),
+            got=list_some(flat),
             remedy="no file says where each parameter lies; save with FULL_STATE_DICT or SHARDED_STATE_DICT",
         )
+
+
+def _blocks(file: RankFile, name: str) -> set[StoredBlock]:
+    """Return the storages of the rank's own part of a tensor."""
+    if name in file.plain:
+        return {part.block for part in file.plain[name].ranges}
+    held = file.sharded[name]
+    parts = [box.part for box in held.boxes] if held.local is None else [held.local]
+    return {window.block for part in parts for window in part.ranges}
+
+
+def _is_flat(name: str) -> bool:
+    return name.rpartition(".")[2] == _FLAT_PARAM
+
+
+def _join_slices(
+    directory: Path, files: list[RankFile], shapes: Shapes | None, read_ties: Callable[[], Mapping[str, str]]
+) -> dict[str, StoredTensor]:
+    """Return every tensor of LOCAL files: the ranks' 1-D slices end to end, under the shape that is known for it."""
+    names = [name for name in files[0].plain if not _is_flat(name)]
     if shapes is None:
         raise CheckpointError(
             f"{directory} holds FSDP's LOCAL state dict, which keeps no shapes",
@@ -214,7 +279,22 @@ def _join_slices(directory: Path, files: list[RankFile], shapes: Shapes | None) 
             got=list_some(unknown),
             remedy="use the config.json that the checkpoint was trained with",
         )
+    if shapes.keys() - set(names):
+        _refuse_missing(directory, set(names), shapes, read_ties())
     return {name: _join_slice(name, shapes[name], files) for name in names}
+
+
+def _refuse_missing(directory: Path, found: set[str], shapes: Shapes, ties: Mapping[str, str]) -> None:
+    """Refuse a model of which a tensor is under none of its names."""
+    held = {ties.get(name, name) for name in found}
+    missing = [name for name in shapes if ties.get(name, name) not in held]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks tensors of the model that config.json describes",
+            expected=f"its {len(shapes)} names",
+            got=f"none called {list_some(missing)}",
+            remedy="use the config.json that the checkpoint was trained with, or save with SHARDED_STATE_DICT",
+        )
 
 
 def _join_slice(name: str, shape: tuple[int, ...], files: list[RankFile]) -> StoredTensor:
@@ -233,7 +313,3 @@ def _join_slice(name: str, shape: tuple[int, ...], files: list[RankFile]) -> Sto
         got=" + ".join(str(part.numel) for part in parts[:8]),
         remedy="a rank's file is of another run, or config.json is of another model",
     )
-
-
-def _is_flat(name: str) -> bool:
-    return name.rpartition(".")[2] == _FLAT_PARAM

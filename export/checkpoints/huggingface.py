@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from export.checkpoints.accelerate_models import refuse_several_models
 from export.checkpoints.paths import check_inside
 from export.checkpoints.safetensors_file import read_safetensors
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
@@ -40,7 +41,8 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         tag: Must be None: such a folder holds one model.
 
     Raises:
-        CheckpointError: A weight file is missing, truncated, not what its name says, or disagrees with the index.
+        CheckpointError: A weight file is missing, truncated, not what its name says, or disagrees with the index; or
+            there are several models.
     """
     if tag is not None:
         raise CheckpointError(
@@ -49,6 +51,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
             got="a Hugging Face folder",
             remedy="leave --tag out",
         )
+    refuse_several_models(directory)
     tensors, zero_size, shard_names = _read_folder(directory)
     kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
     count = len(shard_names)

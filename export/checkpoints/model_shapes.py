@@ -12,6 +12,26 @@ def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
 
     The model is built on the meta device, which takes no memory. Imports torch and transformers.
     """
+    state = _build_state(directory)
+    return None if state is None else {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def read_model_ties(directory: Path) -> dict[str, str]:
+    """Return each second name of a tied parameter of that model → the first; empty if that cannot be told.
+
+    Imports torch and transformers.
+    """
+    first: dict[int, str] = {}
+    ties = {}
+    for name, tensor in (_build_state(directory) or {}).items():
+        holder = first.setdefault(id(tensor), name)
+        if holder != name:
+            ties[name] = holder
+    return ties
+
+
+def _build_state(directory: Path) -> dict[str, Any] | None:
+    """Return the state dict of the model on the meta device: one object under every name of a tied parameter."""
     architectures = _read_config(directory).get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         return None
@@ -28,7 +48,8 @@ def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
     # A configuration may be wrong in any way, and then it tells no shapes; loading the model will say why.
     except (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError):
         return None
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    return state
 
 
 def read_vocab_size(directory: Path) -> int | None:

@@ -78,6 +78,8 @@ def open_file(path: Path) -> StoredCheckpoint:
         format_name=described + (f", without prefix {prefix}" if prefix else ""),
         tensors=stripped,
         tied=find_tied(stripped),
+        # The placeholders of ZeRO stage 3 are of shape [0].
+        zero_size=frozenset(name for name, tensor in stripped.items() if 0 in tensor.shape and tensor.shape != (0,)),
         facts=_read_facts(content),
         archives=(path,),
     )

@@ -1,0 +1,64 @@
+"""Names in FSDP's checkpoints: what wrappers of the model put into them, and what is left without it.
+
+Only what a wrapper itself is called is taken off, alike in every kind of save. `model.` is not: FSDP and Accelerate
+save the module that they were given, so it is a name of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from export.errors import CheckpointError, list_some
+
+# DDP and DataParallel, Lightning Fabric, and `_INNER`: taken off where every name begins so.
+_OUTER = ("module", "_forward_module")
+# torch.compile, FSDP1 and checkpoint_wrapper, each of which may wrap any block, so taken off wherever they stand: no
+# module of a user's is called so (torch 2.13, torch/distributed/fsdp/_common_utils.py, `clean_tensor_name`).
+_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def strip_wrappers(names: Collection[str], source: Path) -> tuple[dict[str, str], str]:
+    """Return each name → the name without wrappers, and what was taken off, in words.
+
+    Args:
+        names: Every name of the state dict.
+        source: The checkpoint, for messages.
+
+    Returns:
+        The words begin with ", without "; they are empty where nothing was taken off.
+
+    Raises:
+        CheckpointError: Two names would become one.
+    """
+    keys = {name: name.split(".") for name in names}
+    prefix: list[str] = []
+    while (key := _find_common(keys.values(), len(prefix))) in (*_OUTER, *_INNER):
+        prefix.append(f"{key}.")
+    keys = {name: parts[len(prefix) :] for name, parts in keys.items()}
+    inside = sorted({part for parts in keys.values() for part in parts[:-1] if part in _INNER})
+    stripped = {
+        name: ".".join([*(p for p in parts[:-1] if p not in _INNER), parts[-1]]) for name, parts in keys.items()
+    }
+    _refuse_equal(stripped, source)
+    removed = [f"prefix {''.join(prefix)}"] if prefix else []
+    removed += [f"{part}. inside names" for part in inside]
+    return stripped, ", without " + " and ".join(removed) if removed else ""
+
+
+def _find_common(keys: Iterable[list[str]], index: int) -> str | None:
+    """Return the key that every name has at `index`, if it is the last of none."""
+    found = {parts[index] if len(parts) > index + 1 else None for parts in keys}
+    return found.pop() if len(found) == 1 else None
+
+
+def _refuse_equal(stripped: Mapping[str, str], source: Path) -> None:
+    seen: dict[str, str] = {}
+    double = [name for name, new in stripped.items() if seen.setdefault(new, name) != name]
+    if double:
+        raise CheckpointError(
+            f"names in {source} become one without their wrappers' names",
+            expected="one tensor under each name",
+            got=list_some([*double, *(seen[stripped[name]] for name in double)]),
+            remedy="save the model without torch.compile's wrapper",
+        )
