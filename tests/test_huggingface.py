@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import struct
@@ -163,6 +164,12 @@ def test_a_bin_with_other_values_than_tensors_is_refused(tmp_path: Path) -> None
     torch.save([1], tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="is no state dict: expected a dict of tensors, got list"):
         open_checkpoint(tmp_path)
+
+
+def test_extra_state_in_a_bin_is_left_out(tmp_path: Path) -> None:
+    # Transformer Engine's modules keep such a buffer.
+    torch.save({**make_state(), "norm._extra_state": io.BytesIO(b"x")}, tmp_path / "pytorch_model.bin")
+    assert_is(tmp_path, "Hugging Face torch .bin, 1 file")
 
 
 def test_no_tag_is_taken(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from export.checkpoints.paths import check_inside
 from export.checkpoints.safetensors_file import read_safetensors
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
-from export.checkpoints.torch_zip import open_torch_zip, refuse_foreign_tensors
+from export.checkpoints.torch_file import PREFIXES, find_tensors, strip_prefixes
+from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, list_some
 
 # In this order: safetensors is preferred where a folder holds both, as transformers does.
@@ -49,15 +50,17 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
             got="a Hugging Face folder",
             remedy="leave --tag out",
         )
-    tensors, zero_size, shard_names = _read_folder(directory)
+    saved, zero_size, shard_names = _read_folder(directory)
+    tensors, removed = strip_prefixes(directory, saved, outer=PREFIXES)
+    renamed = dict(zip(saved, tensors, strict=True))
     kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
     count = len(shard_names)
     return StoredCheckpoint(
         directory=directory,
-        format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}",
+        format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}{removed}",
         tensors=tensors,
         tied=find_tied(tensors),
-        zero_size=zero_size,
+        zero_size=frozenset(renamed[name] for name in zero_size if name in renamed),
         facts=read_facts(directory),
         archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
     )
@@ -124,16 +127,15 @@ def read_state_dict(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: The file is damaged, or holds something else.
     """
     content = open_torch_zip(path).content
-    if isinstance(content, dict):
-        refuse_foreign_tensors(path, content)
-    if not isinstance(content, dict) or not all(isinstance(value, StoredTensor) for value in content.values()):
+    tensors = find_tensors(path, content) if isinstance(content, dict) else {}
+    if not tensors:
         raise CheckpointError(
             f"{path} is no state dict",
             expected="a dict of tensors",
             got=type(content).__name__ if not isinstance(content, dict) else "a dict with other values",
             remedy="save it with model.save_pretrained()",
         )
-    return {str(name): value for name, value in content.items()}
+    return tensors
 
 
 def _read_index(path: Path) -> dict[str, str]:

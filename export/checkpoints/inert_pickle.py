@@ -237,8 +237,9 @@ class InertUnpickler:
         return CheckpointError(
             f"{self._source} would call {full_name} when it is loaded by pickle",
             expected="tensors and plain data",
-            got=f"the global {full_name}",
-            remedy="do not load this file with any other tool; nothing of it was run here",
+            got=f"the global {full_name}, which is not known to be harmless",
+            remedy="save it without that, and open this file with other tools only if you trust where it came from; "
+            "nothing of it was run here",
         )
 
     def _call(self, function: Any, args: Any) -> Any:
@@ -264,8 +265,9 @@ class InertUnpickler:
         target = self._stack[-1]
         if isinstance(target, Record):
             target.state = state
-        # Attributes of a state dict (`_metadata`) and of tensors say nothing about values.
-        elif isinstance(target, (str, bytes, int, float, tuple, GlobalName)) or target is None:
+        # The attributes of a state dict (`_metadata`) say nothing about values. Tensors are saved without any, and
+        # torch's `Tensor.__setstate__` would put another storage into one.
+        elif not isinstance(target, (dict, list)):
             raise TypeError("attributes for what has none")
 
     def _put_global(self) -> None:
