@@ -128,6 +128,12 @@ def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: Any, 
         open_checkpoint(tmp_path)
 
 
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds no tensors: expected weights, got none"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
     with pytest.raises(CheckpointError, match="a header of 18446744073709551615 bytes"):

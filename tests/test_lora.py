@@ -226,7 +226,7 @@ def test_a_pickled_adapter_is_read_as_data(tmp_path: Path, capsys: pytest.Captur
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     torch.save({"x": Hostile()}, tmp_path / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.bin would call builtins\.print"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin would call or keep builtins\.print"):
         _read_tensors(tmp_path)
     assert "executed" not in capsys.readouterr().out
 

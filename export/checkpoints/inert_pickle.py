@@ -230,12 +230,13 @@ class InertUnpickler:
         if full_name in self._constants:
             return self._constants[full_name]
         if full_name not in self._builders and not may_be_mentioned(full_name):
-            raise self._refuse_global(full_name)
+            # Whether it is called shows only further on.
+            raise self._refuse_global("call or keep", full_name)
         return GlobalName(full_name)
 
-    def _refuse_global(self, full_name: str) -> CheckpointError:
+    def _refuse_global(self, would: str, full_name: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._source} would call {full_name} when it is loaded by pickle",
+            f"{self._source} would {would} {full_name} when it is loaded by pickle",
             expected="tensors and plain data",
             got=f"the global {full_name}, which is not known to be harmless",
             remedy="save it without that, and open this file with other tools only if you trust where it came from; "
@@ -249,7 +250,7 @@ class InertUnpickler:
         if builder is not None:
             return builder(self, args)
         if not may_be_called(function.name):
-            raise self._refuse_global(function.name)
+            raise self._refuse_global("call", function.name)
         return Record(function.name, args)
 
     def _new_object(self, args: Any) -> None:

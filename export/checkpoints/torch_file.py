@@ -108,7 +108,7 @@ def strip_prefixes(
     """
     names = {name: name for name in state}
     removed = ""
-    while not removed.endswith(_INNER_MODEL):
+    while names and not removed.endswith(_INNER_MODEL):
         prefix = next((prefix for prefix in outer if all(n.startswith(prefix) for n in names)), "")
         if not prefix:
             break
