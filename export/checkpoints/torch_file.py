@@ -182,11 +182,16 @@ def find_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTensor
     return tensors
 
 
-def _holds_tensors(state: Any, depth: int = 0) -> bool:
+def _holds_tensors(state: Mapping[Any, Any]) -> bool:
     """Tell whether there are tensors in `state`, or where a state dict would be looked for in it."""
-    if not isinstance(state, dict) or depth > _MAX_OUTER_KEYS:
-        return False
-    return any(map(is_tensor, state.values())) or any(_holds_tensors(state.get(key), depth + 1) for key in _OUTER_KEYS)
+    # By identity, since a pickle may put one large dict under every key of every level.
+    level = {id(state): state}
+    for _ in range(_MAX_OUTER_KEYS + 1):
+        if any(is_tensor(value) for found in level.values() for value in found.values()):
+            return True
+        inner = [found.get(key) for found in level.values() for key in _OUTER_KEYS]
+        level = {id(value): value for value in inner if isinstance(value, dict)}
+    return False
 
 
 def _is_extra(name: Any) -> bool:
