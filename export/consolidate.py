@@ -19,9 +19,9 @@ from typing import Any
 
 from export.checkpoints import StoredCheckpoint, open_checkpoint
 from export.checkpoints.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from export.checkpoints.huggingface import ZERO_SIZE_KEY
+from export.checkpoints.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from export.checkpoints.paths import check_inside
-from export.errors import CheckpointError
+from export.errors import CheckpointError, list_some
 from export.safetensors_output import SafetensorsOutput, refuse_inflated
 from export.staging import stage_folder
 
@@ -128,9 +128,24 @@ def consolidate(
 
 
 def _describe(checkpoint: StoredCheckpoint) -> dict[str, str]:
-    zero_size = " ".join(sorted(checkpoint.zero_size))
+    """Return the metadata of every file, the same for the same model in whatever order its names were read.
+
+    Raises:
+        CheckpointError: A tied name is a key that means something else.
+    """
     # transformers refuses a file whose metadata does not name the framework.
-    return {"format": "pt", **checkpoint.tied, **({ZERO_SIZE_KEY: zero_size} if zero_size else {})}
+    own = {FORMAT_KEY: "pt"}
+    if checkpoint.zero_size:
+        own[ZERO_SIZE_KEY] = json.dumps(sorted(checkpoint.zero_size), ensure_ascii=False)
+    taken = [name for name in (FORMAT_KEY, ZERO_SIZE_KEY) if name in checkpoint.tied]
+    if taken:
+        raise CheckpointError(
+            f"{list_some(taken)} cannot be recorded as a tied name",
+            expected="names that mean nothing else in the metadata of safetensors",
+            got=f"{taken[0]}, which shares the bytes of {checkpoint.tied[taken[0]]}",
+            remedy="rename it before saving, or save a clone() of it",
+        )
+    return own | dict(sorted(checkpoint.tied.items()))
 
 
 def _check_room(staged: Path, target: Path, needed_bytes: int) -> None:

@@ -13,18 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from export.checkpoints import StateDict, TensorSpec
+from export.checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import AdapterError, list_some
 from export.json_file import read_json
-
-_PEFT_PREFIX = "base_model.model."
-# peft 0.21, tuners/lora/layer.py: the two factors of a linear layer and of an embedding.
-_PEFT_FACTOR = re.compile(
-    r"(?P<path>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?!weight$)(?P<name>[^.]+))?(?:\.weight)?"
-)
-# DeepSpeed-Chat, lora.py, LinearLayer_LoRA.
-_CHAT_SIDES = (".lora_right_weight", ".lora_left_weight")
 
 # Initialisations that change the base weights as well, so that the adapter belongs to none that is on disk.
 _CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -122,7 +115,7 @@ def merge_adapters(
         AdapterError: An adapter is empty, of a kind that is not merged, or does not fit the weights.
     """
     specs = weights.specs()
-    if any(name.endswith(_CHAT_SIDES) for name in specs):
+    if any(name.endswith(CHAT_SIDES) for name in specs):
         weights = _merge_chat_lora(weights, chat_scaling)
     elif chat_scaling is not None:
         raise AdapterError(
@@ -131,7 +124,7 @@ def merge_adapters(
             got="none",
             remedy="leave it out",
         )
-    if any(name.startswith(_PEFT_PREFIX) for name in specs):
+    if any(name.startswith(PEFT_PREFIX) for name in specs):
         weights = _merge_inside(weights, directory)
     for folder in adapters:
         weights = _merge_peft(weights, folder, _read_tensors(folder))
@@ -141,8 +134,8 @@ def merge_adapters(
 def _merge_chat_lora(weights: StateDict, scaling: float | None) -> StateDict:
     """Merge DeepSpeed-Chat's factors: `W + lora_scaling / rank * left.T @ right.T`."""
     specs = weights.specs()
-    right_end, left_end = _CHAT_SIDES
-    paths = sorted({name.removesuffix(end) for name in specs for end in _CHAT_SIDES if name.endswith(end)})
+    right_end, left_end = CHAT_SIDES
+    paths = sorted({name.removesuffix(end) for name in specs for end in CHAT_SIDES if name.endswith(end)})
     if scaling is None:
         raise AdapterError(
             f"the checkpoint holds {len(paths)} low-rank updates of DeepSpeed-Chat, whose scaling it does not record",
@@ -152,7 +145,7 @@ def _merge_chat_lora(weights: StateDict, scaling: float | None) -> StateDict:
         )
     updates = {}
     for path in paths:
-        needed = [path + end for end in (*_CHAT_SIDES, ".weight")]
+        needed = [path + end for end in (*CHAT_SIDES, ".weight")]
         missing = [name for name in needed if name not in specs]
         if missing:
             raise AdapterError(
@@ -161,7 +154,7 @@ def _merge_chat_lora(weights: StateDict, scaling: float | None) -> StateDict:
         right, left = weights.read(path + right_end), weights.read(path + left_end)
         _check_not_empty("the checkpoint", {path + right_end: right, path + left_end: left})
         updates[f"{path}.weight"] = (LowRankUpdate(left=left.T, right=right.T, scaling=scaling / right.shape[1]),)
-    kept = {name: name for name in specs if not name.endswith(_CHAT_SIDES)}
+    kept = {name: name for name in specs if not name.endswith(CHAT_SIDES)}
     _check_shapes("the checkpoint", updates, specs)
     return MergeUpdates(source=Rename(source=weights, names=kept), updates=updates, replaced={})
 
@@ -170,12 +163,12 @@ def _merge_inside(weights: StateDict, directory: Path) -> StateDict:
     """Merge the adapter of a checkpoint that was saved with peft's wrappers around the model, such as ZeRO's files."""
     base, adapter = {}, {}
     for name in weights.specs():
-        local = name.removeprefix(_PEFT_PREFIX)
-        if _PEFT_FACTOR.fullmatch(local):
-            adapter[_PEFT_PREFIX + local] = name
+        local = name.removeprefix(PEFT_PREFIX)
+        if PEFT_FACTOR.fullmatch(local):
+            adapter[PEFT_PREFIX + local] = name
         elif ".modules_to_save." in local:
             path, rest = local.split(".modules_to_save.", 1)
-            adapter[f"{_PEFT_PREFIX}{path}.{rest.split('.', 1)[1]}"] = name
+            adapter[f"{PEFT_PREFIX}{path}.{rest.split('.', 1)[1]}"] = name
         else:
             base[local.replace(".base_layer.", ".").replace(".original_module.", ".")] = name
     if not adapter:
@@ -190,8 +183,8 @@ def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor])
     replaced: dict[str, Tensor] = {}
     names: set[str] = set()
     for name, tensor in tensors.items():
-        local = name.removeprefix(_PEFT_PREFIX)
-        match = _PEFT_FACTOR.fullmatch(local)
+        local = name.removeprefix(PEFT_PREFIX)
+        match = PEFT_FACTOR.fullmatch(local)
         if match is None:
             replaced[local.replace(".base_layer.", ".")] = tensor
             continue

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from export.checkpoints.cast import can_cast, cast_bytes, count_non_finite
 from export.checkpoints.dtypes import ElementType
+from export.checkpoints.safetensors_file import METADATA_KEY
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
@@ -41,7 +42,7 @@ class SafetensorsOutput:
         allow_non_finite: Whether a cast may overflow to infinity.
 
     Raises:
-        CheckpointError: A cast is not known.
+        CheckpointError: A cast is not known, or the format has no place for a name.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SafetensorsOutput:
         metadata: Mapping[str, str],
         allow_non_finite: bool,
     ) -> None:
+        _check_names(tensors, metadata)
         self._folder = folder
         self._metadata = dict(metadata)
         self._allow_non_finite = allow_non_finite
@@ -121,7 +123,8 @@ class SafetensorsOutput:
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _open_shard(self, file_name: str, shard: Mapping[str, StoredTensor]) -> None:
-        header: dict[str, object] = {"__metadata__": self._metadata}
+        # The entries stand in the order of the model, so that it is not lost; the bytes do not.
+        header: dict[str, object] = {METADATA_KEY: self._metadata, **dict.fromkeys(shard)}
         position = 0
         starts: dict[str, int] = {}
         # Wide types first, as the library writes them: then each tensor starts at a multiple of its element's size.
@@ -144,6 +147,27 @@ class SafetensorsOutput:
             self._places[name] = _Place(
                 file=file, offset=8 + len(text) + start, source=shard[name].dtype, target=self._targets[name]
             )
+
+
+def _check_names(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
+    taken = [repr(name) for name in tensors if name == METADATA_KEY]
+    # Python's own text may hold halves of surrogate pairs, which no encoding of Unicode has.
+    broken = [repr(name) for name in (*tensors, *metadata) if not _is_unicode(name)]
+    if taken or broken:
+        raise CheckpointError(
+            "safetensors has no place for the names of some tensors",
+            expected=f"valid Unicode other than {METADATA_KEY}",
+            got=list_some({*taken, *broken}),
+            remedy="rename them before saving",
+        )
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _target_dtype(name: str, tensor: StoredTensor, dtype: ElementType | None) -> ElementType:
@@ -187,7 +211,7 @@ def _write_all(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def refuse_inflated(tensors: Mapping[str, StoredTensor], directory: Path) -> None:
-    """Refuse tensors that overlap so much that a small file would fill a disk.
+    """Refuse tensors that share so many bytes that a small file would fill a disk.
 
     Raises:
         CheckpointError: The tensors are over four times the bytes that they lie in.
@@ -196,8 +220,8 @@ def refuse_inflated(tensors: Mapping[str, StoredTensor], directory: Path) -> Non
     stored, needed = sum(block.length for block in blocks), sum(tensor.nbytes for tensor in tensors.values())
     if needed > 4 * stored:
         raise CheckpointError(
-            f"the tensors of {directory} overlap each other: {list_some(tensors, 3)}",
-            expected=f"{stored} bytes of weights",
+            f"the tensors of {directory} share their bytes: {list_some(tensors, 3)}",
+            expected=f"at most four times the {stored} bytes that they lie in",
             got=f"{needed}",
-            remedy="do not use this checkpoint unless you know why",
+            remedy="clone() those that are views of one tensor before saving",
         )

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from export import consolidate as verb
 from export.checkpoints import open_checkpoint
 from export.consolidate import consolidate, parse_size
 from export.errors import CheckpointError
+from export.inspect_checkpoint import inspect_checkpoint
 
 ROOT = Path(__file__).parent.parent
 # What the format promises whatever the model's size; measured at 22 MB on Python 3.11.
@@ -102,8 +103,64 @@ def test_tensors_that_overlap_to_fill_a_disk_are_refused(tmp_path: Path) -> None
     (tmp_path / "in").mkdir()
     whole = torch.zeros(1000)
     torch.save({f"w{start}": whole[start:] for start in range(100)}, tmp_path / "in" / "x.pt")
-    with pytest.raises(CheckpointError, match=r"overlap each other: .*: expected 4000 bytes of weights, got 380200"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"share their bytes: .*: expected at most four times the 4000 bytes that they lie in, got 380200; clone",
+    ):
         consolidate(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 300])
+def test_what_was_written_is_written_again_byte_for_byte(tmp_path: Path, max_shard_bytes: int) -> None:
+    # Ties of a width that comes last in the file, out of the order of the model.
+    half = torch.randn(8).to(torch.bfloat16)
+    state = make_checkpoint(tmp_path / "in", zz=half, b=half, a=half, last=torch.randn(30))
+    consolidate(tmp_path / "in", tmp_path / "one", max_shard_bytes=max_shard_bytes)
+    done = consolidate(tmp_path / "one", tmp_path / "two", max_shard_bytes=max_shard_bytes)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()} == first
+    assert done.tied == 3
+    found = inspect_checkpoint(tmp_path / "one")
+    assert sorted(map(sorted, found.tied)) == [["a", "b", "zz"], ["embed.weight", "head.weight"]]
+    checkpoint = open_checkpoint(tmp_path / "one")
+    assert checkpoint.specs().keys() == state.keys()
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in state.items())
+
+
+def test_a_zero_size_parameter_of_any_name_is_written_and_read_again(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    names = ["a b", 'c"d', "plain"]
+    metadata = {"format": "pt", "zero_size_parameters": json.dumps(names)}
+    state = {"w": torch.ones(2), **{name: torch.empty(0, 3) for name in names}}
+    save_file(state, tmp_path / "in" / "model.safetensors", metadata=metadata)
+    consolidate(tmp_path / "in", tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").zero_size == set(names)
+
+
+def test_a_name_that_safetensors_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in", __metadata__=torch.ones(2))
+    with pytest.raises(
+        CheckpointError, match="no place for .*: expected valid Unicode other than __metadata__, got '__m"
+    ):
+        consolidate(tmp_path / "in", tmp_path / "out")
+    make_checkpoint(tmp_path / "half", **{"a\ud800": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"got 'a\\ud800'; rename them before saving"):
+        consolidate(tmp_path / "half", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["format", "zero_size_parameters"])
+def test_a_tied_name_with_another_meaning_in_the_metadata_is_refused(tmp_path: Path, name: str) -> None:
+    weight = torch.ones(3)
+    (tmp_path / "tied").mkdir()
+    torch.save({"a": weight, name: weight}, tmp_path / "tied" / "x.pt")
+    with pytest.raises(
+        CheckpointError, match=f"{name} cannot be recorded as a tied name: .*, which shares the bytes of a;"
+    ):
+        consolidate(tmp_path / "tied", tmp_path / "out")
+    (tmp_path / "holder").mkdir()
+    torch.save({name: weight, "a": weight}, tmp_path / "holder" / "x.pt")
+    consolidate(tmp_path / "holder", tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").tied == {"a": name}
 
 
 def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:

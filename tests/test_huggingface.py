@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import struct
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 
 from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError
@@ -127,6 +128,12 @@ def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: Any, 
         open_checkpoint(tmp_path)
 
 
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds no tensors: expected weights, got none"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
     with pytest.raises(CheckpointError, match="a header of 18446744073709551615 bytes"):
@@ -162,6 +169,46 @@ def test_a_bin_with_other_values_than_tensors_is_refused(tmp_path: Path) -> None
         open_checkpoint(tmp_path)
     torch.save([1], tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="is no state dict: expected a dict of tensors, got list"):
+        open_checkpoint(tmp_path)
+
+
+def test_extra_state_in_a_bin_is_left_out(tmp_path: Path) -> None:
+    # Transformer Engine's modules keep such a buffer.
+    torch.save({**make_state(), "norm._extra_state": io.BytesIO(b"x")}, tmp_path / "pytorch_model.bin")
+    assert_is(tmp_path, "Hugging Face torch .bin, 1 file")
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(3, 3, bias=False)
+        self.b = torch.nn.Linear(3, 3, bias=False)
+        self.b.weight = self.a.weight
+
+
+def test_the_tied_names_that_safetensors_itself_leaves_out_are_read(tmp_path: Path) -> None:
+    model = Tied()
+    save_model(model, str(tmp_path / "model.safetensors"))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.tied == {"b.weight": "a.weight"}
+    assert checkpoint.specs().keys() == model.state_dict().keys()
+    assert torch.equal(checkpoint.read("b.weight"), model.a.weight)
+
+
+def test_metadata_that_names_no_tensor_is_no_tied_name(tmp_path: Path) -> None:
+    state = {"pt": torch.ones(2), "a": torch.zeros(2)}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt", "a": "pt", "title": "a model"})
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.specs().keys() == state.keys()
+    assert checkpoint.tied == {}
+
+
+@pytest.mark.parametrize("text", ["", "a b", "{}", "[1]", "[" * 100_000])
+def test_a_record_of_zero_size_parameters_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    save_file(make_state(), tmp_path / "model.safetensors", metadata={"zero_size_parameters": text})
+    with pytest.raises(
+        CheckpointError, match="cannot be read: expected a JSON list of names under zero_size_parameters"
+    ):
         open_checkpoint(tmp_path)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
@@ -226,6 +226,19 @@ def test_a_pickled_adapter_is_read_as_data(tmp_path: Path, capsys: pytest.Captur
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
     torch.save({"x": Hostile()}, tmp_path / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"adapter_model\.bin would call builtins\.print"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin would call or keep builtins\.print"):
         _read_tensors(tmp_path)
     assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_adapters_tensors_alone_are_told_from_a_model_with_them(tmp_path: Path, is_whole: bool) -> None:
+    wrapped = get_peft_model(BertModel(BertConfig(**BERT)), LoraConfig(target_modules=["query", "word_embeddings"]))
+    state = wrapped.state_dict() if is_whole else get_peft_model_state_dict(wrapped)
+    torch.save(state, tmp_path / "x.pt")
+    prefix = "base_model.model."
+    paths = f"{prefix}embeddings.word_embeddings, " + ", ".join(
+        f"{prefix}encoder.layer.{layer}.attention.self.query" for layer in range(2)
+    )
+    words = f"the weights that an adapter's factors change, of {paths}: this is no whole model"
+    assert open_checkpoint(tmp_path).facts.missing == (() if is_whole else (words,))

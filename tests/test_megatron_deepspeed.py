@@ -24,9 +24,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from export.checkpoints import StoredCheckpoint, open_checkpoint
 from export.checkpoints.dtypes import FLOAT32
 from export.checkpoints.megatron_args import MegatronArgs
-from export.checkpoints.megatron_parts import canonical_name, name_layers
+from export.checkpoints.megatron_parts import canonical_name, flatten, name_layers
 from export.checkpoints.megatron_to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
 from export.checkpoints.stored_tensor import ByteRange, StoredTensor
+from export.checkpoints.torch_zip import open_torch_zip
 from export.checkpoints.zip_archive import StoredBlock
 from export.consolidate import consolidate
 from export.errors import CheckpointError, ExportError
@@ -407,3 +408,9 @@ def store_nothing(shape: tuple[int, ...]) -> StoredTensor:
     length = 4 * torch.Size(shape).numel()
     block = StoredBlock(path=Path("never opened"), name="x", offset=0, length=length, crc32=None)
     return StoredTensor(dtype=FLOAT32, shape=shape, ranges=(ByteRange(block, 0, length),))
+
+
+def test_a_tensor_that_is_not_read_is_refused_however_deep_it_lies(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch._neg_view(torch.ones(2)), "c": torch.ones(2)}}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"tensors that are not read: a\.b: .* got a view with the bit neg set"):
+        flatten(tmp_path / "x.pt", open_torch_zip(tmp_path / "x.pt").content)

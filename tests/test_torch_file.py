@@ -1,8 +1,11 @@
+import collections
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from export.checkpoints import open_checkpoint
@@ -110,14 +113,116 @@ def test_a_whole_module_is_refused_by_its_class(tmp_path: Path) -> None:
         open_checkpoint(save(tmp_path, nn.Linear(2, 2)))
 
 
-def test_tensors_that_are_no_byte_ranges_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds tensors that are not read: w: expected dense tensors of real"):
-        open_checkpoint(save(tmp_path, {"w": torch.eye(3).to_sparse(), "v": torch.ones(2)}))
+def make_imaginary() -> torch.Tensor:
+    return torch.conj(torch.complex(torch.ones(4), torch.arange(4.0))).imag
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (
+            torch.eye(3).to_sparse(),
+            "torch._utils._rebuild_sparse_tensor; save the model's full state dict, unquantised",
+        ),
+        (make_imaginary(), r"a view with the bit neg set; save it again after resolve_neg\(\)"),
+        (nn.Parameter(make_imaginary()), r"a view with the bit neg set; save it again after resolve_neg\(\)"),
+        (torch._neg_view(torch.ones(3).to(torch.float8_e5m2)), "a view with the bit neg set; save it again after"),
+        (torch.ones(2, dtype=torch.complex64), "elements of torch.ComplexFloatStorage; save the model's full"),
+        (torch.ones(2, dtype=torch.int32).view(torch.complex32), "elements of torch.complex32; save the model's full"),
+        (torch.ones(2).to(torch.float8_e4m3fnuz), "elements of torch.float8_e4m3fnuz; save the model's full"),
+        (torch.ones(2).to(torch.float8_e8m0fnu), "elements of torch.float8_e8m0fnu; save the model's full"),
+        (torch.ones(3, 1).expand(3, 7), r"a tensor that overlaps itself, .* one; call contiguous\(\) on it before"),
+        (torch.arange(10.0).as_strided((4, 3), (2, 1)), "a tensor that overlaps itself, as expand"),
+    ],
+    ids=["sparse", "neg", "neg_parameter", "neg_v3", "complex64", "complex32", "fnuz", "e8m0", "expanded", "strided"],
+)
+def test_a_tensor_whose_values_are_not_its_bytes_is_refused_in_a_model_and_let_be_beside_it(
+    tmp_path: Path, tensor: torch.Tensor, found: str
+) -> None:
+    state = {"v": torch.ones(2)}
+    with pytest.raises(
+        CheckpointError,
+        match=f"holds tensors that are not read: w: expected dense tensors of real numbers, got {found}",
+    ):
+        open_checkpoint(save(tmp_path / "in", {"model": {"w": tensor, **state}}))
+    assert_is(save(tmp_path / "beside", {"model": state, "mask": tensor, "more": {"mask": tensor}}), state)
+
+
+def test_every_kind_of_a_tensor_that_is_not_read_is_named_with_its_remedy(tmp_path: Path) -> None:
+    state = {"a": make_imaginary(), "b": torch.ones(1).expand(4)}
+    with pytest.raises(
+        CheckpointError,
+        match=r"not read: a, b: .* bit neg set; call contiguous\(\) .*, save it again after resolve_neg",
+    ):
+        open_checkpoint(save(tmp_path, state))
+
+
+def test_names_that_become_one_as_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="holds two tensors of one name: expected names that differ as text, got 0"
+    ):
+        open_checkpoint(save(tmp_path, {0: torch.ones(2), "0": torch.zeros(2)}))
+
+
+def test_a_defaultdict_is_a_state_dict_as_any_other(tmp_path: Path) -> None:
+    state = make_model().state_dict()
+    assert_is(save(tmp_path, {"model": collections.defaultdict(list, state)}), dict(state))
+
+
+def test_settings_under_the_name_of_a_model_are_passed_over(tmp_path: Path) -> None:
+    state = make_model().state_dict()
+    settings = {"hidden": 4, "network": {"layers": [1, 2]}}
+    assert_is(save(tmp_path / "one", {"state_dict": state, "model": settings}), state)
+    assert_is(save(tmp_path / "two", {"state_dict": {"model": state}, "model": settings}), state)
+    with pytest.raises(CheckpointError, match="holds no state dict: .* got the keys model, net; save"):
+        open_checkpoint(save(tmp_path / "three", {"model": state, "net": state}))
+
+
+def test_what_modules_keep_beside_their_tensors_is_left_out(tmp_path: Path) -> None:
+    state = make_model().state_dict()
+    extra = {"0._extra_state": io.BytesIO(b"x"), "1._extra_state": b"x"}
+    assert_is(save(tmp_path / "one", {"model": {**state, **extra}}), state)
+    assert_is(save(tmp_path / "two", {**state, **extra}, "pytorch_model.bin"), state)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        ("module.", ", without prefix module."),
+        ("_orig_mod.module.", ", without prefix _orig_mod.module."),
+        ("0._orig_mod.", ", without _orig_mod. within names"),
+        ("module.0._orig_mod.", ", without prefix module., without _orig_mod. within names"),
+        ("model.", ""),
+        ("", ""),
+    ],
+)
+def test_a_folder_and_the_file_in_it_lose_the_same_prefixes(tmp_path: Path, prefix: str, words: str) -> None:
+    state = make_model().state_dict()
+    left = prefix.replace("_orig_mod.", "").replace("module.", "")
+    wrapped, expected = add_prefix(state, prefix), add_prefix(state, left)
+    folder = save(tmp_path / "bin", wrapped, "pytorch_model.bin")
+    assert_is(folder, expected)
+    assert_is(folder / "pytorch_model.bin", expected)
+    assert open_checkpoint(folder).format_name == f"Hugging Face torch .bin, 1 file{words}"
+    assert open_checkpoint(folder / "pytorch_model.bin").format_name == f"torch file pytorch_model.bin{words}"
+    (tmp_path / "safetensors").mkdir()
+    save_file(wrapped, tmp_path / "safetensors" / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "safetensors")
+    assert checkpoint.format_name == f"Hugging Face safetensors, 1 file{words}"
+    assert checkpoint.specs().keys() == expected.keys()
+
+
+def test_names_that_fall_together_in_a_folder_are_refused(tmp_path: Path) -> None:
+    state = {"a._orig_mod.w": torch.ones(2), "a.w": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"fall together without _orig_mod\.: expected one weight under each"):
+        open_checkpoint(save(tmp_path, state, "pytorch_model.bin"))
 
 
 def test_placeholders_of_size_0_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match="are of size 0: w: expected whole tensors, got the placeholders that ZeRO"
+        CheckpointError,
+        match="are of size 0: w: expected whole tensors, got placeholders as ZeRO stage 3 leaves them in a model, or "
+        "parameters that never had elements; after ZeRO stage 3, .*; otherwise, save the state dict without them",
     ):
         open_checkpoint(save(tmp_path, {"w": torch.empty(0), "v": torch.ones(2)}))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from export.checkpoints import deepspeed_zero, fsdp, huggingface, torch_file
+from export.checkpoints.adapter_names import describe_missing_base
 from export.checkpoints.base import Checkpoint, StateDict, TensorSpec
 from export.checkpoints.stored_checkpoint import StoredCheckpoint
 from export.errors import CheckpointError, list_some
@@ -48,6 +50,8 @@ def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite
     """
     checkpoint = _open(directory, tag)
     checkpoint.allow_non_finite = allow_non_finite
+    missing = (*checkpoint.facts.missing, *describe_missing_base(checkpoint.tensors.keys()))
+    checkpoint.facts = replace(checkpoint.facts, missing=missing)
     return checkpoint
 
 

@@ -12,7 +12,8 @@ from export.checkpoints.paths import check_inside
 from export.checkpoints.safetensors_file import read_safetensors
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
-from export.checkpoints.torch_zip import open_torch_zip, refuse_foreign_tensors
+from export.checkpoints.torch_file import PREFIXES, find_tensors, strip_prefixes
+from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, list_some
 
 # In this order: safetensors is preferred where a folder holds both, as transformers does.
@@ -24,7 +25,9 @@ WEIGHT_FILES = (
 )
 LOOKED_FOR = ", ".join(WEIGHT_FILES)
 
-# In a safetensors file's metadata: names of parameters that have no elements on purpose, separated by spaces.
+# Keys of a safetensors file's metadata. The first names the framework; the other, our own, has a JSON list of the
+# parameters that have no elements on purpose. Any further key may be a tied name (`_read_tied`).
+FORMAT_KEY = "format"
 ZERO_SIZE_KEY = "zero_size_parameters"
 
 
@@ -52,15 +55,17 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
             remedy="leave --tag out",
         )
     refuse_several_models(directory)
-    tensors, zero_size, shard_names = _read_folder(directory)
+    saved, zero_size, shard_names = _read_folder(directory)
+    tensors, removed = strip_prefixes(directory, saved, outer=PREFIXES)
+    renamed = dict(zip(saved, tensors, strict=True))
     kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
     count = len(shard_names)
     return StoredCheckpoint(
         directory=directory,
-        format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}",
+        format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}{removed}",
         tensors=tensors,
         tied=find_tied(tensors),
-        zero_size=zero_size,
+        zero_size=frozenset(renamed[name] for name in zero_size if name in renamed),
         facts=read_facts(directory),
         archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
     )
@@ -105,19 +110,53 @@ def _read_folder(directory: Path) -> tuple[dict[str, StoredTensor], frozenset[st
     index = _read_index(directory / name) if name.endswith(".index.json") else None
     shard_names = sorted(set(index.values())) if index else [name]
     tensors: dict[str, StoredTensor] = {}
+    tied: dict[str, StoredTensor] = {}
     zero_size: set[str] = set()
     for shard_name in shard_names:
         _check_shard_path(directory, shard_name)
         path = directory / shard_name
         if shard_name.endswith(".safetensors"):
             found, metadata = read_safetensors(path)
-            zero_size.update(metadata.get(ZERO_SIZE_KEY, "").split())
+            zero_size |= _read_zero_size(path, metadata)
+            tied |= _read_tied(found, metadata)
         else:
             found = read_state_dict(path)
         if index is not None:
             _check_against_index(path, found, index)
         tensors.update(found)
-    return tensors, frozenset(zero_size), shard_names
+    return (
+        tensors | {name: tied[name] for name in sorted(tied.keys() - tensors.keys())},
+        frozenset(zero_size),
+        shard_names,
+    )
+
+
+def _read_zero_size(path: Path, metadata: Mapping[str, str]) -> set[str]:
+    try:
+        names: Any = json.loads(metadata.get(ZERO_SIZE_KEY, "[]"))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("no list of names")
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected=f"a JSON list of names under {ZERO_SIZE_KEY} in its metadata",
+            got=str(exc).rstrip("."),
+            remedy="copy the checkpoint again",
+        ) from exc
+    return set(names)
+
+
+def _read_tied(found: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Return the names that the writer left out because another tensor of the same file has their bytes.
+
+    safetensors' own `save_model` records them in the metadata: the name left out → the name that holds its bytes
+    (safetensors 0.8, bindings/python/py_src/safetensors/torch.py).
+    """
+    return {
+        name: found[holder]
+        for name, holder in metadata.items()
+        if name not in (FORMAT_KEY, ZERO_SIZE_KEY) and holder in found
+    }
 
 
 def read_state_dict(path: Path) -> dict[str, StoredTensor]:
@@ -127,16 +166,15 @@ def read_state_dict(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: The file is damaged, or holds something else.
     """
     content = open_torch_zip(path).content
-    if isinstance(content, dict):
-        refuse_foreign_tensors(path, content)
-    if not isinstance(content, dict) or not all(isinstance(value, StoredTensor) for value in content.values()):
+    tensors = find_tensors(path, content) if isinstance(content, dict) else {}
+    if not tensors:
         raise CheckpointError(
             f"{path} is no state dict",
             expected="a dict of tensors",
             got=type(content).__name__ if not isinstance(content, dict) else "a dict with other values",
             remedy="save it with model.save_pretrained()",
         )
-    return {str(name): value for name, value in content.items()}
+    return tensors
 
 
 def _read_index(path: Path) -> dict[str, str]:

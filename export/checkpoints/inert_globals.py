@@ -24,9 +24,11 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 _DATA_HOLDERS = frozenset(
     f"{module}.{name}"
     for module, names in {
+        "_io": "BytesIO StringIO",
         "argparse": "Namespace",
-        "builtins": "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple type",
-        "collections": "Counter OrderedDict defaultdict deque",
+        "builtins": "Ellipsis NotImplemented bool bytearray bytes complex dict float frozenset int list object range"
+        " set slice str tuple type",
+        "collections": "ChainMap Counter OrderedDict UserDict UserList defaultdict deque",
         "copyreg": "_reconstructor",
         "datetime": "date datetime time timedelta timezone",
         "decimal": "Decimal",
@@ -42,6 +44,9 @@ _DATA_HOLDERS = frozenset(
         "numpy.random._pickle": "__bit_generator_ctor __generator_ctor __randomstate_ctor",
         "pathlib": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
         "pathlib._local": "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath",
+        "random": "Random",
+        # A regular expression is compiled again from its text.
+        "re": "_compile",
         "torch": "device",
         "torch._utils": "_rebuild_device_tensor_from_numpy _rebuild_meta_tensor_no_storage _rebuild_nested_tensor"
         " _rebuild_qtensor _rebuild_sparse_tensor _rebuild_wrapper_subclass",

@@ -230,15 +230,17 @@ class InertUnpickler:
         if full_name in self._constants:
             return self._constants[full_name]
         if full_name not in self._builders and not may_be_mentioned(full_name):
-            raise self._refuse_global(full_name)
+            # Whether it is called shows only further on.
+            raise self._refuse_global("call or keep", full_name)
         return GlobalName(full_name)
 
-    def _refuse_global(self, full_name: str) -> CheckpointError:
+    def _refuse_global(self, would: str, full_name: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._source} would call {full_name} when it is loaded by pickle",
+            f"{self._source} would {would} {full_name} when it is loaded by pickle",
             expected="tensors and plain data",
-            got=f"the global {full_name}",
-            remedy="do not load this file with any other tool; nothing of it was run here",
+            got=f"the global {full_name}, which is not known to be harmless",
+            remedy="save it without that, and open this file with other tools only if you trust where it came from; "
+            "nothing of it was run here",
         )
 
     def _call(self, function: Any, args: Any) -> Any:
@@ -248,7 +250,7 @@ class InertUnpickler:
         if builder is not None:
             return builder(self, args)
         if not may_be_called(function.name):
-            raise self._refuse_global(function.name)
+            raise self._refuse_global("call", function.name)
         return Record(function.name, args)
 
     def _new_object(self, args: Any) -> None:
@@ -264,8 +266,9 @@ class InertUnpickler:
         target = self._stack[-1]
         if isinstance(target, Record):
             target.state = state
-        # Attributes of a state dict (`_metadata`) and of tensors say nothing about values.
-        elif isinstance(target, (str, bytes, int, float, tuple, GlobalName)) or target is None:
+        # The attributes of a state dict (`_metadata`) say nothing about values. Tensors are saved without any, and
+        # torch's `Tensor.__setstate__` would put another storage into one.
+        elif not isinstance(target, (dict, list)):
             raise TypeError("attributes for what has none")
 
     def _put_global(self) -> None:

@@ -200,7 +200,7 @@ def _read_layers(files: DeepSpeedFiles, args: MegatronArgs, tensor_ranks: int) -
     ranks = []
     for rank in range(tensor_ranks):
         paths = {layer: path for (layer, owner), path in files.pipeline_layers.items() if owner == rank}
-        layers = {layer: flatten(_read_content(path)) for layer, path in paths.items()}
+        layers = {layer: flatten(path, _read_content(path)) for layer, path in paths.items()}
         names = name_layers({layer: list(own) for layer, own in layers.items()}, args.layers, str(files.folder))
         ranks.append(
             _TensorRank(
@@ -214,7 +214,7 @@ def _read_layers(files: DeepSpeedFiles, args: MegatronArgs, tensor_ranks: int) -
 
 def _read_modules(paths: Sequence[Path]) -> list[_TensorRank]:
     """Return the same of models without a pipeline, whose weights are nested in each rank's `module`."""
-    found = [flatten(_read_content(path).get("module")) for path in paths]
+    found = [flatten(path, _read_content(path).get("module")) for path in paths]
     return [
         _TensorRank(tensors={canonical_name(name): tensor for name, tensor in tensors.items()}, names={})
         for tensors in found

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from export.checkpoints.assembled_tensor import Box, assemble
 from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.torch_zip import refuse_foreign_tensors
 from export.errors import CheckpointError, list_some
 
 Tensors = Mapping[str, StoredTensor]
@@ -39,16 +41,24 @@ def canonical_name(name: str) -> str:
     return _SAME_NAMES.get(name, name)
 
 
-def flatten(module: Any, prefix: str = "") -> dict[str, StoredTensor]:
-    """Return the tensors of nested state dicts under names joined by dots."""
+def flatten(path: Path, module: Any) -> dict[str, StoredTensor]:
+    """Return the tensors of nested state dicts in the file `path` under names joined by dots.
+
+    Raises:
+        CheckpointError: There is one that is not read.
+    """
     tensors: dict[str, StoredTensor] = {}
-    waiting = [(prefix, module, 0)]
+    foreign: dict[str, Any] = {}
+    waiting = [("", module, 0)]
     while waiting:
-        path, value, depth = waiting.pop()
+        name, value, depth = waiting.pop()
         if isinstance(value, StoredTensor):
-            tensors[path] = value
+            tensors[name] = value
         elif isinstance(value, dict) and depth < 16:
-            waiting += [(f"{path}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
+            waiting += [(f"{name}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
+        else:
+            foreign[name] = value
+    refuse_foreign_tensors(path, foreign)
     return tensors
 
 

@@ -17,6 +17,7 @@ from export.checkpoints.stored_tensor import ByteRange, StoredTensor
 from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError
 
+METADATA_KEY = "__metadata__"
 # 15 MB describe 100,000 tensors.
 _MAX_HEADER_BYTES = 32 << 20
 
@@ -38,7 +39,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         raise _unreadable(path, str(exc)) from exc
     if not isinstance(header, dict):
         raise _unreadable(path, "the header is no JSON object")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _unreadable(path, "metadata that is no text")
     start = 8 + length

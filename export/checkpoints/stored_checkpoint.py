@@ -72,8 +72,9 @@ class StoredCheckpoint:
             raise CheckpointError(
                 f"weights in {self.directory} are of size 0: {list_some(empty)}",
                 expected="whole tensors",
-                got="the placeholders that ZeRO stage 3 leaves in a model",
-                remedy="save again with stage3_gather_16bit_weights_on_model_save, or pass DeepSpeed's own checkpoint",
+                got="placeholders as ZeRO stage 3 leaves them in a model, or parameters that never had elements",
+                remedy="after ZeRO stage 3, save with stage3_gather_16bit_weights_on_model_save or pass DeepSpeed's "
+                "own checkpoint; otherwise, save the state dict without them",
             )
         if not self.tensors:
             raise CheckpointError(f"{self.directory} holds no tensors", expected="weights", got="none")

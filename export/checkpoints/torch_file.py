@@ -14,7 +14,7 @@ from typing import Any
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
-from export.checkpoints.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
+from export.checkpoints.torch_zip import Record, is_tensor, open_torch_zip, refuse_foreign_tensors
 from export.errors import CheckpointError, list_some
 
 SUFFIXES = (".pth", ".pt", ".ckpt")
@@ -34,10 +34,16 @@ _OTHER_STATE = (
 
 # Keys under which trainers keep the model: Lightning and most recipes, DeiT and MAE, DDP recipes, older ones.
 _OUTER_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+# How many of them may lie within each other.
+_MAX_OUTER_KEYS = 3
 
 # What wrappers put before every name: DDP and DataParallel, Lightning Fabric, torch.compile, Lightning modules.
-PREFIXES = ("module.", "_forward_module.", "_orig_mod.")
+_COMPILED = "_orig_mod."
+PREFIXES = ("module.", "_forward_module.", _COMPILED)
 _INNER_MODEL = "model."
+_ALL = (*PREFIXES, _INNER_MODEL)
+# A file of transformers or Accelerate, passed by itself: read as `export.checkpoints.huggingface` reads its folder.
+_HUGGING_FACE_SUFFIX = ".bin"
 
 
 def recognises(directory: Path) -> bool:
@@ -71,11 +77,11 @@ def open_file(path: Path) -> StoredCheckpoint:
     check_inside(path, path.parent)
     content = open_torch_zip(path).content
     state, where = _find_state_dict(path, content)
-    stripped, prefix = strip_prefixes(path, state)
+    stripped, removed = strip_prefixes(path, state, outer=PREFIXES if path.suffix == _HUGGING_FACE_SUFFIX else _ALL)
     described = f"torch file {path.name}" + (f", under {where}" if where else "")
     return StoredCheckpoint(
         directory=path.parent,
-        format_name=described + (f", without prefix {prefix}" if prefix else ""),
+        format_name=described + removed,
         tensors=stripped,
         tied=find_tied(stripped),
         # The placeholders of ZeRO stage 3 are of shape [0].
@@ -85,30 +91,44 @@ def open_file(path: Path) -> StoredCheckpoint:
     )
 
 
-def strip_prefixes(path: Path, state: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], str]:
-    """Return `state` without what wrappers put before its names, and what that was.
+def strip_prefixes(
+    source: Path, state: Mapping[str, StoredTensor], *, outer: tuple[str, ...] = _ALL
+) -> tuple[dict[str, StoredTensor], str]:
+    """Return `state`, in its order, without what wrappers put into its names, and what that was, in words.
 
     `model.`, from a module that holds the model, is taken off once and last: what is left may be the model's own, as
     in Llama's `model.layers`. Llama itself is not mistaken, since its `lm_head` has no such prefix.
+
+    Args:
+        source: The file or folder, used only in the error.
+        state: Name → tensor.
+        outer: What may have been put before every name. `PREFIXES` leaves `model.` on: transformers leaves a tied
+            `lm_head` out of what it saves, and then every name of a Llama has it.
+
+    Raises:
+        CheckpointError: Two names would become one.
     """
     names = {name: name for name in state}
     removed = ""
-    while not removed.endswith(_INNER_MODEL):
-        prefix = next((prefix for prefix in (*PREFIXES, _INNER_MODEL) if all(n.startswith(prefix) for n in names)), "")
+    while names and not removed.endswith(_INNER_MODEL):
+        prefix = next((prefix for prefix in outer if all(n.startswith(prefix) for n in names)), "")
         if not prefix:
             break
         names = {name[len(prefix) :]: old for name, old in names.items()}
         removed += prefix
     # torch.compile of a part puts its name in the middle: `encoder._orig_mod.weight`.
-    inner = {name.replace("_orig_mod.", ""): old for name, old in names.items()}
+    inner = {name.replace(_COMPILED, ""): old for name, old in names.items()}
     if len(inner) != len(state):
         raise CheckpointError(
-            f"names in {path} fall together without _orig_mod.",
+            f"names in {source} fall together without {_COMPILED}",
             expected="one weight under each name",
             got=f"{len(inner)} names for {len(state)} tensors",
             remedy="save the model without torch.compile's wrapper",
         )
-    return {name: state[old] for name, old in inner.items()}, removed
+    words = f", without prefix {removed}" if removed else ""
+    if inner.keys() != names.keys():
+        words += f", without {_COMPILED} within names"
+    return {name: state[old] for name, old in inner.items()}, words
 
 
 def _candidates(directory: Path) -> list[Path]:
@@ -123,12 +143,13 @@ def _find_state_dict(path: Path, content: Any) -> tuple[dict[str, StoredTensor],
     """Return the state dict in `content` and the keys that lead to it."""
     where: list[str] = []
     while isinstance(content, dict):
-        refuse_foreign_tensors(path, content)
-        tensors = {str(name): value for name, value in content.items() if isinstance(value, StoredTensor)}
-        if tensors and all(isinstance(value, StoredTensor) or _is_extra(name) for name, value in content.items()):
+        if tensors := find_tensors(path, content):
             return tensors, ".".join(where)
         inner = [key for key in _OUTER_KEYS if isinstance(content.get(key), dict)]
-        if len(inner) != 1 or len(where) >= 3:
+        if len(inner) > 1:
+            # Settings may be kept under such a key as well.
+            inner = [key for key in inner if _holds_tensors(content[key])]
+        if len(inner) != 1 or len(where) >= _MAX_OUTER_KEYS:
             break
         where.append(inner[0])
         content = content[inner[0]]
@@ -140,8 +161,42 @@ def _find_state_dict(path: Path, content: Any) -> tuple[dict[str, StoredTensor],
     )
 
 
+def find_tensors(path: Path, state: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+    """Return the tensors of `state` by name if it is a state dict; empty if it holds other things or none.
+
+    What modules keep beside their tensors (`torch.nn.Module.get_extra_state`) is left out.
+
+    Raises:
+        CheckpointError: It is one with tensors that are not read, or with two of one name.
+    """
+    found = {name: value for name, value in state.items() if is_tensor(value)}
+    if any(name not in found and not _is_extra(name) for name in state):
+        return {}
+    refuse_foreign_tensors(path, found)
+    tensors = {str(name): value for name, value in found.items()}
+    if len(tensors) != len(found):
+        raise CheckpointError(
+            f"{path} holds two tensors of one name",
+            expected="names that differ as text",
+            got=list_some({str(name) for name in found if not isinstance(name, str)}),
+            remedy="name all of them by text",
+        )
+    return tensors
+
+
+def _holds_tensors(state: Mapping[Any, Any]) -> bool:
+    """Tell whether there are tensors in `state`, or where a state dict would be looked for in it."""
+    # By identity, since a pickle may put one large dict under every key of every level.
+    level = {id(state): state}
+    for _ in range(_MAX_OUTER_KEYS + 1):
+        if any(is_tensor(value) for found in level.values() for value in found.values()):
+            return True
+        inner = [found.get(key) for found in level.values() for key in _OUTER_KEYS]
+        level = {id(value): value for value in inner if isinstance(value, dict)}
+    return False
+
+
 def _is_extra(name: Any) -> bool:
-    # What a module keeps beside its tensors (torch.nn.Module.get_extra_state).
     return isinstance(name, str) and name.endswith("_extra_state")
 
 

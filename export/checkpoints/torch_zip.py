@@ -7,7 +7,9 @@
 
 Tensors of one storage share a `StoredBlock`, so two names are tied exactly when their `StoredTensor`s are equal. What
 is neither tensor nor plain data is a `Record` (`export.checkpoints.inert_globals` has the policy); a tensor subclass
-whose data lies in other tensors, such as DTensor, is a `Record` with them in its `state`.
+whose data lies in other tensors, such as DTensor, is a `Record` with them in its `state`. A tensor whose values are not
+those of its bytes, one after the other, is a `ForeignTensor`: refused in a model (`refuse_foreign_tensors`), let be
+beside it.
 
 Format: a zip archive of stored entries `NAME/data.pkl`, `NAME/data/KEY` (one per storage), `NAME/byteorder`,
 `NAME/version` and, in newer files, `NAME/.format_version` and `NAME/.data/serialization_id` (torch 2.13,
@@ -29,10 +31,12 @@ from export.checkpoints.zip_archive import StoredBlock, ZipArchive
 from export.errors import CheckpointError, list_some
 
 __all__ = [
+    "ForeignTensor",
     "GlobalName",
     "Record",
     "StoredTensor",
     "TorchZip",
+    "is_tensor",
     "open_torch_zip",
     "read_bare_pickle",
     "refuse_foreign_tensors",
@@ -41,6 +45,9 @@ __all__ = [
 # torch allows 64 (c10/core/TensorIterator and numpy's limit alike); a longer shape only serves to waste time.
 _MAX_DIMS = 64
 _MAX_ENCODED_BYTES = 16 << 20
+_SAVE_DENSE = "save the model's full state dict, unquantised"
+# What torch sets on a tensor after it is rebuilt (torch/_utils.py, `set_tensor_metadata`), and what takes it off again.
+_RESOLVED_BY = {"neg": "resolve_neg()", "conj": "resolve_conj()"}
 # The first bytes of a file by torch before 1.6: its magic number as a pickled int (torch/serialization.py).
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
 
@@ -53,6 +60,22 @@ class TorchZip:
     content: Any
     # Every storage of the file that the content's tensors lie in, by key.
     storages: dict[str, StoredBlock]
+
+
+class ForeignTensor(Record):
+    """A tensor that is no plain range of bytes.
+
+    Attributes:
+        found: What it is instead, in words.
+        remedy: What makes it a plain one.
+    """
+
+    __slots__ = ("found", "remedy")
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__("torch.Tensor")
+        self.found = found
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -114,25 +137,30 @@ def read_bare_pickle(path: Path) -> Any:
 
 
 def refuse_foreign_tensors(path: Path, state: Mapping[Any, Any]) -> None:
-    """Refuse a state dict with tensors that are no plain byte ranges: sparse, quantised, complex, distributed.
+    """Refuse a state dict with tensors that are no plain byte ranges: sparse, quantised, complex, distributed, negated.
 
     Other values than tensors are none of its business: a module may keep any state it likes.
 
     Raises:
         CheckpointError: There is such a tensor.
     """
-    foreign = {
-        name: value.type_name
-        for name, value in state.items()
-        if isinstance(value, Record) and ("Tensor" in value.type_name or "_rebuild" in value.type_name)
-    }
+    foreign = {name: value for name, value in state.items() if is_tensor(value) and isinstance(value, Record)}
     if foreign:
+        found = {value.found if isinstance(value, ForeignTensor) else value.type_name for value in foreign.values()}
+        remedies = {value.remedy if isinstance(value, ForeignTensor) else _SAVE_DENSE for value in foreign.values()}
         raise CheckpointError(
             f"{path} holds tensors that are not read: {list_some(foreign)}",
             expected="dense tensors of real numbers",
-            got=list_some(set(foreign.values())),
-            remedy="save the model's full state dict, unquantised",
+            got=list_some(found),
+            remedy=list_some(remedies),
         )
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell whether `value` was a tensor when it was saved, be it one that is read or not."""
+    if isinstance(value, Record):
+        return "Tensor" in value.type_name or "_rebuild" in value.type_name
+    return isinstance(value, StoredTensor)
 
 
 def _refuse_other_formats(path: Path, start: int) -> None:
@@ -206,8 +234,11 @@ class _Storages:
 
 def _build_tensor(
     machine: InertUnpickler, storage: Any, offset: Any, shape: Any, stride: Any, dtype: ElementType
-) -> StoredTensor:
-    """Return the tensor at `offset` elements in `storage`, after checking that every element lies inside it."""
+) -> StoredTensor | ForeignTensor:
+    """Return the tensor at `offset` elements in `storage`, after checking that every element lies inside it.
+
+    One of more elements than its storage has overlaps itself. None is read, so that a few bytes never fill a disk.
+    """
     numbers = (offset, *shape, *stride) if len(shape) <= _MAX_DIMS and len(shape) == len(stride) else ()
     if not numbers or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError("a tensor without a proper shape")
@@ -216,10 +247,14 @@ def _build_tensor(
         # An empty range tells which names were one tensor.
         return StoredTensor(dtype=dtype, shape=tuple(shape), ranges=(ByteRange(storage.block, 0, 0),))
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    if (offset + span) * dtype.itemsize > storage.block.length or numel * dtype.itemsize > storage.block.length:
+    if (offset + span) * dtype.itemsize > storage.block.length:
         raise machine.refuse(
             f"a tensor inside its storage of {storage.block.length} bytes",
             f"shape {tuple(shape)}, stride {tuple(stride)}, offset {offset} of {dtype.name}",
+        )
+    if numel * dtype.itemsize > storage.block.length:
+        return ForeignTensor(
+            "a tensor that overlaps itself, as expand() makes one", "call contiguous() on it before saving"
         )
     window = ByteRange(storage.block, offset * dtype.itemsize, span * dtype.itemsize)
     return StoredTensor(
@@ -240,22 +275,37 @@ def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _rebuild_typed(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor | Record:
-    """`_rebuild_tensor(storage, offset, shape, stride)`, and `_v2` with gradients' settings after them."""
-    storage, offset, shape, stride, *_ = args
+def _rebuild_typed(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor | ForeignTensor:
+    """`_rebuild_tensor(storage, offset, shape, stride)`, and `_v2` with `requires_grad, hooks, metadata=None` after."""
+    storage, offset, shape, stride, *settings = args
     if isinstance(storage, Record):
-        return Record("torch.Tensor", (storage,))
+        return ForeignTensor(f"elements of {storage.type_name}", _SAVE_DENSE)
     if not isinstance(storage, _Storage) or storage.dtype is None:
         raise ValueError("a tensor without a typed storage")
-    return _build_tensor(machine, storage, offset, shape, stride, storage.dtype)
+    return _read_metadata(settings[2:]) or _build_tensor(machine, storage, offset, shape, stride, storage.dtype)
 
 
-def _rebuild_untyped(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor:
-    """`_rebuild_tensor_v3(storage, offset, shape, stride, requires_grad, hooks, dtype, ...)`."""
-    storage, offset, shape, stride, _, _, dtype, *_ = args
+def _rebuild_untyped(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor | ForeignTensor:
+    """`_rebuild_tensor_v3(storage, offset, shape, stride, requires_grad, hooks, dtype, metadata=None)`."""
+    storage, offset, shape, stride, _, _, dtype, *metadata = args
+    if isinstance(dtype, GlobalName):
+        return ForeignTensor(f"elements of {dtype.name}", _SAVE_DENSE)
     if not isinstance(storage, _Storage) or not isinstance(dtype, ElementType):
         raise ValueError("a tensor without a storage or a dtype")
-    return _build_tensor(machine, storage, offset, shape, stride, dtype)
+    return _read_metadata(metadata) or _build_tensor(machine, storage, offset, shape, stride, dtype)
+
+
+def _read_metadata(metadata: list[Any]) -> ForeignTensor | None:
+    """Return what stands for a tensor whose metadata says that its values are not its bytes; None where it says none.
+
+    torch writes bits that are set, and nothing where there are none.
+    """
+    if not any(metadata):
+        return None
+    bits = list_some(metadata[0]) if len(metadata) == 1 and isinstance(metadata[0], dict) else "that is unknown"
+    resolve = _RESOLVED_BY.get(bits)
+    remedy = f"save it again after {resolve}" if resolve else "save it again as a plain tensor"
+    return ForeignTensor(f"a view with the bit {bits} set", remedy)
 
 
 def _rebuild_parameter(_: InertUnpickler, args: tuple[Any, ...]) -> Any:
@@ -287,7 +337,7 @@ def _build_size(_: InertUnpickler, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _build_dict(machine: InertUnpickler, args: tuple[Any, ...]) -> dict[Any, Any]:
-    """`OrderedDict()` or, from Python 2, `OrderedDict([[key, value], ...])`; a `defaultdict` alike."""
+    """`OrderedDict()` or, from Python 2, `OrderedDict([[key, value], ...])`; `defaultdict(factory)` without factory."""
     pairs = args[0] if args and isinstance(args[0], list) else []
     machine.charge(len(pairs))
     return {hashable(key): value for key, value in pairs}
@@ -320,6 +370,7 @@ _BUILDERS: dict[str, Builder] = {
     "_codecs.encode": _build_bytes,
     "builtins.getattr": _build_member,
     "collections.OrderedDict": _build_dict,
+    "collections.defaultdict": _build_dict,
     "torch.Size": _build_size,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
