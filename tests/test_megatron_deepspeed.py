@@ -35,7 +35,7 @@ Truth = dict[str, torch.Tensor]
 
 VOCABULARY = 53
 HEADS = {"p2t2d2_bf16": 6}
-NESTED = ("t2_nested_stage1", "t2_nested_bf16")
+NESTED = ("t2_nested_stage1", "t2_nested_bf16", "t2_nested_stage0")
 PIPELINED = ("t1_stage0", "t2_bf16", "p2_stage1", "p2_untied_bf16", "t2d2_stage1", "t4_stage0", "p2t2d2_bf16")
 VARIANTS = (*PIPELINED, *NESTED)
 # fp32 sums in another order: the trainer's model adds up tensor parallel parts, GPT-2's Conv1D multiplies transposed.
@@ -184,7 +184,7 @@ def test_a_cast_is_told_in_the_derived_configuration(trained: Path, tmp_path: Pa
 def test_facts_and_configuration_come_from_the_arguments(trained: Path) -> None:
     found = open_checkpoint(trained / "p2t2d2_bf16")
     assert found.format_name == "Megatron-DeepSpeed GPT-2, tensor parallel 2, pipeline 2"
-    assert (found.facts.world_size, found.facts.stage, found.facts.step, found.facts.missing) == (8, 1, 2, ())
+    assert (found.facts.world_size, found.facts.stage, found.facts.step) == (8, 1, 2)
     assert found.config is not None
     sizes = {name: found.config[name] for name in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size")}
     assert sizes == {"n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 10, "vocab_size": VOCABULARY}
@@ -295,6 +295,47 @@ def test_swapped_tensor_parallel_ranks_disagree_with_their_copies(trained: Path,
     assert "disagree with the bfloat16 copy" in message and "transformer.h.0.attn.c_attn.weight" in message
 
 
+@pytest.mark.parametrize(
+    ("variant", "source", "target"),
+    [
+        ("t4_stage0", "layer_04-model_00-model_states.pt", "layer_04-model_01-model_states.pt"),
+        ("t4_stage0", "layer_01-model_02-model_states.pt", "layer_01-model_01-model_states.pt"),
+        ("t1_stage0", "layer_03-model_00-model_states.pt", "layer_05-model_00-model_states.pt"),
+        ("t2_nested_stage0", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
+    ],
+)
+def test_a_file_copied_over_another_ranks_or_layers_is_named(
+    trained: Path, tmp_path: Path, variant: str, source: str, target: str
+) -> None:
+    folder = tag_folder(copy(trained / variant, tmp_path / "doubled"))
+    shutil.copy(folder / source, folder / target)
+    message = refusal(lambda: open_checkpoint(folder.parent))
+    assert source in message and target in message and "have the same contents" in message
+
+
+def test_weights_that_are_all_zeros_are_no_copy_of_each_other(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t1_stage0", tmp_path / "zeros")
+    for layer in (3, 4):
+        path = tag_folder(folder) / f"layer_{layer:02d}-model_00-model_states.pt"
+        torch.save({name: torch.zeros_like(tensor) for name, tensor in torch.load(path).items()}, path)
+    open_checkpoint(folder).verify()
+
+
+@pytest.mark.parametrize(
+    ("variant", "unproven"),
+    [
+        ("t1_stage0", ["the order of the 3 layers"]),
+        ("t2_nested_stage0", ["the order of tensor parallel ranks 00, 01"]),
+        ("t4_stage0", ["the order of tensor parallel ranks 00, 01, 02, 03", "the order of the 3 layers"]),
+        ("p2t2d2_bf16", ["the order of tensor parallel ranks 00, 01"]),
+        ("p2_stage1", []),
+    ],
+)
+def test_what_only_the_names_of_files_say_is_told(trained: Path, variant: str, unproven: list[str]) -> None:
+    reason = "their numbers are in the files' names alone"
+    assert open_checkpoint(trained / variant).facts.missing == tuple(f"proof of {what}: {reason}" for what in unproven)
+
+
 def test_replicas_that_drifted_apart_are_refused(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "t4_stage0", tmp_path / "drifted")
     path = tag_folder(folder) / "layer_03-model_02-model_states.pt"
@@ -351,7 +392,7 @@ def test_older_names_and_few_arguments_are_read(
         torch.save(content, tag_folder(folder) / f"mp_rank_{rank:02d}_model_states.pt")
     found = open_checkpoint(folder)
     assert_equal(found, as_gpt2(truth, 4))
-    assert "the activation" in found.facts.missing[0]
+    assert "the activation" in found.facts.missing[-1]
 
 
 def test_canonical_names_undo_wrappers_and_older_names() -> None:

@@ -122,17 +122,18 @@ def join_tensor_ranks(ranks: Sequence[Tensors], source: str) -> dict[str, Stored
 
 def list_replicas(ranks: Sequence[Tensors]) -> list[dict[str, StoredTensor]]:
     """Return, for each rank but the first, the tensors that must equal the first rank's."""
-    return [{name: tensor for name, tensor in tensors.items() if _split_dim(name) is None} for tensors in ranks[1:]]
+    return [{name: tensor for name, tensor in tensors.items() if find_split_dim(name) is None} for tensors in ranks[1:]]
 
 
-def _split_dim(name: str) -> int | None:
+def find_split_dim(name: str) -> int | None:
+    """Return along which dimension tensor parallel ranks split `name`, one of ours; None where all hold it alike."""
     if _COLUMN_PARALLEL.fullmatch(name):
         return 0
     return 1 if _ROW_PARALLEL.fullmatch(name) else None
 
 
 def _join(name: str, parts: Sequence[StoredTensor], source: str) -> StoredTensor:
-    dim = _split_dim(name)
+    dim = find_split_dim(name)
     if dim is None or len(parts) == 1:
         return parts[0]
     first = parts[0]
