@@ -36,7 +36,16 @@ Truth = dict[str, torch.Tensor]
 VOCABULARY = 53
 HEADS = {"p2t2d2_bf16": 6}
 NESTED = ("t2_nested_stage1", "t2_nested_bf16", "t2_nested_stage0")
-PIPELINED = ("t1_stage0", "t2_bf16", "p2_stage1", "p2_untied_bf16", "t2d2_stage1", "t4_stage0", "p2t2d2_bf16")
+PIPELINED = (
+    "t1_stage0",
+    "t2_bf16",
+    "p2_stage1",
+    "p2_untied_bf16",
+    "p2d2_bf16_stage0",
+    "t2d2_stage1",
+    "t4_stage0",
+    "p2t2d2_bf16",
+)
 VARIANTS = (*PIPELINED, *NESTED)
 # fp32 sums in another order: the trainer's model adds up tensor parallel parts, GPT-2's Conv1D multiplies transposed.
 LOGIT_TOLERANCE = 2e-5
@@ -293,6 +302,24 @@ def test_swapped_tensor_parallel_ranks_disagree_with_their_copies(trained: Path,
     second.write_bytes(contents[0])
     message = refusal(lambda: open_checkpoint(folder.parent).verify())
     assert "disagree with the bfloat16 copy" in message and "transformer.h.0.attn.c_attn.weight" in message
+
+
+def test_without_zero_the_fragments_tell_swapped_ranks(trained: Path, tmp_path: Path) -> None:
+    folder = tag_folder(copy(trained / "p2d2_bf16_stage0", tmp_path / "swapped"))
+    first, second = (folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    assert "records fragments of parameters that do not follow" in refusal(lambda: open_checkpoint(folder.parent))
+
+
+def test_fp32_pieces_that_nothing_names_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "p2d2_bf16_stage0", tmp_path / "unnamed")
+    path = tag_folder(folder) / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=False)
+    del content["optimizer_state_dict"]["param_slice_mappings"]
+    torch.save(content, path)
+    assert f"nothing names the parameters in {path}" in refusal(lambda: open_checkpoint(folder))
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,8 @@ def _choose_parts(
                 got=f"differences in {list_some(different)}",
                 remedy="files of two runs are mixed, or parameters were frozen, which is not proven",
             )
-        parts.append({name: trained[name] for name in rank.tensors})
+        # Where nothing but fragments told them, the pieces are still flat.
+        parts.append({name: trained[name].reshape(low.shape) for name, low in rank.tensors.items()})
     return parts
 
 
@@ -277,7 +278,11 @@ def _describe(
     states = ranks[0].states
     missing = [line for line in unproven if line]
     if low_dtype not in (None, "float32"):
-        missing.append(f"fp32 weights: saved as {low_dtype} only")
+        unnamed = any(rank.states.masters for rank in ranks)
+        kept = (
+            f"in the optimizer's state without names, given in {low_dtype}" if unnamed else f"saved as {low_dtype} only"
+        )
+        missing.append(f"fp32 weights: {kept}")
     if args.activation is None:
         missing.append("the activation: not among the arguments, taken as Megatron's default, GELU by tanh")
     return CheckpointFacts(
