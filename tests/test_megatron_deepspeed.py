@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -208,10 +209,77 @@ def test_the_vocabularys_padding_is_kept_and_told_where_nothing_tells_its_size(t
     assert "the vocabulary's true size: all 64 rows are kept" in found.facts.missing[0]
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 50}}, "added_tokens": [{"id": 51}]}')
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (52, 24)
+    (folder / "config.json").write_text('{"vocab_size": 56}')
+    assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (56, 24)
     (folder / "config.json").write_text('{"vocab_size": 51}')
-    assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (51, 24)
+    assert "expected at least 52 tokens, as tokenizer.json has, got 51" in refusal(lambda: open_checkpoint(folder))
     (folder / "config.json").write_text('{"vocab_size": 65}')
     assert "expected 64 tokens at most, got 65" in refusal(lambda: open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "got"),
+    [
+        ("vocab.json", {"a": 0, "b": 1, "c": 1}, "got 1 for both 'b' and 'c'"),
+        ("vocab.json", {"a": 0, "b": 1, "c": 3}, "got 3 of them up to 3"),
+        ("vocab.json", {"a": 0, "b": "1"}, "got 1 for 'b'"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 0}}}, "got 0 for both 'a' and 'b'"),
+        (
+            "tokenizer.json",
+            {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 0, "content": "b"}]},
+            "got 1 and 0 for 'b'",
+        ),
+    ],
+)
+def test_damaged_ids_cut_no_rows(trained: Path, tmp_path: Path, name: str, content: Any, got: str) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "damaged")
+    (folder / name).write_text(json.dumps(content))
+    message = refusal(lambda: open_checkpoint(folder))
+    assert f"{folder / name} has ids that are not a vocabulary's" in message and got in message
+
+
+def test_a_vocabulary_that_is_no_file_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "fifo")
+    (folder / "vocab.json").unlink()
+    os.mkfifo(folder / "vocab.json")
+    assert "vocab.json is no regular file: expected a file, got a FIFO" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_arguments_of_another_rank_must_agree(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "mixed")
+    path = tag_folder(folder) / "mp_rank_01_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["args"].hidden_size = 48
+    content["args"].layernorm_epsilon = 1e-6
+    content["args"].kv_channels = 12
+    torch.save(content, path)
+    message = refusal(lambda: open_checkpoint(folder))
+    assert f"the arguments in {path} are of another model" in message
+    assert "expected hidden 24, norm_epsilon 1e-05, got 48, 1e-06" in message
+    content["args"].swiglu = True
+    torch.save(content, path)
+    assert "got swiglu=True" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_an_epsilon_that_is_no_number_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "epsilon")
+    change_models(folder, lambda content: setattr(content["args"], "layernorm_epsilon", float("nan")))
+    assert "have a layernorm_epsilon that is none" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_other_rows_than_the_arguments_say_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "rows")
+    change_models(folder, lambda content: setattr(content["args"], "padded_vocab_size", 128))
+    assert "got 10 positions and 64 rows of the vocabulary, not 10 and 128" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_dicts_within_each_other_many_times_over_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_nested_stage0", tmp_path / "shared")
+    inner: dict[str, Any] = {}
+    for _ in range(12):
+        inner = {str(index): inner for index in range(8)}
+    change_models(folder, lambda content: content.update(module=inner))
+    assert "are nested beyond any model: expected at most 200000 entries" in refusal(lambda: open_checkpoint(folder))
 
 
 def test_a_config_json_of_another_model_is_refused(trained: Path, tmp_path: Path) -> None:
@@ -238,6 +306,11 @@ class PositionEmbeddingType(enum.Enum):
         ("num_experts", [4]),
         ("kv_channels", 8),
         ("embed_layernorm", True),
+        ("parallel_attn", True),
+        ("window_size", (128, 0)),
+        ("glu_activation", "geglu"),
+        ("use_alibi_position_embeddings", True),
+        ("scale_attn_by_inverse_layer_idx", True),
         ("apply_residual_connection_post_layernorm", True),
     ],
 )
@@ -257,7 +330,7 @@ def test_blooms_absolute_positions_are_gpt2s(trained: Path, tmp_path: Path) -> N
     assert open_checkpoint(folder).tensors
 
 
-@pytest.mark.parametrize("version", [None, 0, 1.0])
+@pytest.mark.parametrize("version", [None, 0, 1.0, float("nan")])
 def test_checkpoint_versions_below_two_are_refused(trained: Path, tmp_path: Path, version: Any) -> None:
     folder = copy(trained / "t2_bf16", tmp_path / "old")
     change_models(folder, lambda content: content.update(checkpoint_version=version))
@@ -457,6 +530,7 @@ def test_the_key_tables_fit_transformers_model_of_every_size(size: str) -> None:
         tensor_ranks=None,
         pipe_ranks=None,
         vocabulary=None,
+        padded_vocabulary=None,
         activation="gelu_new",
         norm_epsilon=1e-5,
         tied=True,

@@ -23,7 +23,7 @@ from typing import Any
 from export.checkpoints.deepspeed_checks import check_model_states
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
 from export.checkpoints.deepspeed_states import ModelStates, read_model_states
-from export.checkpoints.megatron_args import MegatronArgs, read_args
+from export.checkpoints.megatron_args import MegatronArgs, check_same_args, read_args
 from export.checkpoints.megatron_checks import describe_unproven, refuse_doubles
 from export.checkpoints.megatron_folder import check_config, find_vocab_size
 from export.checkpoints.megatron_parts import (
@@ -80,7 +80,9 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
         VocabularyError: The tokenizer beside the checkpoint has more tokens than the embeddings have rows.
     """
     paths = _list_models(files)
-    args = read_args(_read_content(paths[0]), paths[0])
+    all_args = [read_args(_read_content(path), path) for path in paths]
+    check_same_args(all_args, paths)
+    args = all_args[0]
     tensor_ranks = _count_tensor_ranks(files, args, len(paths))
     ranks = [_read_rank(files, index, path, read_trained) for index, path in enumerate(paths)]
     _check_steps(files, ranks)
@@ -203,7 +205,7 @@ def _read_layers(files: DeepSpeedFiles, args: MegatronArgs, tensor_ranks: int) -
     held: dict[Path, Tensors] = {}
     for rank in range(tensor_ranks):
         paths = {layer: path for (layer, owner), path in files.pipeline_layers.items() if owner == rank}
-        layers = {layer: flatten(_read_content(path)) for layer, path in paths.items()}
+        layers = {layer: flatten(path, _read_content(path)) for layer, path in paths.items()}
         names = name_layers({layer: list(own) for layer, own in layers.items()}, args.layers, str(files.folder))
         for layer, path in paths.items():
             held[path] = {names[layer, own]: tensor for own, tensor in layers[layer].items()}
@@ -222,7 +224,7 @@ def _read_modules(paths: Sequence[Path]) -> list[_TensorRank]:
     """Return the same of models without a pipeline, whose weights are nested in each rank's `module`."""
     held: dict[Path, Tensors] = {}
     for path in paths:
-        tensors = flatten(_read_content(path).get("module"))
+        tensors = flatten(path, _read_content(path).get("module"))
         held[path] = {canonical_name(name): tensor for name, tensor in tensors.items()}
     refuse_doubles(held)
     return [_TensorRank(tensors=tensors, names={}) for tensors in held.values()]
@@ -256,17 +258,19 @@ def _choose_parts(
 
 def _check_shapes(merged: Tensors, args: MegatronArgs, source: str) -> int:
     """Check the whole model's names and shapes against the arguments; return the rows of the position embeddings."""
-    tables = (merged.get("word_embeddings.weight"), merged.get("position_embeddings.weight"))
-    rows, positions = (table.shape[0] if table is not None and table.shape else 0 for table in tables)
+    found = (merged.get("word_embeddings.weight"), merged.get("position_embeddings.weight"))
+    rows, positions = (table.shape[0] if table is not None and table.shape else 0 for table in found)
     expected = expected_shapes(args, rows, positions)
     wrong = [name for name in merged.keys() & expected.keys() if merged[name].shape != expected[name]]
     different = merged.keys() ^ expected.keys()
-    if wrong or different or (args.positions or positions) != positions:
-        found = [f"{name} {list(merged[name].shape)}" for name in wrong] + sorted(different)
+    recorded, tables = (args.positions or positions, args.padded_vocabulary or rows), (positions, rows)
+    if wrong or different or recorded != tables:
+        misfits = [f"{name} {list(merged[name].shape)}" for name in wrong] + sorted(different)
         raise CheckpointError(
             f"the weights in {source} are not those that its arguments describe",
             expected=f"{len(expected)} tensors of {args.layers} layers, {args.hidden} wide",
-            got=list_some(found) or f"{positions} positions where the arguments say {args.positions}",
+            got=list_some(misfits)
+            or "{} positions and {} rows of the vocabulary, not {} and {}".format(*tables, *recorded),
             remedy="files of two runs are mixed, or the layout is not proven",
         )
     return positions

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from export.checkpoints.assembled_tensor import Box, assemble
 from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.torch_zip import refuse_foreign_tensors
 from export.errors import CheckpointError, list_some
 
 Tensors = Mapping[str, StoredTensor]
@@ -22,6 +24,9 @@ _COLUMN_PARALLEL = re.compile(
     r"|layers\.\d+\.(self_attention\.query_key_value|mlp\.dense_h_to_4h)\.(weight|bias)"
 )
 _ROW_PARALLEL = re.compile(r"layers\.\d+\.(self_attention\.dense|mlp\.dense_4h_to_h)\.weight")
+
+# A model of 200 layers has 2,500 tensors, some 6 dicts deep.
+_MAX_DEPTH, _MAX_ENTRIES = 16, 200_000
 
 # Before every name: DDP and fp16 wrappers, and Megatron's own modules around a model without a pipeline.
 _WRAPPERS = re.compile(r"^(?:module\.)*(?:language_model\.)?")
@@ -39,16 +44,34 @@ def canonical_name(name: str) -> str:
     return _SAME_NAMES.get(name, name)
 
 
-def flatten(module: Any, prefix: str = "") -> dict[str, StoredTensor]:
-    """Return the tensors of nested state dicts under names joined by dots."""
+def flatten(path: Path, module: Any) -> dict[str, StoredTensor]:
+    """Return the tensors of nested state dicts in the file `path` under names joined by dots.
+
+    Raises:
+        CheckpointError: There is one that is not read, or dicts hold each other without end.
+    """
     tensors: dict[str, StoredTensor] = {}
-    waiting = [(prefix, module, 0)]
+    foreign: dict[str, Any] = {}
+    waiting = [("", module, 0)]
+    seen = 0
     while waiting:
-        path, value, depth = waiting.pop()
+        name, value, depth = waiting.pop()
         if isinstance(value, StoredTensor):
-            tensors[path] = value
-        elif isinstance(value, dict) and depth < 16:
-            waiting += [(f"{path}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
+            tensors[name] = value
+        elif isinstance(value, dict) and depth < _MAX_DEPTH:
+            # One dict may be in others many times over: what is walked through is counted, not what is stored.
+            seen += len(value)
+            if seen > _MAX_ENTRIES:
+                raise CheckpointError(
+                    f"the state dicts in {path} are nested beyond any model",
+                    expected=f"at most {_MAX_ENTRIES} entries in all",
+                    got="more",
+                    remedy="do not use this checkpoint unless you know why",
+                )
+            waiting += [(f"{name}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
+        else:
+            foreign[name] = value
+    refuse_foreign_tensors(path, foreign)
     return tensors
 
 
