@@ -509,6 +509,16 @@ def test_layers_of_unknown_content_are_refused() -> None:
         name_layers(layers, 1, "x")
 
 
+@pytest.mark.parametrize("swapped", [(1, 4), (4, 7)])
+def test_layers_out_of_order_are_refused(trained: Path, tmp_path: Path, swapped: tuple[int, int]) -> None:
+    folder = tag_folder(copy(trained / "t1_stage0", tmp_path / "swapped"))
+    first, second = (folder / f"layer_{layer:02d}-model_00-model_states.pt" for layer in swapped)
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    assert "got another order, 1 " in refusal(lambda: open_checkpoint(folder.parent))
+
+
 # Layers, width, heads, and rows of the padded vocabulary, of the sizes that GPT-2 was trained in with Megatron.
 SIZES = {
     "345M": (24, 1024, 16, 50304),

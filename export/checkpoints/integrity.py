@@ -99,7 +99,8 @@ def scan(
         plan.uses.sort(key=lambda use: use.start)
         plan.claims.sort()
         if plan.shares_claims():
-            # Then the checksum has a reading of its own.
+            # Then the checksum has a reading of its own, and what is changed in the file between the two readings is
+            # not found: a block is put together from parts that were each read once.
             plan.claims.clear()
     second = SecondCopies(tensors, copies)
     scanner = _Scanner(second, {block for block, plan in plans.items() if plan.claims}, sink)

@@ -34,6 +34,10 @@ _OUTER_MODULES = re.compile(r"^(?:embedding|encoder|transformer|tied_modules\.[^
 _SAME_NAMES = {"output_layer.weight": "lm_head.weight", "attention": "self_attention"}
 
 
+# Kinds of pipeline layers, first to last; the tables of words and positions are one layer, or two in any order.
+_ORDER = {"word_embeddings": 0, "position_embeddings": 0, "layers": 1, "final_layernorm": 2, "lm_head": 3}
+
+
 def canonical_name(name: str) -> str:
     """Return the one name under which we know a parameter of a model without a pipeline.
 
@@ -109,11 +113,15 @@ def name_layers(layers: Mapping[int, Sequence[str]], count: int, source: str) ->
                 unknown.append(f"{index}.{name}")
                 continue
             names[index, name] = ours
+    # Embeddings, blocks, the last norm and head, whatever functions without weights are numbered between them.
+    kinds = {index: "layers" if index in blocks else ours.split(".")[0] for (index, _), ours in names.items()}
+    order = [_ORDER[kinds[index]] for index in sorted(kinds)]
     doubled = [ours for ours, times in Counter(names.values()).items() if times > 1]
-    if len(blocks) != count or unknown or doubled:
+    if len(blocks) != count or unknown or doubled or order != sorted(order):
         found = [f"{len(blocks)} of them"] if len(blocks) != count else []
         found += [list_some(unknown)] if unknown else []
         found += [f"{list_some(doubled)} twice"] if doubled else []
+        found = found or [f"another order, {', '.join(f'{index} {kinds[index]}' for index in sorted(kinds))}"]
         raise CheckpointError(
             f"the layers in {source} are not those of Megatron's GPT-2",
             expected=f"embeddings, {count} transformer layers and a final norm",
