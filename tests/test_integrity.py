@@ -1,16 +1,18 @@
 """The one pass over a checkpoint's bytes, in segments and bands as small as a model of many gigabytes has."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from export.checkpoints import assembled_tensor, integrity
+from export.checkpoints import assembled_tensor, integrity, stored_tensor
 from export.checkpoints.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.dtypes import FLOAT32
 from export.checkpoints.second_copies import Copy
-from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.stored_tensor import OpenFiles, StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError
 
 ROWS, WIDTH = 37, 24
@@ -22,6 +24,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "_SEGMENT_BYTES", 1024)
     monkeypatch.setattr(assembled_tensor, "CHUNK_BYTES", 256)
     monkeypatch.setattr(assembled_tensor, "BAND_BYTES", 8 * WIDTH * 4)
+    monkeypatch.setattr(stored_tensor, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(stored_tensor, "BAND_BYTES", 8 * WIDTH * 4)
 
 
 def store(path: Path, content: object) -> dict[str, StoredTensor]:
@@ -116,3 +120,77 @@ def test_values_that_are_not_finite_are_counted_wherever_they_lie(tmp_path: Path
     with pytest.raises(CheckpointError, match="are NaN or infinite: turned: expected finite numbers, got 2 elements"):
         integrity.scan(tensors)
     integrity.scan(tensors, allow_non_finite=True)
+
+
+# How a weight is saved that is a view: a transpose, some columns, every second element, a stack of transposes, what
+# torch.channels_last makes of a convolution, a band of a transpose, the same row again and again.
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda flat: flat[: ROWS * WIDTH].view(ROWS, WIDTH).T,
+    "columns": lambda flat: flat[: ROWS * WIDTH].view(ROWS, WIDTH)[:, 3:9],
+    "steps": lambda flat: flat[1::2],
+    "stacked": lambda flat: flat[: 4 * 6 * 24].view(4, 24, 6).transpose(1, 2),
+    "one": lambda flat: flat[: 6 * 24].view(1, 24, 6).transpose(1, 2),
+    "channels last": lambda flat: flat[: 8 * 3 * 3 * 7].view(8, 3, 3, 7).permute(0, 3, 1, 2),
+    "reversed": lambda flat: flat[: 4 * 6 * 24].view(4, 6, 24).permute(2, 1, 0),
+    "band": lambda flat: flat[: ROWS * WIDTH].view(ROWS, WIDTH)[:, 3:9].T,
+    "again": lambda flat: flat[: 6 * 24].view(6, 24).unsqueeze(1).expand(6, 3, 24),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_are_read_once_in_the_order_of_their_rows(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = VIEWS[kind](torch.randn(ROWS * WIDTH, generator=torch.Generator().manual_seed(1)))
+    tensors = store(tmp_path / "view.pt", {"view": view})
+    block = tensors["view"].ranges[0].block
+    found, arrived, read = bytearray(view.nbytes), 0, [0] * block.length
+    read_into = OpenFiles.read_into
+
+    def count(self: OpenFiles, block: StoredBlock, start: int, buffer: memoryview) -> None:
+        read[start : start + len(buffer)] = [times + 1 for times in read[start : start + len(buffer)]]
+        read_into(self, block, start, buffer)
+
+    def sink(_: str, position: int, part: memoryview) -> None:
+        nonlocal arrived
+        found[position : position + len(part)] = part
+        arrived += len(part)
+
+    monkeypatch.setattr(OpenFiles, "read_into", count)
+    integrity.scan(tensors, sink=sink)
+    assert found == view.contiguous().numpy().tobytes() and arrived == view.nbytes
+    # What is handed on is what the checksum is of, not another reading of the same place.
+    assert set(read) == {1}
+    assert tensors["view"].to_torch().equal(view)
+    assert b"".join(tensors["view"].chunks(100)) == found
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_that_are_damaged_or_cut_off_are_refused(tmp_path: Path, kind: str) -> None:
+    view = VIEWS[kind](torch.ones(ROWS * WIDTH))
+    tensors = store(tmp_path / "view.pt", {"view": view})
+    block = tensors["view"].ranges[0].block
+    whole = block.path.read_bytes()
+    for position in (0, block.length // 2, block.length - 1):
+        content = bytearray(whole)
+        content[block.offset + position] ^= 1
+        block.path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"is damaged in view/data/0: expected CRC-32"):
+            integrity.scan(tensors)
+    # As by another process, between the look at the directory and the reading.
+    block.path.write_bytes(whole[: block.offset + 100])
+    with pytest.raises(CheckpointError, match=r"view\.pt ends early"):
+        integrity.scan(tensors, sink=lambda *_: None)
+    with pytest.raises(CheckpointError, match=r"view\.pt ends early"):
+        tensors["view"].to_torch()
+
+
+def test_views_that_would_have_to_be_whole_in_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_tensor, "_MAX_WINDOW_BYTES", 2000)
+    tensors = store(tmp_path / "view.pt", {"view": VIEWS["reversed"](torch.ones(ROWS * WIDTH))})
+    with pytest.raises(
+        CheckpointError, match=r"not read at its size: .* got shape \[24, 6, 4\], stride \[1, 24, 144\]"
+    ):
+        integrity.scan(tensors)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -36,8 +37,17 @@ Truth = dict[str, torch.Tensor]
 
 VOCABULARY = 53
 HEADS = {"p2t2d2_bf16": 6}
-NESTED = ("t2_nested_stage1", "t2_nested_bf16")
-PIPELINED = ("t1_stage0", "t2_bf16", "p2_stage1", "p2_untied_bf16", "t2d2_stage1", "t4_stage0", "p2t2d2_bf16")
+NESTED = ("t2_nested_stage1", "t2_nested_bf16", "t2_nested_stage0")
+PIPELINED = (
+    "t1_stage0",
+    "t2_bf16",
+    "p2_stage1",
+    "p2_untied_bf16",
+    "p2d2_bf16_stage0",
+    "t2d2_stage1",
+    "t4_stage0",
+    "p2t2d2_bf16",
+)
 VARIANTS = (*PIPELINED, *NESTED)
 # fp32 sums in another order: the trainer's model adds up tensor parallel parts, GPT-2's Conv1D multiplies transposed.
 LOGIT_TOLERANCE = 2e-5
@@ -185,7 +195,7 @@ def test_a_cast_is_told_in_the_derived_configuration(trained: Path, tmp_path: Pa
 def test_facts_and_configuration_come_from_the_arguments(trained: Path) -> None:
     found = open_checkpoint(trained / "p2t2d2_bf16")
     assert found.format_name == "Megatron-DeepSpeed GPT-2, tensor parallel 2, pipeline 2"
-    assert (found.facts.world_size, found.facts.stage, found.facts.step, found.facts.missing) == (8, 1, 2, ())
+    assert (found.facts.world_size, found.facts.stage, found.facts.step) == (8, 1, 2)
     assert found.config is not None
     sizes = {name: found.config[name] for name in ("n_embd", "n_layer", "n_head", "n_positions", "vocab_size")}
     assert sizes == {"n_embd": 24, "n_layer": 3, "n_head": 6, "n_positions": 10, "vocab_size": VOCABULARY}
@@ -200,10 +210,77 @@ def test_the_vocabularys_padding_is_kept_and_told_where_nothing_tells_its_size(t
     assert "the vocabulary's true size: all 64 rows are kept" in found.facts.missing[0]
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 50}}, "added_tokens": [{"id": 51}]}')
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (52, 24)
+    (folder / "config.json").write_text('{"vocab_size": 56}')
+    assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (56, 24)
     (folder / "config.json").write_text('{"vocab_size": 51}')
-    assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (51, 24)
+    assert "expected at least 52 tokens, as tokenizer.json has, got 51" in refusal(lambda: open_checkpoint(folder))
     (folder / "config.json").write_text('{"vocab_size": 65}')
     assert "expected 64 tokens at most, got 65" in refusal(lambda: open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "got"),
+    [
+        ("vocab.json", {"a": 0, "b": 1, "c": 1}, "got 1 for both 'b' and 'c'"),
+        ("vocab.json", {"a": 0, "b": 1, "c": 3}, "got 3 of them up to 3"),
+        ("vocab.json", {"a": 0, "b": "1"}, "got 1 for 'b'"),
+        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 0}}}, "got 0 for both 'a' and 'b'"),
+        (
+            "tokenizer.json",
+            {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 0, "content": "b"}]},
+            "got 1 and 0 for 'b'",
+        ),
+    ],
+)
+def test_damaged_ids_cut_no_rows(trained: Path, tmp_path: Path, name: str, content: Any, got: str) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "damaged")
+    (folder / name).write_text(json.dumps(content))
+    message = refusal(lambda: open_checkpoint(folder))
+    assert f"{folder / name} has ids that are not a vocabulary's" in message and got in message
+
+
+def test_a_vocabulary_that_is_no_file_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "fifo")
+    (folder / "vocab.json").unlink()
+    os.mkfifo(folder / "vocab.json")
+    assert "vocab.json is no regular file: expected a file, got a FIFO" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_arguments_of_another_rank_must_agree(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "mixed")
+    path = tag_folder(folder) / "mp_rank_01_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["args"].hidden_size = 48
+    content["args"].layernorm_epsilon = 1e-6
+    content["args"].kv_channels = 12
+    torch.save(content, path)
+    message = refusal(lambda: open_checkpoint(folder))
+    assert f"the arguments in {path} are of another model" in message
+    assert "expected hidden 24, norm_epsilon 1e-05, got 48, 1e-06" in message
+    content["args"].swiglu = True
+    torch.save(content, path)
+    assert "got swiglu=True" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_an_epsilon_that_is_no_number_is_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "epsilon")
+    change_models(folder, lambda content: setattr(content["args"], "layernorm_epsilon", float("nan")))
+    assert "have a layernorm_epsilon that is none" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_other_rows_than_the_arguments_say_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_bf16", tmp_path / "rows")
+    change_models(folder, lambda content: setattr(content["args"], "padded_vocab_size", 128))
+    assert "got 10 positions and 64 rows of the vocabulary, not 10 and 128" in refusal(lambda: open_checkpoint(folder))
+
+
+def test_dicts_within_each_other_many_times_over_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_nested_stage0", tmp_path / "shared")
+    inner: dict[str, Any] = {}
+    for _ in range(12):
+        inner = {str(index): inner for index in range(8)}
+    change_models(folder, lambda content: content.update(module=inner))
+    assert "are nested beyond any model: expected at most 200000 entries" in refusal(lambda: open_checkpoint(folder))
 
 
 def test_a_config_json_of_another_model_is_refused(trained: Path, tmp_path: Path) -> None:
@@ -230,6 +307,11 @@ class PositionEmbeddingType(enum.Enum):
         ("num_experts", [4]),
         ("kv_channels", 8),
         ("embed_layernorm", True),
+        ("parallel_attn", True),
+        ("window_size", (128, 0)),
+        ("glu_activation", "geglu"),
+        ("use_alibi_position_embeddings", True),
+        ("scale_attn_by_inverse_layer_idx", True),
         ("apply_residual_connection_post_layernorm", True),
     ],
 )
@@ -249,7 +331,7 @@ def test_blooms_absolute_positions_are_gpt2s(trained: Path, tmp_path: Path) -> N
     assert open_checkpoint(folder).tensors
 
 
-@pytest.mark.parametrize("version", [None, 0, 1.0])
+@pytest.mark.parametrize("version", [None, 0, 1.0, float("nan")])
 def test_checkpoint_versions_below_two_are_refused(trained: Path, tmp_path: Path, version: Any) -> None:
     folder = copy(trained / "t2_bf16", tmp_path / "old")
     change_models(folder, lambda content: content.update(checkpoint_version=version))
@@ -294,6 +376,65 @@ def test_swapped_tensor_parallel_ranks_disagree_with_their_copies(trained: Path,
     second.write_bytes(contents[0])
     message = refusal(lambda: open_checkpoint(folder.parent).verify())
     assert "disagree with the bfloat16 copy" in message and "transformer.h.0.attn.c_attn.weight" in message
+
+
+def test_without_zero_the_fragments_tell_swapped_ranks(trained: Path, tmp_path: Path) -> None:
+    folder = tag_folder(copy(trained / "p2d2_bf16_stage0", tmp_path / "swapped"))
+    first, second = (folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    assert "records fragments of parameters that do not follow" in refusal(lambda: open_checkpoint(folder.parent))
+
+
+def test_fp32_pieces_that_nothing_names_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "p2d2_bf16_stage0", tmp_path / "unnamed")
+    path = tag_folder(folder) / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=False)
+    del content["optimizer_state_dict"]["param_slice_mappings"]
+    torch.save(content, path)
+    assert f"nothing names the parameters in {path}" in refusal(lambda: open_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    ("variant", "source", "target"),
+    [
+        ("t4_stage0", "layer_04-model_00-model_states.pt", "layer_04-model_01-model_states.pt"),
+        ("t4_stage0", "layer_01-model_02-model_states.pt", "layer_01-model_01-model_states.pt"),
+        ("t1_stage0", "layer_03-model_00-model_states.pt", "layer_05-model_00-model_states.pt"),
+        ("t2_nested_stage0", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
+    ],
+)
+def test_a_file_copied_over_another_ranks_or_layers_is_named(
+    trained: Path, tmp_path: Path, variant: str, source: str, target: str
+) -> None:
+    folder = tag_folder(copy(trained / variant, tmp_path / "doubled"))
+    shutil.copy(folder / source, folder / target)
+    message = refusal(lambda: open_checkpoint(folder.parent))
+    assert source in message and target in message and "have the same contents" in message
+
+
+def test_weights_that_are_all_zeros_are_no_copy_of_each_other(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t1_stage0", tmp_path / "zeros")
+    for layer in (3, 4):
+        path = tag_folder(folder) / f"layer_{layer:02d}-model_00-model_states.pt"
+        torch.save({name: torch.zeros_like(tensor) for name, tensor in torch.load(path).items()}, path)
+    open_checkpoint(folder).verify()
+
+
+@pytest.mark.parametrize(
+    ("variant", "unproven"),
+    [
+        ("t1_stage0", ["the order of the 3 layers"]),
+        ("t2_nested_stage0", ["the order of tensor parallel ranks 00, 01"]),
+        ("t4_stage0", ["the order of tensor parallel ranks 00, 01, 02, 03", "the order of the 3 layers"]),
+        ("p2t2d2_bf16", ["the order of tensor parallel ranks 00, 01"]),
+        ("p2_stage1", []),
+    ],
+)
+def test_what_only_the_names_of_files_say_is_told(trained: Path, variant: str, unproven: list[str]) -> None:
+    reason = "their numbers are in the files' names alone"
+    assert open_checkpoint(trained / variant).facts.missing == tuple(f"proof of {what}: {reason}" for what in unproven)
 
 
 def test_replicas_that_drifted_apart_are_refused(trained: Path, tmp_path: Path) -> None:
@@ -352,7 +493,7 @@ def test_older_names_and_few_arguments_are_read(
         torch.save(content, tag_folder(folder) / f"mp_rank_{rank:02d}_model_states.pt")
     found = open_checkpoint(folder)
     assert_equal(found, as_gpt2(truth, 4))
-    assert "the activation" in found.facts.missing[0]
+    assert "the activation" in found.facts.missing[-1]
 
 
 def test_canonical_names_undo_wrappers_and_older_names() -> None:
@@ -367,6 +508,16 @@ def test_layers_of_unknown_content_are_refused() -> None:
     layers = {1: ["word_embeddings.weight"], 3: ["input_layernorm.weight"], 9: ["router.weight"]}
     with pytest.raises(CheckpointError, match=r"got 9\.router\.weight"):
         name_layers(layers, 1, "x")
+
+
+@pytest.mark.parametrize("swapped", [(1, 4), (4, 7)])
+def test_layers_out_of_order_are_refused(trained: Path, tmp_path: Path, swapped: tuple[int, int]) -> None:
+    folder = tag_folder(copy(trained / "t1_stage0", tmp_path / "swapped"))
+    first, second = (folder / f"layer_{layer:02d}-model_00-model_states.pt" for layer in swapped)
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    assert "got another order, 1 " in refusal(lambda: open_checkpoint(folder.parent))
 
 
 # Layers, width, heads, and rows of the padded vocabulary, of the sizes that GPT-2 was trained in with Megatron.
@@ -390,6 +541,7 @@ def test_the_key_tables_fit_transformers_model_of_every_size(size: str) -> None:
         tensor_ranks=None,
         pipe_ranks=None,
         vocabulary=None,
+        padded_vocabulary=None,
         activation="gelu_new",
         norm_epsilon=1e-5,
         tied=True,

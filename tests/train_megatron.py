@@ -73,6 +73,8 @@ VARIANTS = {
     "p2_untied_bf16": Variant(pipe=2, dtype="bf16", untied=True),
     "t2_nested_stage1": Variant(tensor=2, pipelined=False),
     "t2_nested_bf16": Variant(tensor=2, dtype="bf16", pipelined=False),
+    "t2_nested_stage0": Variant(tensor=2, stage=0, pipelined=False),
+    "p2d2_bf16_stage0": Variant(pipe=2, data=2, stage=0, dtype="bf16"),
     "t2d2_stage1": Variant(tensor=2, data=2, hidden=32),
     "t4_stage0": Variant(tensor=4, stage=0),
     "p2t2d2_bf16": Variant(pipe=2, tensor=2, data=2, dtype="bf16", heads=6),
@@ -341,6 +343,7 @@ def make_config(variant: Variant) -> dict[str, Any]:
     }
     if variant.dtype != "fp32":
         config[variant.dtype] = {"enabled": True}
+    if variant.dtype != "fp32" and variant.stage:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 

@@ -21,6 +21,7 @@ from export.checkpoints.deepspeed_checks import (
 )
 from export.checkpoints.deepspeed_experts import is_expert_group, join_expert_group, read_experts
 from export.checkpoints.deepspeed_files import DeepSpeedFiles, find_files, recognises_folder
+from export.checkpoints.deepspeed_fragments import derive_groups
 from export.checkpoints.deepspeed_masters import name_masters
 from export.checkpoints.deepspeed_partitions import Shapes, join_contiguous_group, join_sliced_group
 from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates, read_model_states, read_optimizer_states
@@ -154,7 +155,8 @@ def _read_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> list[O
 def _join_groups(
     files: DeepSpeedFiles, model: ModelStates, states: Sequence[OptimizerStates]
 ) -> dict[str, StoredTensor]:
-    groups = model.groups or []
+    # BF16_Optimizer without ZeRO: PipelineEngine lists no shapes (DeepSpeed 0.19.8, engine.py, `_save_checkpoint`).
+    groups = derive_groups(states) if model.groups is None else model.groups
     if len(groups) != len(states[0].pieces):
         raise CheckpointError(
             f"{model.path} describes other parameter groups than the optimizer states",

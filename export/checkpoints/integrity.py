@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,18 +20,21 @@ from typing import Any
 import numpy as np
 from zlib_ng import zlib_ng
 
-from export.checkpoints.assembled_tensor import AssembledTensor, read_elements
+from export.checkpoints.assembled_tensor import AssembledTensor, read_elements, transpose
 from export.checkpoints.cast import count_non_finite
 from export.checkpoints.crc32 import Checksums
 from export.checkpoints.dtypes import ElementType
 from export.checkpoints.second_copies import Copy, SecondCopies
 from export.checkpoints.stored_tensor import (
+    BAND_BYTES,
     CHUNK_BYTES,
     THREADS,
     ByteRange,
     OpenFiles,
     StoredTensor,
+    is_transposed,
     reuse_memory,
+    strided_pieces,
 )
 from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError, list_some
@@ -55,7 +59,7 @@ class _Use:
 
 @dataclass
 class _BlockPlan:
-    """What is done with a block: ranges in the order of plain tensors, and others that assembled tensors read."""
+    """What is done with a block: ranges in the order of plain tensors, and others that jobs of their own read."""
 
     uses: list[_Use] = field(default_factory=list)
     claims: list[tuple[int, int]] = field(default_factory=list)
@@ -88,20 +92,22 @@ def scan(
         CheckpointError: A checksum is wrong, a file ends early, a weight is not finite, or a copy differs.
     """
     plans: dict[StoredBlock, _BlockPlan] = {block: _BlockPlan() for block in beside}
-    for name, tensor in tensors.items():
+    read_as = {name: _straighten(tensor) for name, tensor in tensors.items()}
+    for name, tensor in read_as.items():
         _plan(name, tensor, plans)
     for plan in plans.values():
         plan.uses.sort(key=lambda use: use.start)
         plan.claims.sort()
         if plan.shares_claims():
-            # Then the checksum has a reading of its own.
+            # Then the checksum has a reading of its own, and what is changed in the file between the two readings is
+            # not found: a block is put together from parts that were each read once.
             plan.claims.clear()
     second = SecondCopies(tensors, copies)
     scanner = _Scanner(second, {block for block, plan in plans.items() if plan.claims}, sink)
     jobs: list[tuple[int, Callable[[], None]]] = []
     for block, plan in plans.items():
         jobs += scanner.list_segments(block, plan)
-    for name, tensor in tensors.items():
+    for name, tensor in read_as.items():
         if tensor.stride is not None:
             jobs.append((tensor.nbytes, scanner.make_job(name, tensor)))
     jobs += [(copy.tensor.nbytes, partial(second.compare_whole, copy)) for copy in second.unpaired]
@@ -114,10 +120,19 @@ def scan(
     second.refuse_different()
 
 
+def _straighten(tensor: StoredTensor) -> StoredTensor:
+    """Return a transposed matrix as the transpose of a row-major one, which is read from start to end."""
+    if not is_transposed(tensor):
+        return tensor
+    stored = StoredTensor(dtype=tensor.dtype, shape=tensor.shape[::-1], ranges=tensor.ranges)
+    return transpose(stored)
+
+
 def _plan(name: str, tensor: StoredTensor, plans: dict[StoredBlock, _BlockPlan]) -> None:
     """Add what `tensor` needs of each block to `plans`."""
     position = 0
-    claimed = isinstance(tensor, AssembledTensor) and all(box.part.stride is None for box in tensor.boxes)
+    # A box with strides is read as often as it is asked for: the checksum has a reading of its own then, too.
+    claimed = not isinstance(tensor, AssembledTensor) or all(box.part.stride is None for box in tensor.boxes)
     for part in tensor.ranges:
         plan = plans.setdefault(part.block, _BlockPlan())
         stop = part.start + part.length
@@ -168,6 +183,8 @@ class _Scanner:
         self._claimed = claimed
         self._sink = sink
         self._lock = threading.Lock()
+        # A tensor with strides may need much of its file in memory: one thread at a time.
+        self._one_window = threading.Lock()
         self.checksums = Checksums()
         self.stopped = threading.Event()
         # Name → how many of its elements are NaN or infinite.
@@ -268,9 +285,16 @@ class _Scanner:
         runs[index] = (block, start, window.start + window.length, zlib_ng.crc32(chunk, crc32))
 
     def _scan_strided(self, name: str, tensor: StoredTensor) -> None:
-        position = 0
-        with OpenFiles() as files:
-            for chunk in tensor.chunks():
+        (window,) = tensor.ranges
+        crc32 = position = 0
+        with OpenFiles() as files, self._one_window if window.length > BAND_BYTES else nullcontext():
+
+            def read(start: int, buffer: memoryview) -> None:
+                nonlocal crc32
+                files.read_into(window.block, window.start + start, buffer)
+                crc32 = zlib_ng.crc32(buffer, crc32)
+
+            for chunk in strided_pieces(tensor, read):
                 if self.stopped.is_set():
                     return
                 part = memoryview(chunk)
@@ -278,6 +302,8 @@ class _Scanner:
                 if self._sink is not None:
                     self._sink(name, position, part)
                 position += len(chunk)
+        if window.block in self._claimed:
+            self.checksums.add(window.block, window.start, window.start + window.length, crc32)
 
     def _check(
         self, files: OpenFiles, name: str, index: int, position: int, part: memoryview, dtype: ElementType

@@ -7,8 +7,9 @@ before weights are renamed to GPT-2: an architecture that is not GPT-2 is refuse
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from export.errors import CheckpointError, list_some
 # From this version on, rows of query_key_value are [head, 3, dim]; versions 0 and 1 have other orders, not proven here.
 _MIN_VERSION = 2.0
 
-# Options that make another architecture or layout than GPT-2's: name → the values of GPT-2's.
+# Options that make another architecture or layout than GPT-2's: name → the values of GPT-2's, besides None.
 _GPT2_VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu": (False,),
     "squared_relu": (False,),
@@ -36,6 +37,12 @@ _GPT2_VALUES: dict[str, tuple[Any, ...]] = {
     "num_tokentypes": (0,),
     "retro_add_retriever": (False,),
     "mos": (False,),
+    "parallel_attn": (False,),
+    "window_size": (),
+    "glu_activation": (),
+    "use_alibi_position_embeddings": (False,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "qk_layernorm": (False,),
 }
 # What older and newer versions call the same number.
 _TENSOR_RANKS = ("tensor_model_parallel_size", "model_parallel_size")
@@ -52,6 +59,7 @@ class MegatronArgs:
         tensor_ranks: Over how many ranks each matrix was split; None where not recorded.
         pipe_ranks: Over how many stages the layers were split; None where not recorded.
         vocabulary: The tokenizer's size, which forks record; None as a rule.
+        padded_vocabulary: Rows of the embeddings of all tensor parallel ranks; None where not recorded.
         activation: transformers' name of the activation; None where the options do not tell.
         tied: Whether the head is the word embeddings.
     """
@@ -64,6 +72,7 @@ class MegatronArgs:
     tensor_ranks: int | None
     pipe_ranks: int | None
     vocabulary: int | None
+    padded_vocabulary: int | None
     activation: str | None
     norm_epsilon: float
     tied: bool
@@ -98,14 +107,34 @@ def read_args(content: Mapping[Any, Any], path: Path) -> MegatronArgs:
         tensor_ranks=_first(settings, _TENSOR_RANKS),
         pipe_ranks=_first(settings, _PIPE_RANKS),
         vocabulary=_number(settings.get("vocab_size")),
+        padded_vocabulary=_number(settings.get("padded_vocab_size")),
         activation=_find_activation(settings),
-        norm_epsilon=_read_epsilon(settings.get("layernorm_epsilon")),
+        norm_epsilon=_read_epsilon(settings.get("layernorm_epsilon"), path),
         tied=settings.get("untie_embeddings_and_output_weights") is not True,
     )
 
 
+def check_same_args(args: Sequence[MegatronArgs], paths: Sequence[Path]) -> None:
+    """Check that the arguments of all ranks, in the order of `paths`, describe one model.
+
+    Raises:
+        CheckpointError: Those of a rank differ from the first rank's.
+    """
+    first = asdict(args[0])
+    for other, path in zip(args[1:], paths[1:], strict=True):
+        values = asdict(other)
+        different = [name for name in first if first[name] != values[name]]
+        if different:
+            raise CheckpointError(
+                f"the arguments in {path} are of another model than those in {paths[0]}",
+                expected=", ".join(f"{name} {first[name]}" for name in different),
+                got=", ".join(str(values[name]) for name in different),
+                remedy="files of two runs are mixed; copy the whole checkpoint again",
+            )
+
+
 def _check_version(version: Any, path: Path) -> None:
-    if not isinstance(version, (int, float)) or isinstance(version, bool) or version < _MIN_VERSION:
+    if not isinstance(version, (int, float)) or isinstance(version, bool) or not _MIN_VERSION <= version < inf:
         raise CheckpointError(
             f"{path} is of a Megatron layout that is not proven",
             expected=f"checkpoint_version {_MIN_VERSION} or later",
@@ -181,6 +210,15 @@ def _number(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 1 << 31 else None
 
 
-def _read_epsilon(value: Any) -> float:
-    # 1e-5 is the default of both Megatron and GPT-2.
-    return float(value) if isinstance(value, (int, float)) and 0 < value < 1 else 1e-5
+def _read_epsilon(value: Any, path: Path) -> float:
+    if value is None:
+        # The default of both Megatron and GPT-2.
+        return 1e-5
+    if not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise CheckpointError(
+            f"the arguments in {path} have a layernorm_epsilon that is none",
+            expected="a number between 0 and 1",
+            got=repr(value)[:100],
+            remedy="copy the checkpoint again, or use the one before it",
+        )
+    return float(value)

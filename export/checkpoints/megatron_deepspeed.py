@@ -10,8 +10,7 @@ The fp32 pieces are the weights wherever there are any; the copies in training p
 tensor ranks must agree with them. The last stage's copy of the tied embeddings is not looked at: its position
 embeddings are not trained.
 
-What nothing shows: without ZeRO, all layer files of two tensor ranks swapped alike. Heads may stand in any order, but
-the parts of the vocabulary are exchanged then, too.
+What nothing shows is told among the facts: which tensor parallel rank is which, and without fp32 pieces, which layer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from typing import Any
 from export.checkpoints.deepspeed_checks import check_model_states
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
 from export.checkpoints.deepspeed_states import ModelStates, read_model_states
-from export.checkpoints.megatron_args import MegatronArgs, read_args
+from export.checkpoints.megatron_args import MegatronArgs, check_same_args, read_args
+from export.checkpoints.megatron_checks import describe_unproven, refuse_doubles
 from export.checkpoints.megatron_folder import check_config, find_vocab_size
 from export.checkpoints.megatron_parts import (
     Tensors,
@@ -80,7 +80,9 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
         VocabularyError: The tokenizer beside the checkpoint has more tokens than the embeddings have rows.
     """
     paths = _list_models(files)
-    args = read_args(_read_content(paths[0]), paths[0])
+    all_args = [read_args(_read_content(path), path) for path in paths]
+    check_same_args(all_args, paths)
+    args = all_args[0]
     tensor_ranks = _count_tensor_ranks(files, args, len(paths))
     ranks = [_read_rank(files, index, path, read_trained) for index, path in enumerate(paths)]
     _check_steps(files, ranks)
@@ -98,6 +100,8 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
     copies = [convert(join_tensor_ranks([rank.tensors for rank in low], source))] if exact else []
     copies += [convert(replicas) for replicas in list_replicas(parts) if replicas]
     tensors = convert(merged)
+    layer_files = args.layers if files.pipeline_layers else 0
+    unproven = (unsure, *describe_unproven(tensor_ranks=tensor_ranks, layer_files=layer_files, exact=exact))
     dtype_name = merged["word_embeddings.weight"].dtype.name
     config = build_gpt2_config(args, vocab_size=vocab_size, positions=positions, dtype_name=dtype_name)
     check_config(files.directory, config)
@@ -108,7 +112,7 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
         copies=tuple(copies),
         config=config,
         archives=(*paths, *files.pipeline_layers.values(), *files.optimizers.values()),
-        facts=_describe(ranks, unsure, args, dtype_name if not exact else None),
+        facts=_describe(ranks, unproven, args, dtype_name if not exact else None),
     )
 
 
@@ -198,10 +202,13 @@ def _check_steps(files: DeepSpeedFiles, ranks: Sequence[_Rank]) -> None:
 def _read_layers(files: DeepSpeedFiles, args: MegatronArgs, tensor_ranks: int) -> list[_TensorRank]:
     """Return what the pipeline's layer files hold for each tensor parallel rank."""
     ranks = []
+    held: dict[Path, Tensors] = {}
     for rank in range(tensor_ranks):
         paths = {layer: path for (layer, owner), path in files.pipeline_layers.items() if owner == rank}
         layers = {layer: flatten(path, _read_content(path)) for layer, path in paths.items()}
         names = name_layers({layer: list(own) for layer, own in layers.items()}, args.layers, str(files.folder))
+        for layer, path in paths.items():
+            held[path] = {names[layer, own]: tensor for own, tensor in layers[layer].items()}
         ranks.append(
             _TensorRank(
                 tensors={ours: layers[layer][own] for (layer, own), ours in names.items()},
@@ -209,16 +216,18 @@ def _read_layers(files: DeepSpeedFiles, args: MegatronArgs, tensor_ranks: int) -
                 names={f"{layer}.{own}": ours for (layer, own), ours in names.items()},
             )
         )
+    refuse_doubles(held)
     return ranks
 
 
 def _read_modules(paths: Sequence[Path]) -> list[_TensorRank]:
     """Return the same of models without a pipeline, whose weights are nested in each rank's `module`."""
-    found = [flatten(path, _read_content(path).get("module")) for path in paths]
-    return [
-        _TensorRank(tensors={canonical_name(name): tensor for name, tensor in tensors.items()}, names={})
-        for tensors in found
-    ]
+    held: dict[Path, Tensors] = {}
+    for path in paths:
+        tensors = flatten(path, _read_content(path).get("module"))
+        held[path] = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    refuse_doubles(held)
+    return [_TensorRank(tensors=tensors, names={}) for tensors in held.values()]
 
 
 def _choose_parts(
@@ -242,33 +251,42 @@ def _choose_parts(
                 got=f"differences in {list_some(different)}",
                 remedy="files of two runs are mixed, or parameters were frozen, which is not proven",
             )
-        parts.append({name: trained[name] for name in rank.tensors})
+        # Where nothing but fragments told them, the pieces are still flat.
+        parts.append({name: trained[name].reshape(low.shape) for name, low in rank.tensors.items()})
     return parts
 
 
 def _check_shapes(merged: Tensors, args: MegatronArgs, source: str) -> int:
     """Check the whole model's names and shapes against the arguments; return the rows of the position embeddings."""
-    tables = (merged.get("word_embeddings.weight"), merged.get("position_embeddings.weight"))
-    rows, positions = (table.shape[0] if table is not None and table.shape else 0 for table in tables)
+    found = (merged.get("word_embeddings.weight"), merged.get("position_embeddings.weight"))
+    rows, positions = (table.shape[0] if table is not None and table.shape else 0 for table in found)
     expected = expected_shapes(args, rows, positions)
     wrong = [name for name in merged.keys() & expected.keys() if merged[name].shape != expected[name]]
     different = merged.keys() ^ expected.keys()
-    if wrong or different or (args.positions or positions) != positions:
-        found = [f"{name} {list(merged[name].shape)}" for name in wrong] + sorted(different)
+    recorded, tables = (args.positions or positions, args.padded_vocabulary or rows), (positions, rows)
+    if wrong or different or recorded != tables:
+        misfits = [f"{name} {list(merged[name].shape)}" for name in wrong] + sorted(different)
         raise CheckpointError(
             f"the weights in {source} are not those that its arguments describe",
             expected=f"{len(expected)} tensors of {args.layers} layers, {args.hidden} wide",
-            got=list_some(found) or f"{positions} positions where the arguments say {args.positions}",
+            got=list_some(misfits)
+            or "{} positions and {} rows of the vocabulary, not {} and {}".format(*tables, *recorded),
             remedy="files of two runs are mixed, or the layout is not proven",
         )
     return positions
 
 
-def _describe(ranks: Sequence[_Rank], unsure: str, args: MegatronArgs, low_dtype: str | None) -> CheckpointFacts:
+def _describe(
+    ranks: Sequence[_Rank], unproven: Sequence[str], args: MegatronArgs, low_dtype: str | None
+) -> CheckpointFacts:
     states = ranks[0].states
-    missing = [unsure] if unsure else []
+    missing = [line for line in unproven if line]
     if low_dtype not in (None, "float32"):
-        missing.append(f"fp32 weights: saved as {low_dtype} only")
+        unnamed = any(rank.states.masters for rank in ranks)
+        kept = (
+            f"in the optimizer's state without names, given in {low_dtype}" if unnamed else f"saved as {low_dtype} only"
+        )
+        missing.append(f"fp32 weights: {kept}")
     if args.activation is None:
         missing.append("the activation: not among the arguments, taken as Megatron's default, GELU by tanh")
     return CheckpointFacts(

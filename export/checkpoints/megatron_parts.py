@@ -25,10 +25,17 @@ _COLUMN_PARALLEL = re.compile(
 )
 _ROW_PARALLEL = re.compile(r"layers\.\d+\.(self_attention\.dense|mlp\.dense_4h_to_h)\.weight")
 
+# A model of 200 layers has 2,500 tensors, some 6 dicts deep.
+_MAX_DEPTH, _MAX_ENTRIES = 16, 200_000
+
 # Before every name: DDP and fp16 wrappers, and Megatron's own modules around a model without a pipeline.
 _WRAPPERS = re.compile(r"^(?:module\.)*(?:language_model\.)?")
 _OUTER_MODULES = re.compile(r"^(?:embedding|encoder|transformer|tied_modules\.[^.]+)\.")
 _SAME_NAMES = {"output_layer.weight": "lm_head.weight", "attention": "self_attention"}
+
+
+# Kinds of pipeline layers, first to last; the tables of words and positions are one layer, or two in any order.
+_ORDER = {"word_embeddings": 0, "position_embeddings": 0, "layers": 1, "final_layernorm": 2, "lm_head": 3}
 
 
 def canonical_name(name: str) -> str:
@@ -45,16 +52,26 @@ def flatten(path: Path, module: Any) -> dict[str, StoredTensor]:
     """Return the tensors of nested state dicts in the file `path` under names joined by dots.
 
     Raises:
-        CheckpointError: There is one that is not read.
+        CheckpointError: There is one that is not read, or dicts hold each other without end.
     """
     tensors: dict[str, StoredTensor] = {}
     foreign: dict[str, Any] = {}
     waiting = [("", module, 0)]
+    seen = 0
     while waiting:
         name, value, depth = waiting.pop()
         if isinstance(value, StoredTensor):
             tensors[name] = value
-        elif isinstance(value, dict) and depth < 16:
+        elif isinstance(value, dict) and depth < _MAX_DEPTH:
+            # One dict may be in others many times over: what is walked through is counted, not what is stored.
+            seen += len(value)
+            if seen > _MAX_ENTRIES:
+                raise CheckpointError(
+                    f"the state dicts in {path} are nested beyond any model",
+                    expected=f"at most {_MAX_ENTRIES} entries in all",
+                    got="more",
+                    remedy="do not use this checkpoint unless you know why",
+                )
             waiting += [(f"{name}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
         else:
             foreign[name] = value
@@ -96,11 +113,15 @@ def name_layers(layers: Mapping[int, Sequence[str]], count: int, source: str) ->
                 unknown.append(f"{index}.{name}")
                 continue
             names[index, name] = ours
+    # Embeddings, blocks, the last norm and head, whatever functions without weights are numbered between them.
+    kinds = {index: "layers" if index in blocks else ours.split(".")[0] for (index, _), ours in names.items()}
+    order = [_ORDER[kinds[index]] for index in sorted(kinds)]
     doubled = [ours for ours, times in Counter(names.values()).items() if times > 1]
-    if len(blocks) != count or unknown or doubled:
+    if len(blocks) != count or unknown or doubled or order != sorted(order):
         found = [f"{len(blocks)} of them"] if len(blocks) != count else []
         found += [list_some(unknown)] if unknown else []
         found += [f"{list_some(doubled)} twice"] if doubled else []
+        found = found or [f"another order, {', '.join(f'{index} {kinds[index]}' for index in sorted(kinds))}"]
         raise CheckpointError(
             f"the layers in {source} are not those of Megatron's GPT-2",
             expected=f"embeddings, {count} transformer layers and a final norm",
@@ -132,17 +153,18 @@ def join_tensor_ranks(ranks: Sequence[Tensors], source: str) -> dict[str, Stored
 
 def list_replicas(ranks: Sequence[Tensors]) -> list[dict[str, StoredTensor]]:
     """Return, for each rank but the first, the tensors that must equal the first rank's."""
-    return [{name: tensor for name, tensor in tensors.items() if _split_dim(name) is None} for tensors in ranks[1:]]
+    return [{name: tensor for name, tensor in tensors.items() if find_split_dim(name) is None} for tensors in ranks[1:]]
 
 
-def _split_dim(name: str) -> int | None:
+def find_split_dim(name: str) -> int | None:
+    """Return along which dimension tensor parallel ranks split `name`, one of ours; None where all hold it alike."""
     if _COLUMN_PARALLEL.fullmatch(name):
         return 0
     return 1 if _ROW_PARALLEL.fullmatch(name) else None
 
 
 def _join(name: str, parts: Sequence[StoredTensor], source: str) -> StoredTensor:
-    dim = _split_dim(name)
+    dim = find_split_dim(name)
     if dim is None or len(parts) == 1:
         return parts[0]
     first = parts[0]

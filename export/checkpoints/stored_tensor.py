@@ -6,18 +6,19 @@ import itertools
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from export.checkpoints.dtypes import ElementType
 from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 # Reading, checking and writing release the interpreter's lock; beyond a few threads the disk or the page cache is the
@@ -31,6 +32,9 @@ CHUNK_BYTES = 1 << 20
 
 # What a thread may hold of a matrix that it transposes: all threads together stay well below 100 MB.
 BAND_BYTES = (40 << 20) // THREADS
+
+# The most of a file that is in memory for a tensor whose first row reaches from one end of it to the other.
+_MAX_WINDOW_BYTES = 64 << 20
 
 _reused = threading.local()
 
@@ -132,7 +136,7 @@ class StoredTensor:
             for part in self.ranges:
                 yield from read_range(part, chunk_bytes)
         else:
-            yield from _strided_chunks(self, self.stride, chunk_bytes)
+            yield from _strided_chunks(self, chunk_bytes)
 
     def to_torch(self) -> torch.Tensor:
         """Return the whole tensor on the CPU. Takes the tensor's size of memory, and imports torch.
@@ -229,27 +233,105 @@ class OpenFiles:
         return file
 
 
-def _strided_chunks(tensor: StoredTensor, stride: tuple[int, ...], chunk_bytes: int) -> Iterator[bytes]:
+def is_transposed(tensor: StoredTensor) -> bool:
+    """Tell whether a tensor is the transpose of a row-major matrix, as `weight.T` is saved."""
+    return len(tensor.shape) == 2 and tensor.stride == (1, tensor.shape[0])
+
+
+def strided_pieces(
+    tensor: StoredTensor, read: Callable[[int, memoryview], None], piece_bytes: int = CHUNK_BYTES
+) -> Iterator[bytes]:
+    """Yield the bytes of a tensor that is not row-major, in the order of its rows.
+
+    Whoever reads decides what each byte is checked with: `read` gets the range's bytes from start to end, each once.
+    A file of others is never mapped: one that is cut off meanwhile would end the process.
+
+    Args:
+        tensor: With `stride`, and the one range that goes with it.
+        read: Called with where in the range to begin, and what to fill.
+        piece_bytes: The most to yield at a time, but for one element.
+
+    Raises:
+        CheckpointError: More of it than memory is set aside for would have to be read before its first rows are known.
+    """
+    import numpy as np
+
+    assert tensor.stride is not None, "Bug: a row-major tensor is read by its ranges"
+    (window,) = tensor.ranges
+    itemsize = tensor.dtype.itemsize
+    # A side of 1 has a stride that means nothing.
+    sides = [(side, step) for side, step in zip(tensor.shape, tensor.stride, strict=True) if side != 1]
+    (rows, row_step), inner = sides[0], sides[1:]
+    if row_step > sum((side - 1) * step for side, step in inner):
+        # Rows lie one after the other: some of them are read at a time.
+        block_rows = max(1, min(rows, CHUNK_BYTES // (row_step * itemsize)))
+        block_bytes = block_rows * row_step * itemsize
+    else:
+        block_rows, block_bytes = rows, window.length
+    if min(block_bytes, window.length) > _MAX_WINDOW_BYTES:
+        raise CheckpointError(
+            f"a tensor in {window.block.path} was saved with strides that are not read at its size",
+            expected=f"row-major, a transposed matrix, or at most {_MAX_WINDOW_BYTES >> 20} MiB",
+            got=f"shape {list(tensor.shape)}, stride {list(tensor.stride)}",
+            remedy="call contiguous() on it and save it again",
+        )
+    for first in range(0, rows, block_rows):
+        start = first * row_step * itemsize if block_rows < rows else 0
+        count = min(block_rows, rows - first)
+        raw = bytearray(min(block_bytes, window.length - start))
+        read(start, memoryview(raw))
+        view = np.lib.stride_tricks.as_strided(
+            np.frombuffer(raw, np.uint8),
+            (count, *(side for side, _ in inner), itemsize),
+            (row_step * itemsize, *(step * itemsize for _, step in inner), 1),
+            writeable=False,
+        )
+        yield from _cut_view(view, piece_bytes)
+        # Or the next block would be read beside this one.
+        del raw, view
+
+
+def _cut_view(view: np.ndarray[Any, Any], piece_bytes: int) -> Iterator[bytes]:
+    """Yield a view's bytes, row-major, `piece_bytes` at most, or one element."""
+    import numpy as np
+
+    row_bytes = view[0].nbytes
+    if row_bytes > piece_bytes and view.ndim > 2:
+        for row in view:
+            yield from _cut_view(row, piece_bytes)
+        return
+    count = max(1, piece_bytes // row_bytes)
+    for start in range(0, len(view), count):
+        yield np.ascontiguousarray(view[start : start + count]).tobytes()
+
+
+def _strided_chunks(tensor: StoredTensor, chunk_bytes: int) -> Iterator[bytes]:
     """Yield a tensor that is not row-major, in the order of its rows."""
+    if not tensor.numel:
+        return
+    (window,) = tensor.ranges
+    with OpenFiles() as files:
+        if is_transposed(tensor):
+            yield from _transposed_chunks(tensor, files, chunk_bytes)
+            return
+
+        def read(start: int, buffer: memoryview) -> None:
+            files.read_into(window.block, window.start + start, buffer)
+
+        yield from strided_pieces(tensor, read, chunk_bytes)
+
+
+def _transposed_chunks(tensor: StoredTensor, files: OpenFiles, chunk_bytes: int) -> Iterator[bytes]:
+    """Yield a transposed matrix in the order of its rows: of each stored row what a band of columns has of it."""
     import numpy as np
 
     (window,) = tensor.ranges
-    raw = np.memmap(
-        window.block.path, np.uint8, mode="r", offset=window.block.offset + window.start, shape=(window.length,)
-    )
-    itemsize = tensor.dtype.itemsize
-    # A view on mapped pages, which cost no anonymous memory: [*shape, itemsize].
-    view = np.lib.stride_tricks.as_strided(
-        raw, (*tensor.shape, itemsize), (*(step * itemsize for step in stride), 1), writeable=False
-    )
-    row_bytes = tensor.nbytes // tensor.shape[0]
-    if row_bytes > chunk_bytes and len(tensor.shape) > 1:
-        for row in range(tensor.shape[0]):
-            inner = view[row]
-            rows = max(1, chunk_bytes // max(1, inner[0].nbytes))
-            for start in range(0, inner.shape[0], rows):
-                yield np.ascontiguousarray(inner[start : start + rows]).tobytes()
-        return
-    rows = max(1, chunk_bytes // row_bytes)
-    for start in range(0, tensor.shape[0], rows):
-        yield np.ascontiguousarray(view[start : start + rows]).tobytes()
+    (rows, columns), itemsize = tensor.shape, tensor.dtype.itemsize
+    band_rows = max(1, BAND_BYTES // 2 // (columns * itemsize))
+    for first in range(0, rows, band_rows):
+        count = min(band_rows, rows - first)
+        band = np.empty((columns, count), f"u{itemsize}")
+        for column in range(columns):
+            start = window.start + (column * rows + first) * itemsize
+            files.read_into(window.block, start, band[column].view(np.uint8).data)
+        yield from _cut_view(band.T[..., None].view(np.uint8), chunk_bytes)
