@@ -186,6 +186,17 @@ def mix_stages(folder: Path) -> None:
     shutil.copyfile(other, folder / TAG / other.name)
 
 
+def add_expert(folder: Path) -> None:
+    path = folder / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    content = {name.replace("experts.3.", "experts.4."): tensor for name, tensor in torch.load(path).items()}
+    torch.save(content, path.with_name(path.name.replace("expert_3", "expert_4")))
+
+
+def rename_expert(folder: Path) -> None:
+    path = folder / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    torch.save({name.replace("weight", "kernel"): tensor for name, tensor in torch.load(path).items()}, path)
+
+
 DAMAGE = [
     ("z2_bf16", swap_optimizers, r"rank_0_mp_rank_00_optim_states.pt is the file of another rank: expected rank 0"),
     ("z2_round_robin_bf16", swap_optimizers, "is the file of another rank|disagree with the bfloat16 copy"),
@@ -238,6 +249,8 @@ DAMAGE = [
     ("z2_bf16", change_frozen, "disagree with the bfloat16 copy in .*mp_rank_00_model_states.pt on frozen.bias"),
     ("z3_bf16", mix_stages, "holds the model states of stage 3 and of another stage"),
     ("moe_z2", lambda folder: next((folder / TAG).glob("layer_0_expert_3_*")).unlink(), "lacks experts: .*expert 3"),
+    ("moe_z2", add_expert, "more experts than the model has: expected 4 files .*, got 5, with layer_0_expert_4"),
+    ("moe_z2", rename_expert, r"are not of the experts that have files: .*, got moe\..*experts\.3\.weight in none"),
 ]
 
 

@@ -35,7 +35,7 @@ class Variant:
     world_size: int = 2
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "wrapped".
+    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "uneven", "wrapped".
     parts: frozenset[str] = frozenset()
     steps: int = 2
     tag: str | None = None
@@ -75,6 +75,7 @@ VARIANTS = {
     "z3_wrapped": Variant(stage=3, dtype="bf16", parts=frozenset({"tied", "buffers", "wrapped"})),
     "moe_z1": Variant(stage=1, dtype="bf16", parts=frozenset({"moe"})),
     "moe_z2": Variant(stage=2, dtype="bf16", parts=frozenset({"moe"})),
+    "moe_uneven": Variant(stage=2, dtype="bf16", parts=frozenset({"moe", "uneven"})),
     "moe_z2_fp32": Variant(stage=2, parts=frozenset({"moe"})),
     "moe_z2_world4": Variant(stage=2, dtype="bf16", world_size=4, parts=frozenset({"moe"})),
 }
@@ -86,6 +87,14 @@ UNIVERSAL = {
     "universal_z2_round_robin": "z2_round_robin_bf16",
     "universal_z3_bf16": "z3_bf16",
 }
+
+
+def make_experts(number: int) -> nn.Module:
+    """A layer of experts, over two expert-parallel ranks."""
+    layer: nn.Module = deepspeed.moe.layer.MoE(
+        hidden_size=10, expert=nn.Linear(10, 10), num_experts=number, ep_size=2, k=1, min_capacity=4
+    )
+    return layer
 
 
 class Net(nn.Module):
@@ -109,10 +118,10 @@ class Net(nn.Module):
         if "empty" in parts:
             # In a module that is never called: DeepSpeed cannot gather it for a forward pass at stage 3.
             self.spare = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 3))})
+        if "uneven" in parts:
+            self.few = make_experts(2)
         if "moe" in parts:
-            self.moe = deepspeed.moe.layer.MoE(
-                hidden_size=10, expert=nn.Linear(10, 10), num_experts=4, ep_size=2, k=1, min_capacity=4
-            )
+            self.moe = make_experts(4)
         self.head = nn.Linear(10, 37, bias=False)
         if "tied" in parts:
             self.head.weight = self.embed.weight
@@ -127,8 +136,9 @@ class Net(nn.Module):
         if hasattr(self, "batches"):
             self.running_mean.lerp_(hidden.detach().mean((0, 1)).to(self.running_mean.dtype), 0.1)
             self.batches += 1
-        if hasattr(self, "moe"):
-            hidden = hidden + self.moe(hidden)[0]
+        for name in ("few", "moe"):
+            if hasattr(self, name):
+                hidden = hidden + getattr(self, name)(hidden)[0]
         return self.head(hidden)
 
 
@@ -149,7 +159,9 @@ def make_groups(model: nn.Module, parts: frozenset[str]) -> list[dict[str, Any]]
     if "moe" in parts:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"})
+        # By default, as much as no small model has. This cuts one expert, and leaves two layers in one group.
+        limit = {"max_group_size": 215} if "uneven" in parts else {}
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"}, **limit)
         return list(groups)
     if "groups" not in parts:
         return [{"params": trained}]
@@ -181,12 +193,13 @@ def make_config(variant: Variant) -> dict[str, Any]:
 
 
 def merge_experts(truth: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The truth of all ranks in one: two expert-parallel ranks, each with two experts that it counts from 0."""
+    """The truth of all ranks in one: two expert-parallel ranks, each with experts that it counts from 0."""
     own = {}
     for name, tensor in truth.items():
         before, mark, after = name.partition("deepspeed_experts.")
         number, _, rest = after.partition(".")
-        own[f"{before}{mark}{rank % 2 * 2 + int(number)}.{rest}" if mark else name] = tensor
+        local_experts = sum(f"{before}{mark}{index}.{rest}" in truth for index in range(4))
+        own[f"{before}{mark}{rank % 2 * local_experts + int(number)}.{rest}" if mark else name] = tensor
     every: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(every, own)
     return {name: tensor for part in reversed(every) for name, tensor in part.items()}
