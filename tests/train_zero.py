@@ -35,7 +35,7 @@ class Variant:
     world_size: int = 2
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "uneven", "wrapped".
+    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "uneven", "reversed", "wrapped".
     parts: frozenset[str] = frozenset()
     steps: int = 2
     tag: str | None = None
@@ -48,7 +48,7 @@ _FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 VARIANTS = {
     "z0_fp32": Variant(stage=0, parts=frozenset({"buffers", "tied"})),
-    "z0_bf16": Variant(stage=0, dtype="bf16", parts=frozenset({"buffers"})),
+    "z0_bf16": Variant(stage=0, dtype="bf16", parts=frozenset({"buffers", "frozen", "reversed"})),
     "z0_fp16": Variant(stage=0, dtype="fp16", parts=frozenset({"buffers", "tied", "groups"})),
     "z1_fp32": Variant(stage=1, parts=ALL_PARTS - {"empty"}),
     "z1_bf16": Variant(stage=1, dtype="bf16", parts=ALL_PARTS - {"empty"}),
@@ -163,6 +163,8 @@ def make_groups(model: nn.Module, parts: frozenset[str]) -> list[dict[str, Any]]
         limit = {"max_group_size": 215} if "uneven" in parts else {}
         groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"}, **limit)
         return list(groups)
+    if "reversed" in parts:
+        return [{"params": trained[::-1]}]
     if "groups" not in parts:
         return [{"params": trained}]
     return [
@@ -224,7 +226,7 @@ def read_round_robin(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def read_unfused(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """What `safe_get_full_fp32_param` does not know without ZeRO: the fp32 tensor behind an fp16 parameter."""
+    """What `safe_get_full_fp32_param` does not know without ZeRO: the fp32 tensor behind a 16-bit parameter."""
     for members, masters in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
         for member, master in zip(members, masters, strict=True):
             if member is parameter:
@@ -243,7 +245,7 @@ def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor]:
             value = read_round_robin(engine, parameter)
         elif trained:
             value = safe_get_full_fp32_param(parameter)
-        elif variant.dtype == "fp16" and not variant.stage:
+        elif variant.dtype != "fp32" and not variant.stage and parameter.requires_grad:
             value = read_unfused(engine, parameter)
         if value is None and variant.stage == 3:
             with deepspeed.zero.GatheredParameters([parameter]):

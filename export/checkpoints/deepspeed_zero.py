@@ -71,9 +71,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
     else:
         _refuse_lost_optimizer(files, models[0])
-        trained, stage, world_size = name_masters(models[0]), 0, models[0].dp_world_size
-        if models[0].masters and not trained:
-            unproven = ("names of the optimizer's fp32 weights: its parameter groups leave several possibilities",)
+        (trained, unproven), stage, world_size = name_masters(models[0]), 0, models[0].dp_world_size
         format_name = "DeepSpeed without ZeRO"
     facts = CheckpointFacts(
         trainer=_name_trainer(models[0]),
