@@ -10,6 +10,7 @@ import torch
 from zero_checkpoints import copy_checkpoint, find_checkpoint
 
 from export import consolidate, inspect_checkpoint
+from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError
 
 TAG = "global_step2"
@@ -270,6 +271,16 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_leaves_nothing(
         consolidate.consolidate(folder, out)
     assert "\n" not in str(refusal.value)
     assert list(out.parent.iterdir()) == []
+
+
+def test_equal_files_of_constants_are_no_copies_of_each_other(tmp_path: Path) -> None:
+    # Their frozen parts are equal as saved, ones and zeros; their optimizers' but for what lies in the padding.
+    folder = copy_checkpoint("z3_constant", tmp_path)
+    (first, second) = (folder / "global_step0").glob("*_optim_states.pt")
+    shutil.copyfile(first, second)
+    checkpoint = open_checkpoint(folder)
+    assert not checkpoint.read("embed.weight").any()
+    assert torch.equal(checkpoint.read("still.weight"), torch.ones(8, dtype=torch.bfloat16))
 
 
 def test_swapped_middle_ranks_without_padding_are_what_nothing_at_stage_3_can_show(tmp_path: Path) -> None:

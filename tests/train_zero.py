@@ -35,7 +35,8 @@ class Variant:
     world_size: int = 2
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "uneven", "reversed", "wrapped".
+    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "uneven", "reversed", "constant",
+    # "wrapped".
     parts: frozenset[str] = frozenset()
     steps: int = 2
     tag: str | None = None
@@ -62,6 +63,7 @@ VARIANTS = {
     "z3_fp32": Variant(stage=3, parts=ALL_PARTS),
     "z3_bf16": Variant(stage=3, dtype="bf16", parts=ALL_PARTS),
     "z3_gathered": Variant(stage=3, dtype="bf16", parts=ALL_PARTS - {"empty"}, save_16bit=True),
+    "z3_constant": Variant(stage=3, dtype="bf16", steps=0, parts=frozenset({"constant"})),
     "z3_fp16": Variant(stage=3, dtype="fp16", parts=frozenset({"tied", "groups"})),
     "z3_sub_groups": Variant(stage=3, dtype="bf16", zero={"sub_group_size": 300}, parts=ALL_PARTS),
     "z3_hpz": Variant(stage=3, dtype="bf16", zero={"zero_hpz_partition_size": 2}, parts=ALL_PARTS),
@@ -126,6 +128,10 @@ class Net(nn.Module):
         if "tied" in parts:
             self.head.weight = self.embed.weight
         self.frozen.requires_grad_("frozen" not in parts)
+        if "constant" in parts:
+            for parameter in self.parameters():
+                nn.init.zeros_(parameter)
+            self.still = nn.LayerNorm(8).requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(ids)

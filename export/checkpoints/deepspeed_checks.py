@@ -4,18 +4,21 @@ A rank number is only in the file's name. What the contents can show: how many r
 piece holds (stages 1 and 2), where the padding lies (stage 3), the optimizer's step, and equal checksums. Two files
 swapped at stage 3, neither of them of a rank with padding, look like any other checkpoint: nothing in them can show it,
 unless a gathered 16-bit copy lies beside them. So do two files with the ranks' parts of frozen parameters.
+
+Equal checksums show a file copied under another's name, but not where every parameter in it is constant: the parts of a
+norm that is still 1, or of a matrix that was set to 0, are the same on every rank.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
-from export.checkpoints.deepspeed_partitions import Shapes, find_slice_padding, map_fragments
+from export.checkpoints.deepspeed_partitions import Shapes, find_slice_padding, map_fragments, slice_numel
 from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
@@ -69,8 +72,12 @@ def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> 
     if any(model.shared for model in models[1:]) and not models[0].shared:
         holder = next(model for model in models[1:] if model.shared)
         raise _swapped(holder.path, "a later rank", "the file of rank 0")
-    frozen = [{name: part for name, part in model.frozen.items() if part.numel} for model in models]
-    _refuse_doubles([(m.path, _checksums(parts)) for m, parts in zip(models, frozen, strict=True) if parts])
+    _refuse_doubles(
+        [
+            (model.path, _checksums(model.frozen), _cut_frozen(model, rank, len(models)))
+            for rank, model in enumerate(models)
+        ]
+    )
 
 
 def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStates], model: ModelStates) -> None:
@@ -98,12 +105,13 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
         tagged = int(match[1]) if match else model.step
         if last > model.step or (tagged != model.step and tagged == last + model.skipped_steps):
             raise _different_steps(files, {model.path.name: model.step, **steps})
-    # Ranks that hold nothing but padding may well be equal.
-    _refuse_doubles([(state.path, state.checksums) for state in states if _holds_elements(state)])
-
-
-def _holds_elements(state: OptimizerStates) -> bool:
-    return any(piece.numel > 1 for piece in state.pieces)
+    groups = model.groups or []
+    _refuse_doubles(
+        [
+            (state.path, state.checksums, _cut_states(groups, state, rank, len(states)))
+            for rank, state in enumerate(states)
+        ]
+    )
 
 
 def check_contiguous_owners(index: int, shapes: Shapes, states: Sequence[OptimizerStates]) -> None:
@@ -193,13 +201,50 @@ def _checksums(tensors: Mapping[str, StoredTensor]) -> tuple[int | None, ...]:
     return tuple(part.block.crc32 for tensor in tensors.values() for part in tensor.ranges)
 
 
-def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...]]]) -> None:
-    seen: dict[tuple[int | None, ...], Path] = {}
-    for path, checksums in files:
+def _cut_frozen(model: ModelStates, rank: int, world_size: int) -> Iterator[StoredTensor]:
+    """Yield the rank's part of each frozen parameter, without padding."""
+    for name, part in model.frozen.items():
+        yield from _cut_slices({name: (model.frozen_shapes or {}).get(name, part.shape)}, part, rank, world_size)
+
+
+def _cut_states(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world_size: int) -> Iterator[StoredTensor]:
+    """Yield what a rank has of each parameter at stage 3, without padding, or of each group at stages 1 and 2."""
+    for index, pieces in enumerate(zip(state.pieces, state.second_moments, strict=True)):
+        for piece in pieces:
+            if piece is not None and state.sliced and index < len(groups):
+                yield from _cut_slices(groups[index], piece, rank, world_size)
+            elif piece is not None:
+                yield piece
+
+
+def _cut_slices(shapes: Shapes, piece: StoredTensor, rank: int, world_size: int) -> Iterator[StoredTensor]:
+    position = 0
+    for shape in shapes.values():
+        step = slice_numel(shape, world_size)
+        start, stop = position, min(piece.numel, position + max(0, min(step, prod(shape) - rank * step)))
+        if start < stop:
+            yield StoredTensor(dtype=piece.dtype, shape=(stop - start,), ranges=piece.cut(start, stop))
+        position += step
+
+
+def _is_constant(tensor: StoredTensor) -> bool:
+    first = b""
+    for chunk in tensor.chunks():
+        first = first or chunk[: tensor.dtype.itemsize]
+        if chunk != first * (len(chunk) // len(first)):
+            return False
+    return True
+
+
+def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...], Iterable[StoredTensor]]]) -> None:
+    """Refuse two files of equal checksums, each given with its parts, which are read only then."""
+    seen: dict[tuple[int | None, ...], tuple[Path, Iterable[StoredTensor]]] = {}
+    for path, checksums, parts in files:
         if not checksums or None in checksums:
             continue
-        first = seen.setdefault(checksums, path)
-        if first is not path:
+        first, first_parts = seen.setdefault(checksums, (path, parts))
+        # Another rank has its padding elsewhere: what is constant by the one may not be by the other.
+        if first != path and not all(_is_constant(part) for part in itertools.chain(first_parts, parts)):
             raise CheckpointError(
                 f"{path} and {first} have the same contents",
                 expected="each rank's own part",
