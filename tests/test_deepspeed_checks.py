@@ -92,6 +92,11 @@ def age_model(folder: Path) -> None:
     rewrite(sorted((folder / TAG).glob("*_model_states.pt"))[-1], lambda content: content.update(global_steps=1))
 
 
+def age_models(folder: Path) -> None:
+    for path in folder.glob("global_step4/*_model_states.pt"):
+        rewrite(path, lambda content: content.update(global_steps=3))
+
+
 def renew_model(folder: Path) -> None:
     rewrite(folder / TAG / "mp_rank_00_model_states.pt", lambda content: content.update(global_steps=3))
 
@@ -223,6 +228,7 @@ DAMAGE = [
     ("z2_bf16", renew_model, "are from different steps: expected one step, got step 2 in .*, step 3 in "),
     ("z2_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     ("z3_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
+    ("z3_resumed", age_models, "are from different steps: expected one step, got step 3 in .*, step 8 in "),
     ("z3_bf16", age_model, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
     ("z2_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
     ("z3_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),

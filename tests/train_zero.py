@@ -42,6 +42,8 @@ class Variant:
     tag: str | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
     save_16bit: bool = False
+    # The universal checkpoint that it starts from.
+    loads: str | None = None
 
 
 ALL_PARTS = frozenset({"frozen", "tied", "buffers", "groups", "empty"})
@@ -67,6 +69,14 @@ VARIANTS = {
     "z3_fp16": Variant(stage=3, dtype="fp16", parts=frozenset({"tied", "groups"})),
     "z3_sub_groups": Variant(stage=3, dtype="bf16", zero={"sub_group_size": 300}, parts=ALL_PARTS),
     "z3_hpz": Variant(stage=3, dtype="bf16", zero={"zero_hpz_partition_size": 2}, parts=ALL_PARTS),
+    "z3_resumed": Variant(
+        stage=3,
+        dtype="bf16",
+        zero={"sub_group_size": 200},
+        config={"checkpoint": {"load_universal": True}},
+        parts=ALL_PARTS,
+        loads="universal_z3_bf16",
+    ),
     "z2_world1": Variant(stage=2, dtype="bf16", world_size=1, parts=ALL_PARTS),
     "z3_world1": Variant(stage=3, dtype="bf16", world_size=1, parts=ALL_PARTS),
     "z2_world3": Variant(stage=2, dtype="bf16", world_size=3, parts=ALL_PARTS),
@@ -275,6 +285,8 @@ def train(variant: Variant, out: Path, name: str) -> None:
         model = Wrapper(model)
     optimizer = torch.optim.AdamW(make_groups(model, variant.parts), lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(variant))
+    if variant.loads:
+        engine.load_checkpoint(str(out / variant.loads), tag="global_step2_universal")
     for step in range(variant.steps):
         torch.manual_seed(100 * step + engine.global_rank)
         ids = torch.randint(0, 37, (2, 5))
@@ -413,9 +425,11 @@ def launch(out: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(Path(sys.argv[1]), [name for name in sys.argv[2].split(",") if name in VARIANTS])
+    chosen_variants = [name for name in sys.argv[2].split(",") if name in VARIANTS]
+    launch(Path(sys.argv[1]), [name for name in chosen_variants if not VARIANTS[name].loads])
     for chosen_name in sys.argv[2].split(","):
         if chosen_name in UNIVERSAL:
             convert(Path(sys.argv[1]), chosen_name)
         elif chosen_name in TRAINERS:
             run_trainer(Path(sys.argv[1]), chosen_name)
+    launch(Path(sys.argv[1]), [name for name in chosen_variants if VARIANTS[name].loads])

@@ -16,7 +16,7 @@ import pytest
 SMALL_ZERO = (
     *("z0_fp32", "z0_bf16", "z0_fp16", "z1_fp32", "z1_bf16", "z1_bf16_optimizer"),
     *("z2_fp32", "z2_bf16", "z2_round_robin_bf16", "z2_aligned"),
-    *("z3_bf16", "z3_gathered", "z3_constant", "z3_world3", "z3_world11", "moe_z2", "moe_uneven"),
+    *("z3_bf16", "z3_gathered", "z3_constant", "z3_resumed", "z3_world3", "z3_world11", "moe_z2", "moe_uneven"),
 )
 MATRIX_ZERO = (
     *("z2_fp16", "z2_round_robin", "z3_fp32", "z3_fp16", "z3_sub_groups", "z3_hpz"),

@@ -24,6 +24,7 @@ from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
+_COUNTS_TOGETHER = "since a universal checkpoint was loaded, all sub-groups count in one number"
 _RECOPY = "copy the whole checkpoint again, from every node"
 
 
@@ -98,7 +99,7 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
     if len({state.steps for state in states if any(piece.numel for piece in state.pieces)}) > 1:
         raise _different_steps(files, steps)
     last = max((step for step in steps.values() if step is not None), default=None)
-    if last is not None and model.step is not None:
+    if last is not None and model.step is not None and not _is_count_of_sharers(states, last, model):
         # A step that overflowed is counted, but not by the optimizer. Trainers may count from elsewhere in the tag, and
         # an optimizer may have started anew; but where tag and optimizer agree, it is the model states that are wrong.
         match = _DEFAULT_TAG.fullmatch(files.folder.name)
@@ -112,6 +113,18 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
             for rank, state in enumerate(states)
         ]
     )
+
+
+def _is_count_of_sharers(states: Sequence[OptimizerStates], last: int, model: ModelStates) -> bool:
+    """Tell whether the optimizer is ahead as it is after a universal checkpoint was loaded at stage 3.
+
+    DeepSpeed then gives all sub-groups one tensor for their counts (0.19.8, runtime/zero/stage3.py,
+    `load_hp_checkpoint_state_from_checkpoint_dir_stage3`), so that each step since has counted once for each of them.
+    """
+    sharers, taken = states[0].counter_sharers, (model.step or 0) - model.skipped_steps
+    if not states[0].sliced or sharers == 1 or any(state.counter_sharers != sharers for state in states):
+        return False
+    return taken <= last <= taken * sharers and (last - taken) % (sharers - 1) == 0
 
 
 def check_contiguous_owners(index: int, shapes: Shapes, states: Sequence[OptimizerStates]) -> None:
@@ -175,6 +188,8 @@ def describe_unproven(model: ModelStates, states: Sequence[OptimizerStates]) -> 
         for ranks in alike.values()
         if len(ranks) > 1
     ]
+    if any(state.counter_sharers > 1 for state in states):
+        unproven.append(f"proof that optimizer and model states are of one step: {_COUNTS_TOGETHER}, and {reason}")
     frozen = [name for name, shape in (model.frozen_shapes or {}).items() if prod(shape) > 1]
     # The first rank's file is known where it records shared parameters.
     if frozen and world_size - bool(model.shared) > 1:
