@@ -254,6 +254,11 @@ DAMAGE = [
     ("z3_bf16", forget_shared, "lacks the weights of head.weight: expected fp32 pieces, frozen parameters or shared"),
     ("z2_bf16", forget_buffer, "lacks the buffers table: expected 4 recorded buffers in its module, got 3; copy the"),
     ("z2_bf16", change_frozen, "disagree with the bfloat16 copy in .*mp_rank_00_model_states.pt on frozen.bias"),
+    (
+        "z3_sequence",
+        lambda folder: None,
+        "cut for fewer ranks than saved them: expected parts for 2 ranks, got parts for 1,",
+    ),
     ("z3_bf16", mix_stages, "holds the model states of stage 3 and of another stage"),
     ("moe_z2", lambda folder: next((folder / TAG).glob("layer_0_expert_3_*")).unlink(), "lacks experts: .*expert 3"),
     ("moe_z2", add_expert, "more experts than the model has: expected 4 files .*, got 5, with layer_0_expert_4"),

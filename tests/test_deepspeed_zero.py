@@ -9,6 +9,7 @@ from safetensors import safe_open
 from transformers import GPT2LMHeadModel
 from zero_checkpoints import (
     MATRIX_ZERO,
+    REFUSED_ZERO,
     SMALL_ZERO,
     TRAINERS,
     UNIVERSAL,
@@ -144,6 +145,7 @@ def test_the_list_of_variants_is_whole() -> None:
     assert set(json.loads(done.stdout.splitlines()[-1])) == {
         *SMALL_ZERO,
         *MATRIX_ZERO,
+        *REFUSED_ZERO,
         *UNIVERSAL,
         *TRAINERS,
     }

@@ -36,7 +36,7 @@ class Variant:
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "uneven", "reversed", "constant",
-    # "wrapped".
+    # "sequence", "wrapped".
     parts: frozenset[str] = frozenset()
     steps: int = 2
     tag: str | None = None
@@ -77,6 +77,7 @@ VARIANTS = {
         parts=ALL_PARTS,
         loads="universal_z3_bf16",
     ),
+    "z3_sequence": Variant(stage=3, dtype="bf16", parts=frozenset({"sequence"})),
     "z2_world1": Variant(stage=2, dtype="bf16", world_size=1, parts=ALL_PARTS),
     "z3_world1": Variant(stage=3, dtype="bf16", world_size=1, parts=ALL_PARTS),
     "z2_world3": Variant(stage=2, dtype="bf16", world_size=3, parts=ALL_PARTS),
@@ -167,6 +168,20 @@ class Wrapper(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self._forward_module(ids)
+
+
+class SequenceRanks:
+    """Tells DeepSpeed, as an `mpu`, that all ranks share each sequence: one data-parallel rank."""
+
+    def __init__(self) -> None:
+        every = range(torch.distributed.get_world_size())
+        alone = [torch.distributed.new_group([rank]) for rank in every][torch.distributed.get_rank()]
+        self.get_sequence_parallel_group = self.get_sequence_data_parallel_group = lambda: torch.distributed.group.WORLD
+        self.get_data_parallel_group = self.get_model_parallel_group = lambda: alone
+        self.get_sequence_parallel_world_size = self.get_sequence_data_parallel_world_size = lambda: len(every)
+        self.get_sequence_parallel_rank = self.get_sequence_data_parallel_rank = torch.distributed.get_rank
+        self.get_data_parallel_world_size = self.get_model_parallel_world_size = lambda: 1
+        self.get_data_parallel_rank = self.get_model_parallel_rank = lambda: 0
 
 
 def make_groups(model: nn.Module, parts: frozenset[str]) -> list[dict[str, Any]]:
@@ -284,7 +299,8 @@ def train(variant: Variant, out: Path, name: str) -> None:
             model.inner = torch.compile(model.inner, backend="eager")
         model = Wrapper(model)
     optimizer = torch.optim.AdamW(make_groups(model, variant.parts), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(variant))
+    mpu = SequenceRanks() if "sequence" in variant.parts else None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(variant), mpu=mpu)
     if variant.loads:
         engine.load_checkpoint(str(out / variant.loads), tag="global_step2_universal")
     for step in range(variant.steps):

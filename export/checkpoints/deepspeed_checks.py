@@ -57,7 +57,7 @@ def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> 
     """Check that the model states are of one save.
 
     Raises:
-        CheckpointError: They are of different steps, or two ranks' files are the same.
+        CheckpointError: They are of different steps, two ranks' files are the same, or cut for fewer ranks.
     """
     steps = {model.path.name: model.step for model in models}
     if len(set(steps.values())) > 1:
@@ -73,6 +73,10 @@ def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> 
     if any(model.shared for model in models[1:]) and not models[0].shared:
         holder = next(model for model in models[1:] if model.shared)
         raise _swapped(holder.path, "a later rank", "the file of rank 0")
+    shapes = models[0].frozen_shapes or {}
+    if all(model.frozen.keys() == shapes.keys() for model in models):
+        alone = [{name: shape} for name, shape in shapes.items()]
+        _refuse_replicas(files, alone, [[model.frozen[name].numel for name in shapes] for model in models])
     _refuse_doubles(
         [
             (model.path, _checksums(model.frozen), _cut_frozen(model, rank, len(models)))
@@ -85,7 +89,7 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
     """Check that the optimizer states are of one save, each of another rank.
 
     Raises:
-        CheckpointError: They are of different steps or stages, or two are the same file.
+        CheckpointError: They are of different steps or stages, two are the same file, or they are cut for fewer ranks.
     """
     kinds = {(state.sliced, len(state.pieces), state.partition_counts, state.alignment_paddings) for state in states}
     if len(kinds) > 1:
@@ -107,6 +111,8 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
         if last > model.step or (tagged != model.step and tagged == last + model.skipped_steps):
             raise _different_steps(files, {model.path.name: model.step, **steps})
     groups = model.groups or []
+    if states[0].sliced:
+        _refuse_replicas(files, groups, [[piece.numel for piece in state.pieces] for state in states])
     _refuse_doubles(
         [
             (state.path, state.checksums, _cut_states(groups, state, rank, len(states)))
@@ -171,7 +177,7 @@ def check_sliced_owners(groups: Sequence[Shapes], states: Sequence[OptimizerStat
 
 
 def describe_unproven(model: ModelStates, states: Sequence[OptimizerStates]) -> tuple[str, ...]:
-    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which.
+    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which, and more.
 
     The parts of frozen parameters lie in the model states, where the padding is whatever was in memory.
     """
@@ -210,6 +216,32 @@ def _is_clean(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world
 def _is_zero(tensor: StoredTensor, start: int, stop: int) -> bool:
     part = StoredTensor(dtype=tensor.dtype, shape=(stop - start,), ranges=tensor.cut(start, stop))
     return not any(any(chunk) for chunk in part.chunks())
+
+
+def _refuse_replicas(files: DeepSpeedFiles, groups: Sequence[Shapes], numels: Sequence[Sequence[int]]) -> None:
+    """Refuse parts at stage 3 that were cut for some of the ranks, so that each was on several.
+
+    Args:
+        files: Where they lie.
+        groups: Name → shape of each group.
+        numels: Elements of each group, by rank.
+    """
+    world_size, found = len(numels), {tuple(numel) for numel in numels}
+    if found == {_split(groups, world_size)}:
+        return
+    for ranks in (number for number in range(1, world_size) if world_size % number == 0):
+        if found == {_split(groups, ranks)}:
+            raise CheckpointError(
+                f"{files.folder} holds parts of the weights that were cut for fewer ranks than saved them",
+                expected=f"parts for {world_size} ranks",
+                got=f"parts for {ranks}, as a user's own mpu for sequence parallelism may have asked for",
+                remedy="such parts are not read, and those on several ranks may differ; train with DeepSpeed's "
+                "parallel_state_sp as the mpu",
+            )
+
+
+def _split(groups: Sequence[Shapes], world_size: int) -> tuple[int, ...]:
+    return tuple(sum(slice_numel(shape, world_size) for shape in shapes.values()) for shapes in groups)
 
 
 def _checksums(tensors: Mapping[str, StoredTensor]) -> tuple[int | None, ...]:
