@@ -30,7 +30,7 @@ class ModelStates:
         frozen_shapes: Name → shape of frozen parameters; None where DeepSpeed kept none apart.
         frozen: Name → tensor, whole at stages 1 and 2, this rank's 1-D slice at stage 3.
         shared: Name → the name whose weights it shares.
-        masters: The fp32 tensors that an fp16 optimizer without ZeRO keeps of each parameter group; empty without.
+        masters: The fp32 tensors that a 16-bit optimizer without ZeRO keeps of each parameter group; empty without.
         flat_masters: Whether these are one flat tensor for each group.
         config: The `ds_config` of the run.
         lightning: The version of Lightning, where its strategy saved the file.
@@ -149,7 +149,7 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
 
 
 def _read_masters(optimizer: Any) -> tuple[tuple[tuple[StoredTensor, ...], ...], bool]:
-    """Return the fp32 tensors of each group in an fp16 optimizer's state, and whether each is one flat tensor."""
+    """Return the fp32 tensors of each group in a 16-bit optimizer's state, and whether each is one flat tensor."""
     state = optimizer if isinstance(optimizer, dict) else {}
     flat = "fp32_groups_flat" in state
     groups = state.get("fp32_groups_flat" if flat else "fp32_groups")

@@ -39,7 +39,7 @@ def recognises(directory: Path) -> bool:
 
 
 def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
-    """Return a reader for the DeepSpeed checkpoint in `directory`, reading no tensor data.
+    """Return a reader for the DeepSpeed checkpoint in `directory`, reading no more tensor data than the checks need.
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
