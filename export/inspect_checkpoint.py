@@ -139,7 +139,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "inspect",
         help="say what a checkpoint is and holds, without reading its tensors",
-        description="Say what a training checkpoint is and holds. Reads no tensor data, runs nothing from the files.",
+        description="Say what a training checkpoint is and holds. Reads hardly any tensor data, runs nothing from it.",
     )
     parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
     parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")

@@ -10,6 +10,7 @@ import torch
 from zero_checkpoints import copy_checkpoint, find_checkpoint
 
 from export import consolidate, inspect_checkpoint
+from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError
 
 TAG = "global_step2"
@@ -89,6 +90,11 @@ def age_optimizer(folder: Path) -> None:
 
 def age_model(folder: Path) -> None:
     rewrite(sorted((folder / TAG).glob("*_model_states.pt"))[-1], lambda content: content.update(global_steps=1))
+
+
+def age_models(folder: Path) -> None:
+    for path in folder.glob("global_step4/*_model_states.pt"):
+        rewrite(path, lambda content: content.update(global_steps=3))
 
 
 def renew_model(folder: Path) -> None:
@@ -186,6 +192,17 @@ def mix_stages(folder: Path) -> None:
     shutil.copyfile(other, folder / TAG / other.name)
 
 
+def add_expert(folder: Path) -> None:
+    path = folder / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    content = {name.replace("experts.3.", "experts.4."): tensor for name, tensor in torch.load(path).items()}
+    torch.save(content, path.with_name(path.name.replace("expert_3", "expert_4")))
+
+
+def rename_expert(folder: Path) -> None:
+    path = folder / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt"
+    torch.save({name.replace("weight", "kernel"): tensor for name, tensor in torch.load(path).items()}, path)
+
+
 DAMAGE = [
     ("z2_bf16", swap_optimizers, r"rank_0_mp_rank_00_optim_states.pt is the file of another rank: expected rank 0"),
     ("z2_round_robin_bf16", swap_optimizers, "is the file of another rank|disagree with the bfloat16 copy"),
@@ -211,6 +228,7 @@ DAMAGE = [
     ("z2_bf16", renew_model, "are from different steps: expected one step, got step 2 in .*, step 3 in "),
     ("z2_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     ("z3_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
+    ("z3_resumed", age_models, "are from different steps: expected one step, got step 3 in .*, step 8 in "),
     ("z3_bf16", age_model, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
     ("z2_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
     ("z3_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
@@ -236,8 +254,15 @@ DAMAGE = [
     ("z3_bf16", forget_shared, "lacks the weights of head.weight: expected fp32 pieces, frozen parameters or shared"),
     ("z2_bf16", forget_buffer, "lacks the buffers table: expected 4 recorded buffers in its module, got 3; copy the"),
     ("z2_bf16", change_frozen, "disagree with the bfloat16 copy in .*mp_rank_00_model_states.pt on frozen.bias"),
+    (
+        "z3_sequence",
+        lambda folder: None,
+        "cut for fewer ranks than saved them: expected parts for 2 ranks, got parts for 1,",
+    ),
     ("z3_bf16", mix_stages, "holds the model states of stage 3 and of another stage"),
     ("moe_z2", lambda folder: next((folder / TAG).glob("layer_0_expert_3_*")).unlink(), "lacks experts: .*expert 3"),
+    ("moe_z2", add_expert, "more experts than the model has: expected 4 files .*, got 5, with layer_0_expert_4"),
+    ("moe_z2", rename_expert, r"are not of the experts that have files: .*, got moe\..*experts\.3\.weight in none"),
 ]
 
 
@@ -257,6 +282,16 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_leaves_nothing(
         consolidate.consolidate(folder, out)
     assert "\n" not in str(refusal.value)
     assert list(out.parent.iterdir()) == []
+
+
+def test_equal_files_of_constants_are_no_copies_of_each_other(tmp_path: Path) -> None:
+    # Their frozen parts are equal as saved, ones and zeros; their optimizers' but for what lies in the padding.
+    folder = copy_checkpoint("z3_constant", tmp_path)
+    (first, second) = (folder / "global_step0").glob("*_optim_states.pt")
+    shutil.copyfile(first, second)
+    checkpoint = open_checkpoint(folder)
+    assert not checkpoint.read("embed.weight").any()
+    assert torch.equal(checkpoint.read("still.weight"), torch.ones(8, dtype=torch.bfloat16))
 
 
 def test_swapped_middle_ranks_without_padding_are_what_nothing_at_stage_3_can_show(tmp_path: Path) -> None:

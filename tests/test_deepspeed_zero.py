@@ -10,6 +10,7 @@ from transformers import GPT2LMHeadModel
 from zero_checkpoints import (
     EXCLUDED_ZERO,
     MATRIX_ZERO,
+    REFUSED_ZERO,
     SMALL_ZERO,
     TRAINERS,
     UNIVERSAL,
@@ -112,6 +113,15 @@ def test_the_facts_are_those_of_the_run() -> None:
     )
 
 
+def test_what_the_counts_cannot_show_after_a_universal_checkpoint_was_loaded_is_told() -> None:
+    checkpoint = open_checkpoint(find_checkpoint("z3_resumed"))
+    assert checkpoint.facts.step == 4
+    assert any(
+        line.startswith("proof that optimizer and model states are of one step: since a universal checkpoint")
+        for line in checkpoint.facts.missing
+    )
+
+
 def test_a_tag_is_taken_by_name_by_its_folder_and_by_latest(tmp_path: Path) -> None:
     folder = copy_checkpoint("z2_bf16", tmp_path)
     by_latest = open_checkpoint(folder)
@@ -154,5 +164,5 @@ def test_the_list_of_variants_is_whole() -> None:
         [sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True, text=True, check=True
     )
     assert set(json.loads(done.stdout.splitlines()[-1])) == {
-        *(*SMALL_ZERO, *EXCLUDED_ZERO, *MATRIX_ZERO, *UNIVERSAL, *TRAINERS)
+        *(*SMALL_ZERO, *EXCLUDED_ZERO, *MATRIX_ZERO, *REFUSED_ZERO, *UNIVERSAL, *TRAINERS)
     }

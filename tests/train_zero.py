@@ -36,13 +36,16 @@ class Variant:
     world_size: int = 2
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "wrapped", "shared", "recomputed".
+    # Parts of the model: "frozen", "tied", "buffers", "groups", "empty", "moe", "uneven", "reversed", "constant",
+    # "sequence", "wrapped", "shared", "recomputed".
     parts: frozenset[str] = frozenset()
     steps: int = 2
     tag: str | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
     save_16bit: bool = False
     exclude_frozen: bool = False
+    # The universal checkpoint that it starts from.
+    loads: str | None = None
 
 
 ALL_PARTS = frozenset({"frozen", "tied", "buffers", "groups", "empty"})
@@ -51,7 +54,7 @@ _FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 VARIANTS = {
     "z0_fp32": Variant(stage=0, parts=frozenset({"buffers", "tied"})),
-    "z0_bf16": Variant(stage=0, dtype="bf16", parts=frozenset({"buffers"})),
+    "z0_bf16": Variant(stage=0, dtype="bf16", parts=frozenset({"buffers", "frozen", "reversed"})),
     "z0_fp16": Variant(stage=0, dtype="fp16", parts=frozenset({"buffers", "tied", "groups"})),
     "z1_fp32": Variant(stage=1, parts=ALL_PARTS - {"empty"}),
     "z1_bf16": Variant(stage=1, dtype="bf16", parts=ALL_PARTS - {"empty"}),
@@ -65,9 +68,19 @@ VARIANTS = {
     "z3_fp32": Variant(stage=3, parts=ALL_PARTS),
     "z3_bf16": Variant(stage=3, dtype="bf16", parts=ALL_PARTS),
     "z3_gathered": Variant(stage=3, dtype="bf16", parts=ALL_PARTS - {"empty"}, save_16bit=True),
+    "z3_constant": Variant(stage=3, dtype="bf16", steps=0, parts=frozenset({"constant"})),
     "z3_fp16": Variant(stage=3, dtype="fp16", parts=frozenset({"tied", "groups"})),
     "z3_sub_groups": Variant(stage=3, dtype="bf16", zero={"sub_group_size": 300}, parts=ALL_PARTS),
     "z3_hpz": Variant(stage=3, dtype="bf16", zero={"zero_hpz_partition_size": 2}, parts=ALL_PARTS),
+    "z3_resumed": Variant(
+        stage=3,
+        dtype="bf16",
+        zero={"sub_group_size": 200},
+        config={"checkpoint": {"load_universal": True}},
+        parts=ALL_PARTS,
+        loads="universal_z3_bf16",
+    ),
+    "z3_sequence": Variant(stage=3, dtype="bf16", parts=frozenset({"sequence"})),
     "z2_world1": Variant(stage=2, dtype="bf16", world_size=1, parts=ALL_PARTS),
     "z3_world1": Variant(stage=3, dtype="bf16", world_size=1, parts=ALL_PARTS),
     "z2_world3": Variant(stage=2, dtype="bf16", world_size=3, parts=ALL_PARTS),
@@ -83,6 +96,7 @@ VARIANTS = {
     "z3_excluded": Variant(stage=3, dtype="bf16", parts=frozenset({"frozen", "shared"}), exclude_frozen=True),
     "moe_z1": Variant(stage=1, dtype="bf16", parts=frozenset({"moe"})),
     "moe_z2": Variant(stage=2, dtype="bf16", parts=frozenset({"moe"})),
+    "moe_uneven": Variant(stage=2, dtype="bf16", parts=frozenset({"moe", "uneven"})),
     "moe_z2_fp32": Variant(stage=2, parts=frozenset({"moe"})),
     "moe_z2_world4": Variant(stage=2, dtype="bf16", world_size=4, parts=frozenset({"moe"})),
 }
@@ -94,6 +108,14 @@ UNIVERSAL = {
     "universal_z2_round_robin": "z2_round_robin_bf16",
     "universal_z3_bf16": "z3_bf16",
 }
+
+
+def make_experts(number: int) -> nn.Module:
+    """A layer of experts, over two expert-parallel ranks."""
+    layer: nn.Module = deepspeed.moe.layer.MoE(
+        hidden_size=10, expert=nn.Linear(10, 10), num_experts=number, ep_size=2, k=1, min_capacity=4
+    )
+    return layer
 
 
 class Net(nn.Module):
@@ -119,10 +141,10 @@ class Net(nn.Module):
             self.spare = nn.ParameterDict({"empty": nn.Parameter(torch.empty(0, 3))})
             if "shared" in parts:
                 self.spare["other"] = nn.Parameter(torch.empty(5, 0))
+        if "uneven" in parts:
+            self.few = make_experts(2)
         if "moe" in parts:
-            self.moe = deepspeed.moe.layer.MoE(
-                hidden_size=10, expert=nn.Linear(10, 10), num_experts=4, ep_size=2, k=1, min_capacity=4
-            )
+            self.moe = make_experts(4)
         if "shared" in parts:
             # Two names of one parent for one module; two frozen parameters that begin in the same place, but are not
             # the same; two frozen ones that are.
@@ -136,6 +158,10 @@ class Net(nn.Module):
         if "tied" in parts:
             self.head.weight = self.embed.weight
         self.frozen.requires_grad_("frozen" not in parts)
+        if "constant" in parts:
+            for parameter in self.parameters():
+                nn.init.zeros_(parameter)
+            self.still = nn.LayerNorm(8).requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(ids)
@@ -146,8 +172,9 @@ class Net(nn.Module):
         if hasattr(self, "batches"):
             self.running_mean.lerp_(hidden.detach().mean((0, 1)).to(self.running_mean.dtype), 0.1)
             self.batches += 1
-        if hasattr(self, "moe"):
-            hidden = hidden + self.moe(hidden)[0]
+        for name in ("few", "moe"):
+            if hasattr(self, name):
+                hidden = hidden + getattr(self, name)(hidden)[0]
         if hasattr(self, "twice"):
             hidden = hidden + self.twice[1](self.twice[0](hidden))
         return self.head(hidden)
@@ -164,14 +191,32 @@ class Wrapper(nn.Module):
         return self._forward_module(ids)
 
 
+class SequenceRanks:
+    """Tells DeepSpeed, as an `mpu`, that all ranks share each sequence: one data-parallel rank."""
+
+    def __init__(self) -> None:
+        every = range(torch.distributed.get_world_size())
+        alone = [torch.distributed.new_group([rank]) for rank in every][torch.distributed.get_rank()]
+        self.get_sequence_parallel_group = self.get_sequence_data_parallel_group = lambda: torch.distributed.group.WORLD
+        self.get_data_parallel_group = self.get_model_parallel_group = lambda: alone
+        self.get_sequence_parallel_world_size = self.get_sequence_data_parallel_world_size = lambda: len(every)
+        self.get_sequence_parallel_rank = self.get_sequence_data_parallel_rank = torch.distributed.get_rank
+        self.get_data_parallel_world_size = self.get_model_parallel_world_size = lambda: 1
+        self.get_data_parallel_rank = self.get_model_parallel_rank = lambda: 0
+
+
 def make_groups(model: nn.Module, parts: frozenset[str]) -> list[dict[str, Any]]:
     """The optimizer's parameter groups: one, two (matrices, the rest), or with the experts apart."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if "moe" in parts:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"})
+        # By default, as much as no small model has. This cuts one expert, and leaves two layers in one group.
+        limit = {"max_group_size": 215} if "uneven" in parts else {}
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "all"}, **limit)
         return list(groups)
+    if "reversed" in parts:
+        return [{"params": trained[::-1]}]
     if "groups" not in parts:
         return [{"params": trained}]
     return [
@@ -202,12 +247,13 @@ def make_config(variant: Variant) -> dict[str, Any]:
 
 
 def merge_experts(truth: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The truth of all ranks in one: two expert-parallel ranks, each with two experts that it counts from 0."""
+    """The truth of all ranks in one: two expert-parallel ranks, each with experts that it counts from 0."""
     own = {}
     for name, tensor in truth.items():
         before, mark, after = name.partition("deepspeed_experts.")
         number, _, rest = after.partition(".")
-        own[f"{before}{mark}{rank % 2 * 2 + int(number)}.{rest}" if mark else name] = tensor
+        local_experts = sum(f"{before}{mark}{index}.{rest}" in truth for index in range(4))
+        own[f"{before}{mark}{rank % 2 * local_experts + int(number)}.{rest}" if mark else name] = tensor
     every: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(every, own)
     return {name: tensor for part in reversed(every) for name, tensor in part.items()}
@@ -232,7 +278,7 @@ def read_round_robin(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def read_unfused(engine: Any, parameter: nn.Parameter) -> torch.Tensor:
-    """What `safe_get_full_fp32_param` does not know without ZeRO: the fp32 tensor behind an fp16 parameter."""
+    """What `safe_get_full_fp32_param` does not know without ZeRO: the fp32 tensor behind a 16-bit parameter."""
     for members, masters in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
         for member, master in zip(members, masters, strict=True):
             if member is parameter:
@@ -251,7 +297,7 @@ def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor]:
             value = read_round_robin(engine, parameter)
         elif trained:
             value = safe_get_full_fp32_param(parameter)
-        elif variant.dtype == "fp16" and not variant.stage:
+        elif variant.dtype != "fp32" and not variant.stage and parameter.requires_grad:
             value = read_unfused(engine, parameter)
         if value is None and variant.stage == 3:
             with deepspeed.zero.GatheredParameters([parameter]):
@@ -276,7 +322,10 @@ def train(variant: Variant, out: Path, name: str) -> None:
     if "recomputed" in variant.parts:
         model.inner = checkpoint_wrapper(model.inner)
     optimizer = torch.optim.AdamW(make_groups(model, variant.parts), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(variant))
+    mpu = SequenceRanks() if "sequence" in variant.parts else None
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=make_config(variant), mpu=mpu)
+    if variant.loads:
+        engine.load_checkpoint(str(out / variant.loads), tag="global_step2_universal")
     for step in range(variant.steps):
         torch.manual_seed(100 * step + engine.global_rank)
         ids = torch.randint(0, 37, (2, 5))
@@ -422,9 +471,11 @@ def launch(out: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch(Path(sys.argv[1]), [name for name in sys.argv[2].split(",") if name in VARIANTS])
+    chosen_variants = [name for name in sys.argv[2].split(",") if name in VARIANTS]
+    launch(Path(sys.argv[1]), [name for name in chosen_variants if not VARIANTS[name].loads])
     for chosen_name in sys.argv[2].split(","):
         if chosen_name in UNIVERSAL:
             convert(Path(sys.argv[1]), chosen_name)
         elif chosen_name in TRAINERS:
             run_trainer(Path(sys.argv[1]), chosen_name)
+    launch(Path(sys.argv[1]), [name for name in chosen_variants if VARIANTS[name].loads])

@@ -4,23 +4,27 @@ A rank number is only in the file's name. What the contents can show: how many r
 piece holds (stages 1 and 2), where the padding lies (stage 3), the optimizer's step, and equal checksums. Two files
 swapped at stage 3, neither of them of a rank with padding, look like any other checkpoint: nothing in them can show it,
 unless a gathered 16-bit copy lies beside them. So do two files with the ranks' parts of frozen parameters.
+
+Equal checksums show a file copied under another's name, but not where every parameter in it is constant: the parts of a
+norm that is still 1, or of a matrix that was set to 0, are the same on every rank.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
-from export.checkpoints.deepspeed_partitions import Shapes, find_slice_padding, map_fragments
+from export.checkpoints.deepspeed_partitions import Shapes, find_slice_padding, map_fragments, slice_numel
 from export.checkpoints.deepspeed_states import ModelStates, OptimizerStates
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
+_COUNTS_TOGETHER = "since a universal checkpoint was loaded, all sub-groups count in one number"
 _RECOPY = "copy the whole checkpoint again, from every node"
 
 
@@ -53,7 +57,7 @@ def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> 
     """Check that the model states are of one save.
 
     Raises:
-        CheckpointError: They are of different steps, or two ranks' files are the same.
+        CheckpointError: They are of different steps, two ranks' files are the same, or cut for fewer ranks.
     """
     steps = {model.path.name: model.step for model in models}
     if len(set(steps.values())) > 1:
@@ -69,15 +73,23 @@ def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> 
     if any(model.shared for model in models[1:]) and not models[0].shared:
         holder = next(model for model in models[1:] if model.shared)
         raise _swapped(holder.path, "a later rank", "the file of rank 0")
-    frozen = [{name: part for name, part in model.frozen.items() if part.numel} for model in models]
-    _refuse_doubles([(m.path, _checksums(parts)) for m, parts in zip(models, frozen, strict=True) if parts])
+    shapes = models[0].frozen_shapes or {}
+    if all(model.frozen.keys() == shapes.keys() for model in models):
+        alone = [{name: shape} for name, shape in shapes.items()]
+        _refuse_replicas(files, alone, [[model.frozen[name].numel for name in shapes] for model in models])
+    _refuse_doubles(
+        [
+            (model.path, _checksums(model.frozen), _cut_frozen(model, rank, len(models)))
+            for rank, model in enumerate(models)
+        ]
+    )
 
 
 def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStates], model: ModelStates) -> None:
     """Check that the optimizer states are of one save, each of another rank.
 
     Raises:
-        CheckpointError: They are of different steps or stages, or two are the same file.
+        CheckpointError: They are of different steps or stages, two are the same file, or they are cut for fewer ranks.
     """
     kinds = {(state.sliced, len(state.pieces), state.partition_counts, state.alignment_paddings) for state in states}
     if len(kinds) > 1:
@@ -91,19 +103,34 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
     if len({state.steps for state in states if any(piece.numel for piece in state.pieces)}) > 1:
         raise _different_steps(files, steps)
     last = max((step for step in steps.values() if step is not None), default=None)
-    if last is not None and model.step is not None:
+    if last is not None and model.step is not None and not _is_count_of_sharers(states, last, model):
         # A step that overflowed is counted, but not by the optimizer. Trainers may count from elsewhere in the tag, and
         # an optimizer may have started anew; but where tag and optimizer agree, it is the model states that are wrong.
         match = _DEFAULT_TAG.fullmatch(files.folder.name)
         tagged = int(match[1]) if match else model.step
         if last > model.step or (tagged != model.step and tagged == last + model.skipped_steps):
             raise _different_steps(files, {model.path.name: model.step, **steps})
-    # Ranks that hold nothing but padding may well be equal.
-    _refuse_doubles([(state.path, state.checksums) for state in states if _holds_elements(state)])
+    groups = model.groups or []
+    if states[0].sliced:
+        _refuse_replicas(files, groups, [[piece.numel for piece in state.pieces] for state in states])
+    _refuse_doubles(
+        [
+            (state.path, state.checksums, _cut_states(groups, state, rank, len(states)))
+            for rank, state in enumerate(states)
+        ]
+    )
 
 
-def _holds_elements(state: OptimizerStates) -> bool:
-    return any(piece.numel > 1 for piece in state.pieces)
+def _is_count_of_sharers(states: Sequence[OptimizerStates], last: int, model: ModelStates) -> bool:
+    """Tell whether the optimizer is ahead as it is after a universal checkpoint was loaded at stage 3.
+
+    DeepSpeed then gives all sub-groups one tensor for their counts (0.19.8, runtime/zero/stage3.py,
+    `load_hp_checkpoint_state_from_checkpoint_dir_stage3`), so that each step since has counted once for each of them.
+    """
+    sharers, taken = states[0].counter_sharers, (model.step or 0) - model.skipped_steps
+    if not states[0].sliced or sharers == 1 or any(state.counter_sharers != sharers for state in states):
+        return False
+    return taken <= last <= taken * sharers and (last - taken) % (sharers - 1) == 0
 
 
 def check_contiguous_owners(index: int, shapes: Shapes, states: Sequence[OptimizerStates]) -> None:
@@ -150,7 +177,7 @@ def check_sliced_owners(groups: Sequence[Shapes], states: Sequence[OptimizerStat
 
 
 def describe_unproven(model: ModelStates, states: Sequence[OptimizerStates]) -> tuple[str, ...]:
-    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which.
+    """Return what nothing in the files of stage 3 can show: which of the ranks padded alike is which, and more.
 
     The parts of frozen parameters lie in the model states, where the padding is whatever was in memory.
     """
@@ -167,6 +194,8 @@ def describe_unproven(model: ModelStates, states: Sequence[OptimizerStates]) -> 
         for ranks in alike.values()
         if len(ranks) > 1
     ]
+    if any(state.counter_sharers > 1 for state in states):
+        unproven.append(f"proof that optimizer and model states are of one step: {_COUNTS_TOGETHER}, and {reason}")
     frozen = [name for name, shape in (model.frozen_shapes or {}).items() if prod(shape) > 1]
     # The first rank's file is known where it records shared parameters.
     if frozen and world_size - bool(model.shared) > 1:
@@ -189,17 +218,80 @@ def _is_zero(tensor: StoredTensor, start: int, stop: int) -> bool:
     return not any(any(chunk) for chunk in part.chunks())
 
 
+def _refuse_replicas(files: DeepSpeedFiles, groups: Sequence[Shapes], numels: Sequence[Sequence[int]]) -> None:
+    """Refuse parts at stage 3 that were cut for some of the ranks, so that each was on several.
+
+    Args:
+        files: Where they lie.
+        groups: Name → shape of each group.
+        numels: Elements of each group, by rank.
+    """
+    world_size, found = len(numels), {tuple(numel) for numel in numels}
+    if found == {_split(groups, world_size)}:
+        return
+    for ranks in (number for number in range(1, world_size) if world_size % number == 0):
+        if found == {_split(groups, ranks)}:
+            raise CheckpointError(
+                f"{files.folder} holds parts of the weights that were cut for fewer ranks than saved them",
+                expected=f"parts for {world_size} ranks",
+                got=f"parts for {ranks}, as a user's own mpu for sequence parallelism may have asked for",
+                remedy="such parts are not read, and those on several ranks may differ; train with DeepSpeed's "
+                "parallel_state_sp as the mpu",
+            )
+
+
+def _split(groups: Sequence[Shapes], world_size: int) -> tuple[int, ...]:
+    return tuple(sum(slice_numel(shape, world_size) for shape in shapes.values()) for shapes in groups)
+
+
 def _checksums(tensors: Mapping[str, StoredTensor]) -> tuple[int | None, ...]:
     return tuple(part.block.crc32 for tensor in tensors.values() for part in tensor.ranges)
 
 
-def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...]]]) -> None:
-    seen: dict[tuple[int | None, ...], Path] = {}
-    for path, checksums in files:
+def _cut_frozen(model: ModelStates, rank: int, world_size: int) -> Iterator[StoredTensor]:
+    """Yield the rank's part of each frozen parameter, without padding."""
+    for name, part in model.frozen.items():
+        yield from _cut_slices({name: (model.frozen_shapes or {}).get(name, part.shape)}, part, rank, world_size)
+
+
+def _cut_states(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world_size: int) -> Iterator[StoredTensor]:
+    """Yield what a rank has of each parameter at stage 3, without padding, or of each group at stages 1 and 2."""
+    for index, pieces in enumerate(zip(state.pieces, state.second_moments, strict=True)):
+        for piece in pieces:
+            if piece is not None and state.sliced and index < len(groups):
+                yield from _cut_slices(groups[index], piece, rank, world_size)
+            elif piece is not None:
+                yield piece
+
+
+def _cut_slices(shapes: Shapes, piece: StoredTensor, rank: int, world_size: int) -> Iterator[StoredTensor]:
+    position = 0
+    for shape in shapes.values():
+        step = slice_numel(shape, world_size)
+        start, stop = position, min(piece.numel, position + max(0, min(step, prod(shape) - rank * step)))
+        if start < stop:
+            yield StoredTensor(dtype=piece.dtype, shape=(stop - start,), ranges=piece.cut(start, stop))
+        position += step
+
+
+def _is_constant(tensor: StoredTensor) -> bool:
+    first = b""
+    for chunk in tensor.chunks():
+        first = first or chunk[: tensor.dtype.itemsize]
+        if chunk != first * (len(chunk) // len(first)):
+            return False
+    return True
+
+
+def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...], Iterable[StoredTensor]]]) -> None:
+    """Refuse two files of equal checksums, each given with its parts, which are read only then."""
+    seen: dict[tuple[int | None, ...], tuple[Path, Iterable[StoredTensor]]] = {}
+    for path, checksums, parts in files:
         if not checksums or None in checksums:
             continue
-        first = seen.setdefault(checksums, path)
-        if first is not path:
+        first, first_parts = seen.setdefault(checksums, (path, parts))
+        # Another rank has its padding elsewhere: what is constant by the one may not be by the other.
+        if first != path and not all(_is_constant(part) for part in itertools.chain(first_parts, parts)):
             raise CheckpointError(
                 f"{path} and {first} have the same contents",
                 expected="each rank's own part",

@@ -7,7 +7,7 @@ parsed, because it lies in the same pickle, and dropped.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ class ModelStates:
         frozen_shapes: Name → shape of frozen parameters; None where DeepSpeed kept none apart.
         frozen: Name → tensor, whole at stages 1 and 2, this rank's 1-D slice at stage 3.
         shared: Name → the name whose weights it shares.
-        masters: The fp32 tensors that an fp16 optimizer without ZeRO keeps of each parameter group; empty without.
+        masters: The fp32 tensors that a 16-bit optimizer without ZeRO keeps of each parameter group; empty without.
         flat_masters: Whether these are one flat tensor for each group.
         config: The `ds_config` of the run.
         lightning: The version of Lightning, where its strategy saved the file.
@@ -92,6 +92,7 @@ class OptimizerStates:
         fragments: Per group, name → (start in the piece, elements), as saved; None where not saved.
         second_moments: Adam's `exp_avg_sq` per group; None where there is none.
         steps: Every count of optimizer steps in the file.
+        counter_sharers: How many parameter groups count their steps in one and the same tensor; 1 as a rule.
         checksums: CRC-32 of every storage, in order of their keys.
     """
 
@@ -104,6 +105,7 @@ class OptimizerStates:
     fragments: tuple[dict[str, tuple[int, int]], ...] | None
     second_moments: tuple[StoredTensor | None, ...]
     steps: frozenset[int]
+    counter_sharers: int
     checksums: tuple[int | None, ...]
 
     def alignment(self, group: int) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
 
 
 def _read_masters(optimizer: Any) -> tuple[tuple[tuple[StoredTensor, ...], ...], bool]:
-    """Return the fp32 tensors of each group in an fp16 optimizer's state, and whether each is one flat tensor."""
+    """Return the fp32 tensors of each group in a 16-bit optimizer's state, and whether each is one flat tensor."""
     state = optimizer if isinstance(optimizer, dict) else {}
     flat = "fp32_groups_flat" in state
     groups = state.get("fp32_groups_flat" if flat else "fp32_groups")
@@ -206,6 +208,7 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
             remedy="save without NVMe offload" if offloaded else "pass a checkpoint with its optimizer states",
         )
     inner = state.get("optimizer_state_dict" if sliced else "base_optimizer_state")
+    counters = _find_counters(inner)
     counts = state.get("partition_count")
     return OptimizerStates(
         path=path,
@@ -216,7 +219,8 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
         alignment_paddings=tuple(_numbers(group) or () for group in _items(state.get("param_alignment_paddings"))),
         fragments=_fragments(state.get("param_slice_mappings")),
         second_moments=_second_moments(inner, len(pieces)),
-        steps=frozenset(_steps(inner)),
+        steps=frozenset(_count_steps(counters)),
+        counter_sharers=_count_sharers(counters),
         checksums=tuple(block.crc32 for _, block in sorted(opened.storages.items())),
     )
 
@@ -237,7 +241,7 @@ def read_scalar(tensor: StoredTensor) -> int | None:
     return int(value) if value == value and abs(value) < 1 << 53 else None
 
 
-def _steps(inner: Any) -> list[int]:
+def _find_counters(inner: Any) -> list[Any]:
     """Return each counter of the optimizer: per group, and where fused optimizers keep it."""
     if isinstance(inner, list):
         # An "elastic" save before DeepSpeed 0.8 keeps one state per group.
@@ -248,9 +252,17 @@ def _steps(inner: Any) -> list[int]:
     groups = inner.get("param_groups")
     holders = [*states.values()] if isinstance(states, dict) else []
     holders += groups if isinstance(groups, list) else []
-    found = [holder["step"] for holder in holders if isinstance(holder, dict) and "step" in holder]
-    counts = [read_scalar(step) if isinstance(step, StoredTensor) else _count(step) for step in found]
+    return [holder["step"] for holder in holders if isinstance(holder, dict) and "step" in holder]
+
+
+def _count_steps(counters: Sequence[Any]) -> list[int]:
+    counts = [read_scalar(step) if isinstance(step, StoredTensor) else _count(step) for step in counters]
     return [count for count in counts if count is not None]
+
+
+def _count_sharers(counters: Sequence[Any]) -> int:
+    tensors = [step for step in counters if isinstance(step, StoredTensor)]
+    return len(tensors) if len(set(tensors)) == 1 else 1
 
 
 def _second_moments(inner: Any, groups: int) -> tuple[StoredTensor | None, ...]:

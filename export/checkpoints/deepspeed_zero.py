@@ -6,7 +6,7 @@ taken from the model states: buffers, frozen parameters, and what stage 0 traine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from export.checkpoints import huggingface
@@ -40,7 +40,7 @@ def recognises(directory: Path) -> bool:
 
 
 def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
-    """Return a reader for the DeepSpeed checkpoint in `directory`, reading no tensor data.
+    """Return a reader for the DeepSpeed checkpoint in `directory`, reading no more tensor data than the checks need.
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
@@ -65,15 +65,14 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         format_name = "DeepSpeed universal checkpoint"
     elif files.optimizers:
         states = _read_states(files, models)
-        trained, stage, world_size = _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
+        trained = _join_groups(files, models[0], states, experts)
+        stage, world_size = _find_stage(models[0], states), len(states)
         if stage == 3 and not huggingface.recognises(files.directory):
             unproven = describe_unproven(models[0], states)
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
     else:
         _refuse_lost_optimizer(files, models[0])
-        trained, stage, world_size = name_masters(models[0]), 0, models[0].dp_world_size
-        if models[0].masters and not trained:
-            unproven = ("names of the optimizer's fp32 weights: its parameter groups leave several possibilities",)
+        (trained, unproven), stage, world_size = name_masters(models[0]), 0, models[0].dp_world_size
         format_name = "DeepSpeed without ZeRO"
     facts = CheckpointFacts(
         trainer=_name_trainer(models[0]),
@@ -122,7 +121,7 @@ def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
 def _read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> tuple[dict[str, StoredTensor], int, int]:
     """Return every trained parameter, the stage and the number of ranks."""
     states = _read_states(files, models)
-    return _join_groups(files, models[0], states), _find_stage(models[0], states), len(states)
+    return _join_groups(files, models[0], states, {}), _find_stage(models[0], states), len(states)
 
 
 def _find_stage(model: ModelStates, states: Sequence[OptimizerStates]) -> int:
@@ -153,7 +152,10 @@ def _read_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> list[O
 
 
 def _join_groups(
-    files: DeepSpeedFiles, model: ModelStates, states: Sequence[OptimizerStates]
+    files: DeepSpeedFiles,
+    model: ModelStates,
+    states: Sequence[OptimizerStates],
+    experts: Mapping[str, StoredTensor],
 ) -> dict[str, StoredTensor]:
     # BF16_Optimizer without ZeRO: PipelineEngine lists no shapes (DeepSpeed 0.19.8, engine.py, `_save_checkpoint`).
     groups = derive_groups(states) if model.groups is None else model.groups
@@ -168,7 +170,8 @@ def _join_groups(
         check_sliced_owners(groups, states)
     trained: dict[str, StoredTensor] = {}
     for index, shapes in enumerate(groups):
-        joined = _join_group(shapes, index, model, states, source=f"parameter group {index} of {files.folder}")
+        source = f"parameter group {index} of {files.folder}"
+        joined = _join_group(shapes, index, model, states, experts, source=source)
         doubled = joined.keys() & trained.keys()
         if doubled:
             raise CheckpointError(
@@ -179,13 +182,19 @@ def _join_groups(
 
 
 def _join_group(
-    shapes: Shapes, index: int, model: ModelStates, states: Sequence[OptimizerStates], *, source: str
+    shapes: Shapes,
+    index: int,
+    model: ModelStates,
+    states: Sequence[OptimizerStates],
+    experts: Mapping[str, StoredTensor],
+    *,
+    source: str,
 ) -> dict[str, StoredTensor]:
     pieces = [state.pieces[index] for state in states]
     if states[0].sliced:
         return join_sliced_group(shapes, pieces, source=source)
     if is_expert_group(shapes):
-        return join_expert_group(shapes, states, index, model.config, source=source)
+        return join_expert_group(shapes, states, index, model.config, experts, source=source)
     joined = join_contiguous_group(shapes, pieces, states[0].alignment(index), source=source)
     check_contiguous_owners(index, shapes, states)
     return joined
