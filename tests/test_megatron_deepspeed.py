@@ -37,7 +37,7 @@ Truth = dict[str, torch.Tensor]
 
 VOCABULARY = 53
 HEADS = {"p2t2d2_bf16": 6}
-NESTED = ("t2_nested_stage1", "t2_nested_bf16", "t2_nested_stage0")
+NESTED = ("t2_nested_stage1", "t2_nested_bf16", "t2_nested_stage0", "t2_nested_bf16_stage0")
 PIPELINED = (
     "t1_stage0",
     "t2_bf16",
@@ -184,6 +184,18 @@ def test_the_merged_model_answers_as_the_unsplit_one(trained: Path, tmp_path: Pa
     with torch.no_grad():
         expected = run_unsplit(read_truth(trained / variant), HEADS.get(variant, 4), ids)[..., :VOCABULARY]
         assert torch.allclose(model(ids).logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
+
+
+def test_fp32_weights_that_cannot_be_named_are_told(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_nested_bf16_stage0", tmp_path / "unnamed")
+
+    def keep_half(content: dict[str, Any]) -> None:
+        groups = content["optimizer"]["fp32_groups"]
+        groups[:] = [group[::2] for group in groups]
+
+    assert not any("fp32" in line for line in open_checkpoint(folder).facts.missing)
+    missing = open_checkpoint(change_models(folder, keep_half)).facts.missing
+    assert missing[-1] == "fp32 weights: in the optimizer's state without names, given in bfloat16"
 
 
 def test_a_cast_is_told_in_the_derived_configuration(trained: Path, tmp_path: Path) -> None:

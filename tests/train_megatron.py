@@ -74,6 +74,7 @@ VARIANTS = {
     "t2_nested_stage1": Variant(tensor=2, pipelined=False),
     "t2_nested_bf16": Variant(tensor=2, dtype="bf16", pipelined=False),
     "t2_nested_stage0": Variant(tensor=2, stage=0, pipelined=False),
+    "t2_nested_bf16_stage0": Variant(tensor=2, stage=0, dtype="bf16", pipelined=False),
     "p2d2_bf16_stage0": Variant(pipe=2, data=2, stage=0, dtype="bf16"),
     "t2d2_stage1": Variant(tensor=2, data=2, hidden=32),
     "t4_stage0": Variant(tensor=4, stage=0),
@@ -358,8 +359,13 @@ def make_batches(variant: Variant, data_rank: int) -> Any:
 def gather_truth(engine: Any, variant: Variant) -> dict[str, torch.Tensor] | None:
     """The fp32 master weights of all ranks as one unsplit model, on rank 0."""
     own = {}
+    # What a 16-bit optimizer keeps where PipelineEngine does not take BF16_Optimizer.
+    groups = zip(*(getattr(engine.optimizer, name, ()) for name in ("fp16_groups", "fp32_groups")), strict=True)
+    masters = {id(low): master for group in groups for low, master in zip(*group, strict=True)}
     for name, parameter in engine.module.named_parameters():
-        value = safe_get_full_fp32_param(parameter) if variant.stage or variant.dtype != "fp32" else parameter
+        value = masters.get(id(parameter), parameter)
+        if not masters and (variant.stage or variant.dtype != "fp32"):
+            value = safe_get_full_fp32_param(parameter)
         own[name_as_in_pipeline(name, variant)] = value.detach().float().clone()
     coordinate = engine.mpu._topo.get_coord(dist.get_rank())
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -44,7 +44,7 @@ def refuse_doubles(held: Mapping[Path, Tensors]) -> None:
             )
 
 
-def describe_unproven(*, tensor_ranks: int, layer_files: int, exact: bool) -> tuple[str, ...]:
+def describe_unproven(*, tensor_ranks: int, layer_files: int, numbered: bool) -> tuple[str, ...]:
     """Return what nothing in the files can show.
 
     Heads may stand in any order, but the ranks' parts of the vocabulary are exchanged with them.
@@ -52,14 +52,14 @@ def describe_unproven(*, tensor_ranks: int, layer_files: int, exact: bool) -> tu
     Args:
         tensor_ranks: Over how many ranks each matrix is split.
         layer_files: How many transformer layers have files of their own; 0 where the names within a file tell them.
-        exact: Whether the optimizer's fp32 weights are there, under the names of their layers.
+        numbered: Whether the optimizer's fp32 weights are there, under the numbers of their layers.
     """
     reason = "their numbers are in the files' names alone"
     unproven = []
     if tensor_ranks > 1:
         ranks = list_some(f"{rank:02d}" for rank in range(tensor_ranks))
         unproven.append(f"proof of the order of tensor parallel ranks {ranks}: {reason}")
-    if layer_files > 1 and not exact:
+    if layer_files > 1 and not numbered:
         unproven.append(f"proof of the order of the {layer_files} layers: {reason}")
     return tuple(unproven)
 

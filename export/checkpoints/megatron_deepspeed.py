@@ -22,6 +22,7 @@ from typing import Any
 
 from export.checkpoints.deepspeed_checks import check_model_states
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
+from export.checkpoints.deepspeed_masters import name_masters
 from export.checkpoints.deepspeed_states import ModelStates, read_model_states
 from export.checkpoints.megatron_args import MegatronArgs, check_same_args, read_args
 from export.checkpoints.megatron_checks import describe_unproven, refuse_doubles
@@ -51,7 +52,7 @@ class _Rank:
     """One model-parallel rank: a pipeline stage of one tensor parallel rank."""
 
     states: ModelStates
-    # Pipeline or module name → fp32 tensor; empty without ZeRO.
+    # Pipeline or module name → fp32 tensor; empty where the optimizer keeps none, or none that can be named.
     trained: Tensors
 
 
@@ -87,6 +88,7 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
     ranks = [_read_rank(files, index, path, read_trained) for index, path in enumerate(paths)]
     _check_steps(files, ranks)
     low = _read_layers(files, args, tensor_ranks) if files.pipeline_layers else _read_modules(paths)
+    ranks = _name_masters(ranks, low)
     parts = _choose_parts(files, low, ranks)
     source = str(files.folder)
     merged = join_tensor_ranks(parts, source)
@@ -96,12 +98,12 @@ def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckp
     def convert(tensors: Tensors) -> dict[str, StoredTensor]:
         return convert_to_gpt2(tensors, heads=args.heads, vocab_size=vocab_size)
 
-    exact = any(rank.trained for rank in ranks)
+    exact, numbered = any(rank.trained for rank in ranks), bool(files.optimizers)
     copies = [convert(join_tensor_ranks([rank.tensors for rank in low], source))] if exact else []
     copies += [convert(replicas) for replicas in list_replicas(parts) if replicas]
     tensors = convert(merged)
     layer_files = args.layers if files.pipeline_layers else 0
-    unproven = (unsure, *describe_unproven(tensor_ranks=tensor_ranks, layer_files=layer_files, exact=exact))
+    unproven = (unsure, *describe_unproven(tensor_ranks=tensor_ranks, layer_files=layer_files, numbered=numbered))
     dtype_name = merged["word_embeddings.weight"].dtype.name
     config = build_gpt2_config(args, vocab_size=vocab_size, positions=positions, dtype_name=dtype_name)
     check_config(files.directory, config)
@@ -228,6 +230,19 @@ def _read_modules(paths: Sequence[Path]) -> list[_TensorRank]:
         held[path] = {canonical_name(name): tensor for name, tensor in tensors.items()}
     refuse_doubles(held)
     return [_TensorRank(tensors=tensors, names={}) for tensors in held.values()]
+
+
+def _name_masters(ranks: Sequence[_Rank], low: Sequence[_TensorRank]) -> list[_Rank]:
+    """Return ranks with the fp32 weights that 16-bit optimizers keep without ZeRO, where all of them can be named.
+
+    Not of several pipeline stages: the last one's copy of the tied embeddings has positions that no layer file holds.
+    """
+    if len(ranks) != len(low) or any(rank.trained for rank in ranks):
+        return list(ranks)
+    named = [name_masters(replace(rank.states, module=own.tensors))[0] for rank, own in zip(ranks, low, strict=True)]
+    if any(found.keys() != own.tensors.keys() for found, own in zip(named, low, strict=True)):
+        return list(ranks)
+    return [replace(rank, trained=found) for rank, found in zip(ranks, named, strict=True)]
 
 
 def _choose_parts(

@@ -72,7 +72,8 @@ def flatten(path: Path, module: Any) -> dict[str, StoredTensor]:
                     got="more",
                     remedy="do not use this checkpoint unless you know why",
                 )
-            waiting += [(f"{name}.{key}".lstrip("."), inner, depth + 1) for key, inner in value.items()]
+            # In the order of the dict, which is the model's.
+            waiting += [(f"{name}.{key}".lstrip("."), value[key], depth + 1) for key in reversed(value)]
         else:
             foreign[name] = value
     refuse_foreign_tensors(path, foreign)
