@@ -20,7 +20,7 @@ from typing import Any
 from export.checkpoints import StoredCheckpoint, open_checkpoint
 from export.checkpoints.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from export.checkpoints.huggingface import ZERO_SIZE_KEY
-from export.checkpoints.paths import check_inside
+from export.checkpoints.paths import check_inside, read_json
 from export.errors import CheckpointError
 from export.safetensors_output import SafetensorsOutput, refuse_inflated
 from export.staging import stage_folder
@@ -168,10 +168,7 @@ def _write_config(source: Path, target: Path, dtype_name: str) -> None:
 
     transformers 5 loads in the dtype that the configuration names: after bf16 training it would round fp32 weights.
     """
-    try:
-        config: Any = json.loads(source.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"{source} is no JSON", got=str(exc), remedy="copy the checkpoint again") from exc
+    config = read_json(source)
     if not _set_dtype(config, dtype_name):
         shutil.copyfile(source, target)
         return

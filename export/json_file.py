@@ -1,25 +1,20 @@
 """JSON files beside the weights."""
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export.errors import CheckpointError
+from export.checkpoints import paths
 
 
 def read_json(path: Path) -> Mapping[str, Any] | list[Any] | None:
     """Return what the JSON file holds, or None where there is no such file.
 
     Raises:
-        CheckpointError: The file is not JSON.
+        CheckpointError: The file is not JSON, is no regular file, or is too large.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
-    try:
-        content: Mapping[str, Any] | list[Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as exc:
-        raise CheckpointError(
-            f"{path} cannot be read", expected="JSON", got=str(exc), remedy="copy the checkpoint again"
-        ) from exc
+    content: Mapping[str, Any] | list[Any] = paths.read_json(path)
     return content

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from export.checkpoints.paths import check_inside
+from export.checkpoints.paths import check_inside, read_small
 from export.errors import CheckpointError, list_some
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -21,6 +21,7 @@ _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 # The tensor parallel rank is left out where the topology has no such dimension (runtime/pipe/topology.py).
 _PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _LATEST_FILES = ("latest", "latest_universal")
+_MAX_LATEST_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +111,7 @@ def _find_tag_folder(directory: Path, tag: str | None) -> Path:
     for name in _LATEST_FILES:
         if (directory / name).is_file():
             check_inside(directory / name, directory)
-            with (directory / name).open("rb") as file:
-                named = file.read(4096).decode("utf-8", "replace").strip()
+            named = read_small(directory / name, max_bytes=_MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
             return _resolve_tag(directory, named, str(directory / name))
     tags = [entry for entry in sorted(directory.iterdir()) if entry.is_dir() and _is_tag_folder(entry)]
     if len(tags) != 1:

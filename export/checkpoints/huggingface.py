@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from export.checkpoints.paths import check_inside
+from export.checkpoints.paths import MAX_JSON_BYTES, check_inside, parse_json, read_json_beside, read_small
 from export.checkpoints.safetensors_file import read_safetensors
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
@@ -78,21 +76,17 @@ def read_gathered(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_facts(directory: Path) -> CheckpointFacts:
-    """Return what `config.json` and `trainer_state.json` say, where they are readable at all."""
-    config, state = _read_json(directory / "config.json"), _read_json(directory / "trainer_state.json")
+    """Return what `config.json` and `trainer_state.json` say, where they are there and are JSON.
+
+    Raises:
+        CheckpointError: One of them is no regular file, or is too large.
+    """
+    config, state = read_json_beside(directory / "config.json"), read_json_beside(directory / "trainer_state.json")
     version, step = config.get("transformers_version"), state.get("global_step")
     return CheckpointFacts(
         trainer=f"transformers {version}" if isinstance(version, str) else None,
         step=step if type(step) is int else None,
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _read_folder(directory: Path) -> tuple[dict[str, StoredTensor], frozenset[str], list[str]]:
@@ -138,16 +132,17 @@ def read_state_dict(path: Path) -> dict[str, StoredTensor]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return tensor name → shard file name, as the index says."""
+    data = read_small(path, max_bytes=MAX_JSON_BYTES)
     try:
-        index: Any = json.loads(path.read_text(encoding="utf-8"))
+        index = parse_json(data)
         weight_map = index["weight_map"]
         if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError("weight_map is empty or names no files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(
             f"{path} cannot be read",
             expected="an index with a weight_map",
-            got=f"{path.stat().st_size} bytes ({str(exc).rstrip('.')})",
+            got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
             remedy="copy the checkpoint again",
         ) from exc
     return dict(weight_map)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+
+from export.checkpoints.paths import read_json_beside
 
 
 def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
@@ -12,7 +12,7 @@ def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
 
     The model is built on the meta device, which takes no memory. Imports torch and transformers.
     """
-    architectures = _read_config(directory).get("architectures")
+    architectures = read_json_beside(directory / "config.json").get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         return None
     import torch
@@ -33,15 +33,7 @@ def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
 
 def read_vocab_size(directory: Path) -> int | None:
     """Return the size of the vocabulary in `config.json`, of its text part where it has several; None without one."""
-    config = _read_config(directory)
+    config = read_json_beside(directory / "config.json")
     inner = config.get("text_config")
     size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
     return size if type(size) is int and size > 0 else None
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}

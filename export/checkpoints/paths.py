@@ -1,10 +1,28 @@
-"""Paths that a checkpoint names must lie in the checkpoint."""
+"""How the files of a checkpoint are opened: inside its folder, regular ones only, small ones within a limit."""
 
 from __future__ import annotations
 
+import json
+import os
+import stat
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from export.errors import CheckpointError
+
+# The largest that are known are tokenizers, of some 35 MB.
+MAX_JSON_BYTES = 64 << 20
+# Brackets and commas, so that every value but one follows one of them: 4 million take 400 MB at worst as Python's
+# objects, `{"":0}` being the dearest. A tokenizer of 500,000 merges has 1.5 million.
+_MAX_JSON_VALUES = 4_000_000
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def check_inside(path: Path, directory: Path) -> None:
@@ -14,9 +32,18 @@ def check_inside(path: Path, directory: Path) -> None:
     `models--NAME/blobs/HASH` by design (huggingface_hub, "Understand caching").
 
     Raises:
-        CheckpointError: `path` resolves to somewhere else.
+        CheckpointError: `path` resolves to somewhere else, or to itself.
     """
-    root, target = directory.resolve(), path.resolve()
+    try:
+        root, target = directory.resolve(), path.resolve()
+    # RuntimeError: what Python below 3.13 makes of a link to itself.
+    except (OSError, RuntimeError) as exc:
+        raise CheckpointError(
+            f"{path} leads nowhere",
+            expected="a file in the checkpoint",
+            got=(exc.strerror if isinstance(exc, OSError) else None) or "a link to itself",
+            remedy="copy the checkpoint again",
+        ) from exc
     if target.is_relative_to(root):
         return
     if root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs":
@@ -27,3 +54,93 @@ def check_inside(path: Path, directory: Path) -> None:
         got=str(target),
         remedy="copy the file itself into the folder if you trust it",
     )
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading, unbuffered. A FIFO would wait for ever, and a device may never end.
+
+    Raises:
+        CheckpointError: It cannot be opened, or is something else.
+    """
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for who writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    # ValueError: a zero byte in the name.
+    except (OSError, ValueError) as exc:
+        got = exc.strerror if isinstance(exc, OSError) else None
+        raise CheckpointError(f"{path} cannot be opened", expected="a file", got=got or str(exc)) from exc
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{path} is no regular file", expected="a file", got=_KINDS.get(stat.S_IFMT(mode), "something else")
+        )
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_small(path: Path, *, max_bytes: int) -> bytes:
+    """Return all bytes of a regular file.
+
+    Raises:
+        CheckpointError: It cannot be read, is no regular file, or is longer than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CheckpointError(f"{path} is too large", expected=f"at most {max_bytes} bytes", got=str(size))
+        try:
+            # One call may return less, and a file may grow while it is read.
+            parts, left = [], max_bytes
+            while left and (part := file.read(left)):
+                parts.append(part)
+                left -= len(part)
+        except OSError as exc:
+            raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
+    return b"".join(parts)
+
+
+def parse_json(data: bytes, **options: Any) -> Any:
+    """Return what the JSON text in `data` says; `options` are those of `json.loads`.
+
+    Raises:
+        ValueError: It is no JSON in UTF-8, or holds more than a few hundred megabytes can.
+    """
+    if sum(data.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
+        raise ValueError(f"more than {_MAX_JSON_VALUES} values")
+    try:
+        return json.loads(data.decode("utf-8"), **options)
+    except RecursionError as exc:
+        raise ValueError("values nested too deeply") from exc
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return what a JSON file of a checkpoint holds.
+
+    Raises:
+        CheckpointError: It cannot be read, is no regular file, is too large, or is no JSON.
+    """
+    data = read_small(path, max_bytes=max_bytes)
+    try:
+        return parse_json(data)
+    except ValueError as exc:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="JSON",
+            got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
+            remedy="copy the checkpoint again",
+        ) from exc
+
+
+def read_json_beside(path: Path) -> dict[str, Any]:
+    """Return the JSON object that may lie beside the weights; empty where there is no file, or no such object in it.
+
+    Raises:
+        CheckpointError: Something is there that cannot be opened, is no regular file, or is too large.
+    """
+    if not os.path.lexists(path):
+        return {}
+    try:
+        content = parse_json(read_small(path, max_bytes=MAX_JSON_BYTES))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

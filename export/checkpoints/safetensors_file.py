@@ -6,13 +6,14 @@ then the tensors' bytes without gaps. No checksums.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from export.checkpoints.dtypes import BY_SAFETENSORS_NAME
+from export.checkpoints.paths import open_regular, parse_json
 from export.checkpoints.stored_tensor import ByteRange, StoredTensor
 from export.checkpoints.zip_archive import StoredBlock
 from export.errors import CheckpointError
@@ -27,15 +28,15 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
     Raises:
         CheckpointError: The file is cut off, its header lies, or a dtype is not read.
     """
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_refuse_doubles)
-    except (OSError, ValueError, RecursionError) as exc:
-        raise _unreadable(path, str(exc)) from exc
+            header = parse_json(file.read(length), object_pairs_hook=_refuse_doubles)
+        except (OSError, ValueError) as exc:
+            raise _unreadable(path, str(exc)) from exc
     if not isinstance(header, dict):
         raise _unreadable(path, "the header is no JSON object")
     metadata = header.pop("__metadata__", {})

@@ -24,6 +24,7 @@ from typing import Any
 
 from export.checkpoints.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
 from export.checkpoints.inert_pickle import MAX_PICKLE_BYTES, Builder, GlobalName, InertUnpickler, Record, hashable
+from export.checkpoints.paths import open_regular, read_small
 from export.checkpoints.stored_tensor import ByteRange, StoredTensor
 from export.checkpoints.zip_archive import StoredBlock, ZipArchive
 from export.errors import CheckpointError, list_some
@@ -103,13 +104,7 @@ def read_bare_pickle(path: Path) -> Any:
     Raises:
         CheckpointError: The file cannot be read, is damaged, holds tensors, or names what no checkpoint needs.
     """
-    try:
-        size = path.stat().st_size
-        if size > MAX_PICKLE_BYTES:
-            raise CheckpointError(f"{path} is too large", expected=f"{MAX_PICKLE_BYTES} bytes", got=f"{size}")
-        data = path.read_bytes()
-    except OSError as exc:
-        raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
+    data = read_small(path, max_bytes=MAX_PICKLE_BYTES)
     return InertUnpickler(data, str(path), builders=_BUILDERS, constants=_CONSTANTS).load()
 
 
@@ -136,12 +131,12 @@ def refuse_foreign_tensors(path: Path, state: Mapping[Any, Any]) -> None:
 
 
 def _refuse_other_formats(path: Path, start: int) -> None:
-    try:
-        with path.open("rb") as file:
+    with open_regular(path) as file:
+        try:
             file.seek(start)
             head = file.read(512)
-    except OSError as exc:
-        raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
+        except OSError as exc:
+            raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
     if head.startswith(b"PK\3\4"):
         return
     found = f"{len(head)} bytes of something else" if len(head) < 512 else "something else"

@@ -12,6 +12,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from export.checkpoints.paths import open_regular
 from export.errors import CheckpointError
 
 # A checkpoint has one entry per storage. 200,000 of them are parsed in about a second and 100 MB.
@@ -71,15 +72,12 @@ class ZipArchive:
     def __init__(self, path: Path, *, start: int = 0, length: int | None = None) -> None:
         self.path = path
         self._start = start
-        try:
-            with path.open("rb", buffering=0) as file:
-                file_size = os.fstat(file.fileno()).st_size
-                self.length = file_size - start if length is None else length
-                if start < 0 or self.length < 0 or start + self.length > file_size:
-                    raise self._damaged(f"{start + self.length} bytes or more", f"{file_size} bytes")
-                self._entries = self._read_directory(file.fileno())
-        except OSError as exc:
-            raise CheckpointError(f"{path} cannot be opened", got=exc.strerror or str(exc)) from exc
+        with open_regular(path) as file:
+            file_size = os.fstat(file.fileno()).st_size
+            self.length = file_size - start if length is None else length
+            if start < 0 or self.length < 0 or start + self.length > file_size:
+                raise self._damaged(f"{start + self.length} bytes or more", f"{file_size} bytes")
+            self._entries = self._read_directory(file.fileno())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +93,7 @@ class ZipArchive:
         entry = self._entries.get(name)
         if entry is None:
             raise self._damaged(f"an entry {name}", "none of that name")
-        with self.path.open("rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             return self._locate(file.fileno(), name, entry)
 
     def blocks(self) -> dict[str, StoredBlock]:
@@ -104,7 +102,7 @@ class ZipArchive:
         Raises:
             CheckpointError: A header contradicts the directory.
         """
-        with self.path.open("rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             return {name: self._locate(file.fileno(), name, entry) for name, entry in self._entries.items()}
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
@@ -116,7 +114,7 @@ class ZipArchive:
         block = self.block(name)
         if block.length > max_bytes:
             raise self._damaged(f"{name} of at most {max_bytes} bytes", f"{block.length} bytes")
-        with self.path.open("rb", buffering=0) as file:
+        with open_regular(self.path) as file:
             content = self._read_at(file.fileno(), block.offset - self._start, block.length)
         if block.crc32 is not None and zlib.crc32(content) != block.crc32:
             raise self._damaged(f"{name} with CRC-32 {block.crc32:08x}", f"{zlib.crc32(content):08x}")
@@ -278,7 +276,10 @@ class ZipArchive:
         position, left = self._start + offset, length
         while left:
             # One pread returns at most 2 GiB - 4 KiB on Linux (read(2)), and may return less.
-            part = os.pread(descriptor, min(left, 1 << 30), position)
+            try:
+                part = os.pread(descriptor, min(left, 1 << 30), position)
+            except OSError as exc:
+                raise CheckpointError(f"{self.path} cannot be read", got=exc.strerror or str(exc)) from exc
             if not part:
                 raise self._damaged(f"{length} bytes at byte {offset}", "the end of the file")
             parts.append(part)
