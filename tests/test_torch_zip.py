@@ -279,7 +279,7 @@ COPIED = b"(" + b"N" * 100_000 + b"tq\x00"
     ("pickled", "sentence"),
     [
         # One call of a builder, and no call that would take as many arguments.
-        (b"\x80\x02c_codecs\nencode\n(" + b"N" * 17 + b"tR.", "expected a whole pickle, got nonsense"),
+        (b"\x80\x02ctorch\nSize\n()" + b"N" * 16 + b"tR.", "expected a whole pickle, got nonsense"),
         (
             b"\x80\x02" + COPIED + b"}K\x01K\x01sq\x01ctorch.nn\nModule\nq\x02" + b"h\x02h\x00h\x01\x92" * 30 + b".",
             f"expected at most {MAX_STEPS} steps, got more",
@@ -303,7 +303,7 @@ COPIED = b"(" + b"N" * 100_000 + b"tq\x00"
             "expected a whole pickle, got nonsense",
         ),
         (
-            b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nq\x00" + b"(h\x00N" * 900 + b")" + b"Nt" * 900 + b"R.",
+            b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nq\x00)q\x01" + b"(h\x00Nh\x01Ntq\x01" * 3000 + b"R.",
             "expected a whole pickle, got nonsense",
         ),
     ],
