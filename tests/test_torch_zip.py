@@ -303,7 +303,9 @@ COPIED = b"(" + b"N" * 100_000 + b"tq\x00"
             "expected a whole pickle, got nonsense",
         ),
         (
-            b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nq\x00)q\x01" + b"(h\x00Nh\x01Ntq\x01" * 3000 + b"R.",
+            b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nq\x000)q\x010"
+            + b"(h\x00Nh\x01Ntq\x010" * 3000
+            + b"h\x00h\x01R.",
             "expected a whole pickle, got nonsense",
         ),
     ],
