@@ -1,5 +1,11 @@
 """`python -m export`: the command line."""
 
+from export import interruption
+
+if __name__ == "__main__":
+    # Loading the rest takes a while, of which nobody wants a traceback.
+    interruption.leave_at_once()
+
 import argparse
 import json
 import os
@@ -41,24 +47,48 @@ exit codes: 0 published or already there, 1 refused (one sentence on stderr, not
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    arguments = _build_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
     console = Console(stderr=True)
     try:
+        interruption.raise_again()
+        arguments = _build_parser().parse_args(argv)
+        signal.signal(signal.SIGTERM, _interrupt)
         code = int(arguments.command(arguments))
         sys.stdout.flush()
         return code
     except ExportError as exc:
-        console.print(f"error: {exc}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+        return _refuse(console, str(exc))
     except KeyboardInterrupt:
         console.print("error: interrupted; everything is as it was.", style="red", soft_wrap=True)
         return 130
     except BrokenPipeError:
-        # Whoever read the answer, `head` perhaps, went away; what was asked for is done. As a shell tells it. Python
-        # would try to write the rest once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read the answer, `head` perhaps, went away; what was asked for is done. As a shell tells it.
+        _drop_answer()
         return 128 + signal.SIGPIPE
+    # What no reader foresaw: rights taken away, a disk that fails or is full. A bug of our own is no OSError.
+    except OSError as exc:
+        where = f"{exc.filename}: " if exc.filename else ""
+        if not _can_answer():
+            where = "the answer cannot be written: "
+            _drop_answer()
+        return _refuse(console, str(ExportError(f"{where}{exc.strerror or exc}")))
+
+
+def _refuse(console: Console, sentence: str) -> int:
+    console.print(f"error: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 1
+
+
+def _can_answer() -> bool:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _drop_answer() -> None:
+    """Throw away what is still to be written to stdout: Python would try once more on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -20,8 +21,8 @@ from typing import Any
 from export.checkpoints import StoredCheckpoint, open_checkpoint
 from export.checkpoints.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from export.checkpoints.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
-from export.checkpoints.paths import check_inside, read_json
-from export.errors import CheckpointError, list_some
+from export.checkpoints.paths import check_inside, open_regular, read_json
+from export.errors import CheckpointError, escape_controls, list_some
 from export.safetensors_output import SafetensorsOutput, refuse_inflated
 from export.staging import stage_folder
 
@@ -162,10 +163,13 @@ def _check_room(staged: Path, target: Path, needed_bytes: int) -> None:
 def _carry_over(directory: Path, staged: Path, dtype_names: set[str]) -> None:
     """Copy the model's configuration and tokenizer, as far as `directory` has them."""
     for pattern in _CARRIED:
-        for path in sorted(directory.glob(pattern)):
-            check_inside(path, directory)
-            if not path.is_file():
+        named = "*" not in pattern
+        for path in (directory / pattern,) if named else sorted(directory.glob(pattern)):
+            # A folder may be called anything, but not as a file that belongs to the model.
+            if not (os.path.lexists(path) if named else path.is_file()):
                 continue
+            check_inside(path, directory)
+            open_regular(path).close()
             if path.stat().st_size > _MAX_CARRIED_BYTES:
                 raise CheckpointError(
                     f"{path} is too large to belong to a model's configuration",
@@ -187,7 +191,13 @@ def _write_config(source: Path, target: Path, dtype_name: str) -> None:
     if not _set_dtype(config, dtype_name):
         shutil.copyfile(source, target)
         return
-    target.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    try:
+        text = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError as exc:
+        raise CheckpointError(
+            f"{source} holds what is no text", expected="Unicode", got="half a character", remedy="correct it"
+        ) from exc
+    target.write_bytes(text)
 
 
 def _write_derived_config(derived: Mapping[str, Any], target: Path, dtype_names: set[str]) -> None:
@@ -256,10 +266,10 @@ def run_consolidate(args: argparse.Namespace) -> int:
         allow_non_finite=args.allow_non_finite,
     )
     tied = f", {done.tied} tied names recorded" if done.tied else ""
-    sys.stdout.write(
+    lines = [
         f"{args.out}: {done.tensors} tensors, {done.total_bytes / 1e9:.3f} GB{tied}, from {done.format_name}, "
-        f"in {time.monotonic() - started:.1f} s\n"
-    )
-    for what in done.missing:
-        sys.stdout.write(f"missing: {what}\n")
+        f"in {time.monotonic() - started:.1f} s",
+        *(f"missing: {what}" for what in done.missing),
+    ]
+    sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)
     return 0

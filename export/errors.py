@@ -15,6 +15,7 @@ ExportError                 exit code 1, one line on stderr
 └── RepositoryError         the version cannot be published
 """
 
+import reprlib
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -31,14 +32,14 @@ class ExportError(Exception):
 
     def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
         self.what = what
-        facts = [f"expected {expected}"] if expected else []
-        facts += [f"got {got}"] if got else []
-        sentence = what
+        facts = [f"expected {_fit(expected)}"] if expected else []
+        facts += [f"got {_fit(got)}"] if got else []
+        sentence = _fit(what)
         if facts:
             sentence += ": " + ", ".join(facts)
         if remedy:
-            sentence += f"; {remedy}"
-        super().__init__(" ".join(sentence.split()) + ".")
+            sentence += f"; {_fit(remedy)}"
+        super().__init__(sentence + ".")
 
 
 class SettingsError(ExportError):
@@ -92,9 +93,46 @@ class RepositoryError(ExportError):
 
 T = TypeVar("T")
 
+# Ten tensors' names take 900 characters, and a path up to 4,096, whose end says most.
+_MAX_PART_CHARS = 1_000
+_MAX_NAME_CHARS = 200
+# What a name may consist of beside text: a key of a pickle may be a tuple of anything, however long.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
 
 def list_some(names: Iterable[T], limit: int = 10) -> str:
-    """Return `names` sorted and joined, the first `limit` of them, then `+N more`."""
-    ordered = sorted(str(name) for name in names)
+    """Return `names` sorted and joined, the first `limit` of them, then `+N more`; a long one without its middle."""
+    ordered = sorted(_name(name) for name in names)
     text = ", ".join(ordered[:limit])
     return text + (f", +{len(ordered) - limit} more" if len(ordered) > limit else "")
+
+
+def escape_controls(text: str) -> str:
+    r"""Return `text` with every character that is not for printing as Python writes it, such as `\x1b`.
+
+    What a file says may hold sequences that a terminal obeys, and halves of characters that no encoding has.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def _fit(part: str) -> str:
+    """Return `part` of a sentence on one line, bounded, and safe to print."""
+    # Bounded first: splitting ten million characters would take as many times their memory.
+    return shorten(escape_controls(" ".join(shorten(part, 2 * _MAX_PART_CHARS).split())), _MAX_PART_CHARS)
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return `text`, without its middle if it has more than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    kept = (limit - 5) // 2
+    return f"{text[:kept]} ... {text[-kept:]}"
+
+
+def _name(name: object) -> str:
+    if isinstance(name, str):
+        return shorten(name, _MAX_NAME_CHARS)
+    return shorten(_SHORT.repr(name) if isinstance(name, (tuple, bytes)) else str(name), _MAX_NAME_CHARS)

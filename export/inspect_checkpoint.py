@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from export.checkpoints import StoredCheckpoint, open_checkpoint
+from export.errors import escape_controls
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.
@@ -127,7 +128,8 @@ def format_inspection(found: Inspection) -> str:
             f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory",
         ),
     ]
-    return "\n".join([f"{found.directory}", *(f"{label:12} {text}" for label, text in rows), *shapes]) + "\n"
+    lines = [found.directory, *(f"{label:12} {text}" for label, text in rows), *shapes]
+    return "\n".join(map(escape_controls, lines)) + "\n"
 
 
 def _or_unknown(value: int | None) -> str:

@@ -22,15 +22,15 @@ def stage_folder(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: `target` exists already, or its parent does not or cannot be written to.
     """
-    if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise CheckpointError(
-            f"{target} exists already", expected="a new folder", got="something there", remedy="choose another name"
-        )
-    parent, name = target.absolute().parent, target.absolute().name
-    _remove_abandoned(parent, name)
-    staged = parent / f".{name}.partial-{os.getpid()}"
     try:
-        staged.mkdir()
+        if target.is_symlink() or target.is_file() or (target.is_dir() and any(target.iterdir())):
+            raise CheckpointError(
+                f"{target} exists already", expected="a new folder", got="something there", remedy="choose another name"
+            )
+        parent, name = target.absolute().parent, target.absolute().name
+        _remove_abandoned(parent, name)
+        staged = parent / f".{name}.partial-{os.getpid()}"
+        lock = _make_locked(staged)
     except OSError as exc:
         raise CheckpointError(
             f"{target} cannot be made",
@@ -38,29 +38,62 @@ def stage_folder(target: Path) -> Iterator[Path]:
             got=exc.strerror or str(exc),
             remedy="make the folder above it, or choose another place",
         ) from exc
-    lock = os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         yield staged
         # Replaces `target` if that is an empty folder; fails if somebody filled it meanwhile.
         staged.rename(target)
     except OSError as exc:
-        raise CheckpointError(f"{target} cannot be written", got=exc.strerror or str(exc)) from exc
+        where = f" at {exc.filename}" if exc.filename else ""
+        raise CheckpointError(f"{target} cannot be written", got=(exc.strerror or str(exc)) + where) from exc
     finally:
         shutil.rmtree(staged, ignore_errors=True)
         os.close(lock)
 
 
+def _make_locked(folder: Path) -> int:
+    """Make `folder` and return a descriptor that holds its lock.
+
+    Between the two, another run may take it for abandoned and remove it; then it is made anew.
+    """
+    while True:
+        folder.mkdir()
+        try:
+            descriptor = _open_folder(folder)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is_at(descriptor, folder):
+            return descriptor
+        os.close(descriptor)
+
+
 def _remove_abandoned(parent: Path, name: str) -> None:
     for folder in parent.glob(f".{_escape(name)}.partial-*") if parent.is_dir() else ():
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # It may be gone meanwhile, or be no folder, or be another user's: then it is let be.
+        try:
+            descriptor = _open_folder(folder)
+        except OSError:
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if _is_at(descriptor, folder):
+                shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
             continue
         finally:
             os.close(descriptor)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _is_at(descriptor: int, folder: Path) -> bool:
+    """Tell whether what was opened is still what lies at `folder`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _escape(name: str) -> str:

@@ -236,6 +236,11 @@ def make_stream(rng: random.Random) -> bytes:
     return b"\x80" + bytes([rng.choice((2, 4))]) + b"".join(parts) + b"."
 
 
+def text(content: bytes) -> bytes:
+    """A string as protocol 2 writes it."""
+    return b"X" + struct.pack("<L", len(content)) + content
+
+
 def make_nested(rng: random.Random) -> bytes:
     """Deep, wide or self-referring structures, up to the limits and beyond."""
     count = rng.choice((10, 1000, 100_000, 2_000_000))
@@ -265,6 +270,26 @@ def make_nested(rng: random.Random) -> bytes:
             )
             + b"u."
         ),
+        # One value that is long, and calls that each would copy it.
+        lambda: (
+            b"(" + b"N" * count + b"tq\x00ctorch._utils\n_rebuild_tensor_v2\nq\x01" + b"h\x01h\x00R0" * count + b"."
+        ),
+        lambda: (
+            b"("
+            + b"N" * count
+            + b"tq\x00}K\x01K\x01sq\x01ctorch.nn\nModule\nq\x02"
+            + b"h\x02h\x00h\x01\x92" * count
+            + b"."
+        ),
+        lambda: text(b"a" * count) + b"q\x00" + text(b"B") + b"q\x01" + b"h\x00h\x01\x93" * count + b".",
+        lambda: (
+            text(b"a" * count)
+            + b"q\x00c__builtin__\ngetattr\nq\x01ctorch.nn\nModule\nq\x02"
+            + b"h\x01h\x02h\x00\x86Rq\x02" * count
+            + b"."
+        ),
+        lambda: text(b"a" * count) + b"q\x00}(" + b"h\x00" * 40 + b"tNs.",
+        lambda: b"}" + (text(b"a" * count) + b"q\x00Nsh\x00Ns") * 2 + b"h\x00Ns" * count + b".",
     ]
     return b"\x80\x02" + rng.choice(bodies)()
 

@@ -173,6 +173,29 @@ def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("folder", "is no regular file: expected a file, got a folder"),
+        ("dangling", "cannot be opened: expected a file, got No such file or directory"),
+        ("half a character", "holds what is no text: expected Unicode, got half a character"),
+    ],
+)
+def test_a_configuration_that_cannot_be_carried_over_is_refused(tmp_path: Path, kind: str, found: str) -> None:
+    make_checkpoint(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to("gone.json")
+    else:
+        path.write_text('{"dtype": "float16", "name": "\\ud800"}')
+    with pytest.raises(CheckpointError, match=found):
+        consolidate(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
 def start(source: Path, target: Path, *, pause_s: float) -> subprocess.Popen[bytes]:
     """A run of the verb that stops for `pause_s` after its first bytes."""
     script = (

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,21 @@ def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: Any, 
 def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="holds no tensors: expected weights, got none"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        ({"w": {**ENTRY, "shape": [1] * 64 + [2]}}, "the entry of w: w has no proper shape"),
+        ({str(n): 0 for n in range(200_001)}, "200001 entries where 200000 are read"),
+    ],
+    ids=["dimensions", "entries"],
+)
+def test_a_header_larger_than_any_model_is_refused(tmp_path: Path, header: Any, found: str) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(CheckpointError, match=re.escape(found)):
         open_checkpoint(tmp_path)
 
 

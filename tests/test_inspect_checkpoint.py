@@ -52,6 +52,12 @@ def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tied"] == [["embed.weight", "head.weight"]]
 
 
+def test_the_text_holds_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    torch.save({"a\x1b]0;b\x07\nc": torch.ones(3)}, tmp_path / "x.pt")
+    text = format_inspection(inspect_checkpoint(tmp_path))
+    assert "\n  a\\x1b]0;b\\x07\\nc  float32 [3]\n" in text
+
+
 def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.full((3,), float("nan"))}, tmp_path / "x.pt")
     read = []

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from zero_checkpoints import find_checkpoint
 
 from export.checkpoints import open_checkpoint
-from export.checkpoints.paths import MAX_JSON_BYTES, open_regular, read_json, read_json_beside, read_small
+from export.checkpoints.paths import MAX_JSON_BYTES, check_inside, open_regular, read_json, read_json_beside, read_small
 from export.checkpoints.safetensors_file import read_safetensors
 from export.checkpoints.torch_zip import open_torch_zip, read_bare_pickle
 from export.checkpoints.zip_archive import ZipArchive
@@ -98,3 +98,39 @@ def test_a_fifo_in_place_of_a_weight_file_is_refused(tmp_path: Path) -> None:
             read(path)
     with pytest.raises(CheckpointError, match="is no regular file: expected a file, got a FIFO"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["latest", "--tag", "index"])
+def test_a_name_longer_than_any_file_system_takes_is_refused(tmp_path: Path, name: str) -> None:
+    long = "n" * 256
+    if name == "index":
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": long}}))
+    else:
+        (tmp_path / "latest").write_text(long)
+    with pytest.raises(CheckpointError, match="cannot be read: .*, got File name too long") as refusal:
+        open_checkpoint(tmp_path, tag=long if name == "--tag" else None)
+    assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "model.safetensors", "latest", "config.json"])
+def test_a_link_to_itself_is_refused(tmp_path: Path, name: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(CheckpointError, match="leads nowhere: expected a file in the checkpoint, got "):
+        check_inside(tmp_path / name, tmp_path)
+    if name == "config.json":
+        with pytest.raises(CheckpointError, match=r"config\.json cannot be opened"):
+            open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["torch", "safetensors"])
+def test_names_that_are_no_text_are_refused(tmp_path: Path, family: str) -> None:
+    if family == "torch":
+        torch.save({"a\ud800": torch.ones(2)}, tmp_path / "x.pt")
+    else:
+        header = json.dumps({"a\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(tmp_path)
+    assert "holds tensors whose names are no text: a\\ud800: expected names in Unicode" in str(refusal.value)

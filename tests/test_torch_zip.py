@@ -308,6 +308,50 @@ def test_a_damaged_or_excessive_pickle_is_refused(tmp_path: Path, pickled: bytes
         open_torch_zip(save_pickle(tmp_path / "x.pt", pickled))
 
 
+COPIED = b"(" + b"N" * 100_000 + b"tq\x00"
+
+
+@pytest.mark.parametrize(
+    ("pickled", "sentence"),
+    [
+        # One call of a builder, and no call that would take as many arguments.
+        (b"\x80\x02ctorch\nSize\n()" + b"N" * 16 + b"tR.", "expected a whole pickle, got nonsense"),
+        (
+            b"\x80\x02" + COPIED + b"}K\x01K\x01sq\x01ctorch.nn\nModule\nq\x02" + b"h\x02h\x00h\x01\x92" * 30 + b".",
+            f"expected at most {MAX_STEPS} steps, got more",
+        ),
+        (
+            b"\x80\x04X\x00\x10\x00\x00" + b"a" * 4096 + b"\x8c\x01B\x93.",
+            "expected names of at most 1024 characters, got one of 4097",
+        ),
+        (
+            b"\x80\x02c__builtin__\ngetattr\nctorch.nn\nModule\nX\x00\x10\x00\x00" + b"a" * 4096 + b"\x86R.",
+            "expected names of at most 1024 characters, got one of 4111",
+        ),
+        # A thousand characters for three steps, each time anew.
+        (
+            b"\x80\x02X\xf4\x01\x00\x00" + b"a" * 500 + b"q\x00" + b"h\x00h\x00\x93" * 90_000 + b".",
+            f"expected at most {MAX_STEPS} steps, got more",
+        ),
+        # Equal to the key before it and another object, so that both are compared to the end.
+        (
+            b"\x80\x02}" + (b"X\x00\x20\x00\x00" + b"a" * 8192 + b"Ns") * 2 + b".",
+            "expected a whole pickle, got nonsense",
+        ),
+        (
+            b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nq\x000)q\x010"
+            + b"(h\x00Nh\x01Ntq\x010" * 3000
+            + b"h\x00h\x01R.",
+            "expected a whole pickle, got nonsense",
+        ),
+    ],
+    ids=["arguments", "keywords", "name", "member", "many names", "keys", "rebuilt within itself"],
+)
+def test_what_would_be_copied_again_and_again_is_bounded(tmp_path: Path, pickled: bytes, sentence: str) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        open_torch_zip(save_pickle(tmp_path / "x.pt", pickled))
+
+
 def test_a_memo_index_of_four_billion_takes_no_memory(tmp_path: Path) -> None:
     content = open_torch_zip(save_pickle(tmp_path / "x.pt", b"\x80\x02Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.")).content
     assert content is None

@@ -48,7 +48,16 @@ def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite
     Raises:
         CheckpointError: There is no such folder, nothing in it is a checkpoint that we read, or it is damaged.
     """
-    checkpoint = _open(directory, tag)
+    try:
+        checkpoint = _open(directory, tag)
+    # A name too long for the file system, or a folder that may not be read, wherever a reader meets it.
+    except OSError as exc:
+        raise CheckpointError(
+            f"{exc.filename or directory} cannot be read",
+            expected="the files of a checkpoint",
+            got=exc.strerror or str(exc),
+        ) from exc
+    _refuse_unwritable_names(checkpoint)
     checkpoint.allow_non_finite = allow_non_finite
     missing = (*checkpoint.facts.missing, *describe_missing_base(checkpoint.tensors.keys()))
     checkpoint.facts = replace(checkpoint.facts, missing=missing)
@@ -90,4 +99,28 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
 
 
 def _is_known(directory: Path) -> bool:
-    return any(reader.recognises(directory) for reader in (*_SHARDED, *_PLAIN))
+    try:
+        return any(reader.recognises(directory) for reader in (*_SHARDED, *_PLAIN))
+    # It may not be read, so it is not what the user meant.
+    except OSError:
+        return False
+
+
+def _refuse_unwritable_names(checkpoint: StoredCheckpoint) -> None:
+    """Refuse names with halves of characters (lone surrogates): no file in UTF-8 can hold them."""
+    names = [name for name in (*checkpoint.tensors, *checkpoint.zero_size) if not _is_unicode(name)]
+    if names:
+        raise CheckpointError(
+            f"{checkpoint.directory} holds tensors whose names are no text: {list_some(names)}",
+            expected="names in Unicode",
+            got="halves of characters",
+            remedy="rename them and save again",
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

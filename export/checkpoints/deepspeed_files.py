@@ -6,6 +6,7 @@ numbers: rank 10 comes after rank 9.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _LATEST_FILES = ("latest", "latest_universal")
 _MAX_LATEST_BYTES = 4096
+# What ext4 makes at the root of a disk, for root alone.
+_NO_TAG = "lost+found"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ def recognises_folder(directory: Path) -> bool:
     """Tell whether DeepSpeed saved a checkpoint in `directory`."""
     if any((directory / name).is_file() for name in _LATEST_FILES) or _is_tag_folder(directory):
         return True
-    return any(_is_tag_folder(entry) for entry in directory.iterdir() if entry.is_dir())
+    return any(_may_be_listed(entry) and _is_tag_folder(entry) for entry in directory.iterdir() if entry.is_dir())
 
 
 def find_files(directory: Path, tag: str | None = None) -> DeepSpeedFiles:
@@ -113,7 +116,9 @@ def _find_tag_folder(directory: Path, tag: str | None) -> Path:
             check_inside(directory / name, directory)
             named = read_small(directory / name, max_bytes=_MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
             return _resolve_tag(directory, named, str(directory / name))
-    tags = [entry for entry in sorted(directory.iterdir()) if entry.is_dir() and _is_tag_folder(entry)]
+    # No name is left out for want of rights here: it might be that of the latest checkpoint.
+    folders = [entry for entry in sorted(directory.iterdir()) if entry.is_dir() and entry.name != _NO_TAG]
+    tags = [entry for entry in folders if _is_tag_folder(entry)]
     if len(tags) != 1:
         raise CheckpointError(
             f"{directory} holds several DeepSpeed checkpoints and no file latest",
@@ -143,6 +148,10 @@ def _resolve_tag(directory: Path, tag: str, source: str) -> Path:
             remedy="copy the whole checkpoint, or pass --tag with one that is there",
         )
     return folder
+
+
+def _may_be_listed(folder: Path) -> bool:
+    return os.access(folder, os.R_OK | os.X_OK)
 
 
 def _is_tag_folder(folder: Path) -> bool:

@@ -22,7 +22,15 @@ MAX_STEPS = 3_000_000
 MAX_MARKS = 1_000
 # An int of 255 bytes is the longest that LONG1 holds; no setting of a trainer needs more.
 _MAX_KEY_INT = 1 << 31
-_MAX_KEY_LEAVES = 64
+_MAX_KEY_LEAVES = 32
+# Of text and bytes in one key. Two equal keys that are not one object are compared byte by byte, each time anew.
+_MAX_KEY_CHARS = 4_096
+# The longest full names of classes have some 200.
+_MAX_NAME_CHARS = 1_024
+# A name is a text of its own each time that it is put together.
+_NAME_CHARS_PER_STEP = 32
+# No function that a builder stands for takes more than 10. Whatever a builder takes apart is copied on each call.
+_MAX_BUILDER_ARGS = 16
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,18 @@ class InertUnpickler:
         if self._steps > self._max_steps:
             raise self.refuse(f"at most {self._max_steps} steps", "more")
 
+    def charge_name(self, length: int) -> None:
+        """Count what it takes to put together and keep a full name of `length` characters."""
+        if length > _MAX_NAME_CHARS:
+            raise self.refuse(f"names of at most {_MAX_NAME_CHARS} characters", f"one of {length}")
+        self.charge(length // _NAME_CHARS_PER_STEP)
+
+    def call_builder(self, builder: Builder, args: tuple[Any, ...]) -> Any:
+        """Return what `builder` makes of `args`, unless they are more than any function takes."""
+        if len(args) > _MAX_BUILDER_ARGS:
+            raise ValueError("more arguments than the function takes")
+        return builder(self, args)
+
     def refuse(self, expected: str, got: str) -> CheckpointError:
         """Return the error for this pickle."""
         return CheckpointError(
@@ -226,6 +246,7 @@ class InertUnpickler:
 
     def _mention(self, module: str, name: str) -> Any:
         """Return what stands for the global `module.name`, or refuse the file for naming it."""
+        self.charge_name(len(module) + len(name))
         full_name = normalise_global(module, name)
         if full_name in self._constants:
             return self._constants[full_name]
@@ -248,7 +269,7 @@ class InertUnpickler:
             raise TypeError("a call of what is no global")
         builder = self._builders.get(function.name)
         if builder is not None:
-            return builder(self, args)
+            return self.call_builder(builder, args)
         if not may_be_called(function.name):
             raise self._refuse_global("call", function.name)
         return Record(function.name, args)
@@ -259,7 +280,7 @@ class InertUnpickler:
         if not isinstance(cls, GlobalName) or not isinstance(args, tuple):
             raise TypeError("an object of what is no class")
         builder = self._builders.get(cls.name)
-        self._push(Record(cls.name, args) if builder is None else builder(self, args))
+        self._push(Record(cls.name, args) if builder is None else self.call_builder(builder, args))
 
     def _build(self) -> None:
         state = self._pop()
@@ -293,6 +314,7 @@ class InertUnpickler:
     def _put_new_object_with_keywords(self) -> None:
         keywords = self._pop()
         args = self._pop()
+        self.charge(len(args))
         self._new_object((*args, keywords) if keywords else args)
 
     def _put_persistent(self) -> None:
@@ -317,22 +339,31 @@ class InertUnpickler:
 
 
 def hashable(key: Any) -> Any:
-    """Return `key` if hashing and comparing it is cheap whatever a file made of it, else an `OpaqueKey` around it."""
+    """Return `key` if hashing and comparing it is cheap whatever a file made of it, else an `OpaqueKey` around it.
+
+    Raises:
+        ValueError: The key is longer than the name of anything.
+    """
     return key if _is_cheap_key(key) else OpaqueKey(key)
 
 
 def _is_cheap_key(key: Any) -> bool:
     leaves = [key]
-    count = 0
+    count = chars = 0
     while leaves:
         leaf = leaves.pop()
         count += 1
+        if isinstance(leaf, (str, bytes)):
+            chars += len(leaf)
+            if chars > _MAX_KEY_CHARS:
+                raise ValueError(f"a key of more than {_MAX_KEY_CHARS} characters")
+            continue
         if isinstance(leaf, tuple) and len(leaf) + count + len(leaves) <= _MAX_KEY_LEAVES:
             leaves.extend(leaf)
         # Larger ints are hashed modulo 2**61 - 1: a file could choose a million of one hash.
         elif isinstance(leaf, int) and abs(leaf) < _MAX_KEY_INT:
             continue
-        elif not (leaf is None or isinstance(leaf, (str, bytes, GlobalName, Record))):
+        elif not (leaf is None or isinstance(leaf, (GlobalName, Record))):
             return False
     return True
 

@@ -21,6 +21,10 @@ from export.errors import CheckpointError
 METADATA_KEY = "__metadata__"
 # 15 MB describe 100,000 tensors.
 _MAX_HEADER_BYTES = 32 << 20
+# As many as an archive of torch may have (`zip_archive.MAX_ENTRIES`). The largest models have some 100,000, over files.
+_MAX_TENSORS = 200_000
+# As in `torch_zip`: a longer shape only serves to waste time.
+_MAX_DIMS = 64
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -40,6 +44,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
             raise _unreadable(path, str(exc)) from exc
     if not isinstance(header, dict):
         raise _unreadable(path, "the header is no JSON object")
+    if len(header) > _MAX_TENSORS:
+        raise _unreadable(path, f"{len(header)} entries where {_MAX_TENSORS} are read")
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _unreadable(path, "metadata that is no text")
@@ -52,7 +58,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
 def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     try:
         code, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, last)):
+        if len(shape) > _MAX_DIMS or not all(
+            type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, last)
+        ):
             raise ValueError(f"{name} has no proper shape")
     except (KeyError, TypeError, ValueError) as exc:
         raise _unreadable(path, f"the entry of {name}: {exc}") from exc

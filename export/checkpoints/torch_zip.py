@@ -198,8 +198,11 @@ class _Storages:
 
     def __init__(self, archive: ZipArchive, root: str) -> None:
         self._archive = archive
-        self._blocks = archive.blocks()
-        self._root = root
+        # By key, so that no name is put together for each of a million references.
+        folder = f"{root}/data/"
+        self._blocks = {
+            name.removeprefix(folder): block for name, block in archive.blocks().items() if name.startswith(folder)
+        }
         self.used: dict[str, StoredBlock] = {}
 
     def load_persistent(self, identifier: Any) -> _Storage | Record:
@@ -209,7 +212,7 @@ class _Storages:
             return Record(storage_type.name)
         if kind != "storage" or not isinstance(storage_type, _StorageType) or not isinstance(key, str):
             raise ValueError("an outer reference that is no storage")
-        block = self._blocks.get(f"{self._root}/data/{key}")
+        block = self._blocks.get(key)
         if block is None:
             raise self._broken(key, "its bytes in the archive", "none")
         itemsize = 1 if storage_type.dtype is None else storage_type.dtype.itemsize
@@ -237,6 +240,8 @@ def _build_tensor(
     numbers = (offset, *shape, *stride) if len(shape) <= _MAX_DIMS and len(shape) == len(stride) else ()
     if not numbers or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError("a tensor without a proper shape")
+    # Tensors of more than three dimensions are few, and those of 64 take ten times as long to check.
+    machine.charge(len(shape) // 4)
     numel = prod(shape)
     if numel == 0:
         # An empty range tells which names were one tensor.
@@ -315,8 +320,10 @@ def _rebuild_from_type(machine: InertUnpickler, args: tuple[Any, ...]) -> Any:
     """A tensor with attributes, or of a subclass: (function, type, its args, state)."""
     function, tensor_type, inner, state = args
     builder = _BUILDERS.get(function.name) if isinstance(function, GlobalName) else None
+    if builder is _rebuild_from_type:
+        raise ValueError("a tensor rebuilt within its rebuilding")
     if builder is not None and isinstance(inner, tuple):
-        return builder(machine, inner)
+        return machine.call_builder(builder, inner)
     name = tensor_type.name if isinstance(tensor_type, GlobalName) else "torch.Tensor"
     record = Record(name, inner if isinstance(inner, tuple) else ())
     record.state = state
@@ -350,7 +357,7 @@ def _build_bytes(machine: InertUnpickler, args: tuple[Any, ...]) -> bytes:
     return text.encode("latin-1")
 
 
-def _build_member(_: InertUnpickler, args: tuple[Any, ...]) -> GlobalName:
+def _build_member(machine: InertUnpickler, args: tuple[Any, ...]) -> GlobalName:
     """`getattr(Class, "NAME")` is how protocols below 4 and Python 3.11 write what a class holds. Nothing is looked up.
 
     It may be a member of an enumeration or a class of its own (ShardedTensor's `ProcessGroupState`).
@@ -358,6 +365,7 @@ def _build_member(_: InertUnpickler, args: tuple[Any, ...]) -> GlobalName:
     owner, name = args
     if not isinstance(owner, GlobalName) or not isinstance(name, str):
         raise ValueError("an attribute of what is no class")
+    machine.charge_name(len(owner.name) + len(name))
     return GlobalName(f"{owner.name}.{name}")
 
 
