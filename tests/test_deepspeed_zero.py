@@ -108,6 +108,7 @@ def test_the_facts_are_those_of_the_run() -> None:
     alike = "001, 002, 003, 004, 005, 006, 007, 008, 009"
     assert facts.missing == (
         f"proof of the order of ranks {alike}: no gathered copy lies beside them",
+        "proof that the files of all ranks are of one run: no gathered copy lies beside them",
         "proof of the order of the ranks' parts of frozen.bias, frozen.weight: no gathered copy lies beside them",
         "fp32 weights of frozen.bias, frozen.weight: saved as bfloat16 only",
     )

@@ -20,7 +20,10 @@ def test_it_says_what_the_run_was() -> None:
     assert found.parameters == 702
     assert found.dtypes == {"float32": 10, "int64": 2, "bool": 1, "bfloat16": 3}
     assert found.tied == [["embed.weight", "head.weight"]]
-    assert found.missing == ["fp32 weights of frozen.bias, frozen.weight: saved as bfloat16 only"]
+    assert found.missing == [
+        "proof that the files of all ranks are of one run: no gathered copy lies beside them",
+        "fp32 weights of frozen.bias, frozen.weight: saved as bfloat16 only",
+    ]
     assert len(found.files) == 4
     assert found.tensors["embed.weight"] == {"dtype": "float32", "shape": [37, 10]}
     assert found.estimates["export_memory_bytes"] > found.estimates["consolidate_memory_bytes"]

@@ -194,6 +194,8 @@ def describe_unproven(model: ModelStates, states: Sequence[OptimizerStates]) -> 
         for ranks in alike.values()
         if len(ranks) > 1
     ]
+    if world_size > 1:
+        unproven.append(f"proof that the files of all ranks are of one run: {reason}")
     if any(state.counter_sharers > 1 for state in states):
         unproven.append(f"proof that optimizer and model states are of one step: {_COUNTS_TOGETHER}, and {reason}")
     frozen = [name for name, shape in (model.frozen_shapes or {}).items() if prod(shape) > 1]
