@@ -55,7 +55,7 @@ class SafetensorsOutput:
         metadata: Mapping[str, str],
         allow_non_finite: bool,
     ) -> None:
-        _check_names(tensors, metadata)
+        _check_names(tensors)
         self._folder = folder
         self._metadata = dict(metadata)
         self._allow_non_finite = allow_non_finite
@@ -149,25 +149,14 @@ class SafetensorsOutput:
             )
 
 
-def _check_names(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
-    taken = [repr(name) for name in tensors if name == METADATA_KEY]
-    # Python's own text may hold halves of surrogate pairs, which no encoding of Unicode has.
-    broken = [repr(name) for name in (*tensors, *metadata) if not _is_unicode(name)]
-    if taken or broken:
+def _check_names(tensors: Mapping[str, StoredTensor]) -> None:
+    if METADATA_KEY in tensors:
         raise CheckpointError(
-            "safetensors has no place for the names of some tensors",
-            expected=f"valid Unicode other than {METADATA_KEY}",
-            got=list_some({*taken, *broken}),
-            remedy="rename them before saving",
+            f"safetensors has no place for a tensor called {METADATA_KEY}",
+            expected="another name",
+            got="the key of its own metadata",
+            remedy="rename it before saving",
         )
-
-
-def _is_unicode(name: str) -> bool:
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _target_dtype(name: str, tensor: StoredTensor, dtype: ElementType | None) -> ElementType:

@@ -139,13 +139,8 @@ def test_a_zero_size_parameter_of_any_name_is_written_and_read_again(tmp_path: P
 
 def test_a_name_that_safetensors_has_no_place_for_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "in", __metadata__=torch.ones(2))
-    with pytest.raises(
-        CheckpointError, match="no place for .*: expected valid Unicode other than __metadata__, got '__m"
-    ):
+    with pytest.raises(CheckpointError, match="no place for a tensor called __metadata__: expected another name"):
         consolidate(tmp_path / "in", tmp_path / "out")
-    make_checkpoint(tmp_path / "half", **{"a\ud800": torch.ones(2)})
-    with pytest.raises(CheckpointError, match=r"got 'a\\ud800'; rename them before saving"):
-        consolidate(tmp_path / "half", tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["format", "zero_size_parameters"])
