@@ -276,15 +276,6 @@ def _cut_slices(shapes: Shapes, piece: StoredTensor, rank: int, world_size: int)
         position += step
 
 
-def _is_constant(tensor: StoredTensor) -> bool:
-    first = b""
-    for chunk in tensor.chunks():
-        first = first or chunk[: tensor.dtype.itemsize]
-        if chunk != first * (len(chunk) // len(first)):
-            return False
-    return True
-
-
 def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...], Iterable[StoredTensor]]]) -> None:
     """Refuse two files of equal checksums, each given with its parts, which are read only then."""
     seen: dict[tuple[int | None, ...], tuple[Path, Iterable[StoredTensor]]] = {}
@@ -293,7 +284,7 @@ def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...], Iterable
             continue
         first, first_parts = seen.setdefault(checksums, (path, parts))
         # Another rank has its padding elsewhere: what is constant by the one may not be by the other.
-        if first != path and not all(_is_constant(part) for part in itertools.chain(first_parts, parts)):
+        if first != path and not all(part.is_constant() for part in itertools.chain(first_parts, parts)):
             raise CheckpointError(
                 f"{path} and {first} have the same contents",
                 expected="each rank's own part",

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from export.checkpoints.megatron_parts import Tensors, find_split_dim
-from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
 
 # Per tensor: its name within the layer, and per range the block's CRC-32 and the place in it.
@@ -35,7 +34,7 @@ def refuse_doubles(held: Mapping[Path, Tensors]) -> None:
         if not contents or any(crc32 is None for _, ranges in contents for crc32, _, _ in ranges):
             continue
         first = seen.setdefault(contents, path)
-        if first is not path and not all(_is_constant(tensor) for tensor in split.values()):
+        if first is not path and not all(tensor.is_constant() for tensor in split.values()):
             raise CheckpointError(
                 f"{path} and {first} have the same contents",
                 expected="each rank's and layer's own part",
@@ -77,13 +76,3 @@ def _describe_contents(tensors: Tensors) -> _Contents:
             for name, tensor in tensors.items()
         )
     )
-
-
-def _is_constant(tensor: StoredTensor) -> bool:
-    """Tell whether all elements are the same: zeros, or ones."""
-    first = b""
-    for chunk in tensor.chunks():
-        first = first or chunk[: tensor.dtype.itemsize]
-        if chunk != first * (len(chunk) // len(first)):
-            return False
-    return True

@@ -138,6 +138,19 @@ class StoredTensor:
         else:
             yield from _strided_chunks(self, chunk_bytes)
 
+    def is_constant(self) -> bool:
+        """Tell whether all elements are the same, as zeros or ones are; reads them until one is not.
+
+        Raises:
+            CheckpointError: A file ends early or cannot be opened.
+        """
+        first = b""
+        for chunk in self.chunks():
+            first = first or chunk[: self.dtype.itemsize]
+            if chunk != first * (len(chunk) // len(first)):
+                return False
+        return True
+
     def to_torch(self) -> torch.Tensor:
         """Return the whole tensor on the CPU. Takes the tensor's size of memory, and imports torch.
 
