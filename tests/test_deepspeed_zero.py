@@ -139,6 +139,31 @@ def test_a_gathered_copy_beside_the_pieces_is_not_what_is_read() -> None:
     assert checkpoint.specs()["embed.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["placeholders", "other names", "wrapped names"])
+def test_a_gathered_copy_proves_nothing_unless_it_holds_the_weights(tmp_path: Path, kind: str) -> None:
+    folder = copy_checkpoint("z3_gathered", tmp_path)
+    assert not any("gathered copy" in what for what in open_checkpoint(folder).facts.missing)
+    state = torch.load(folder / "pytorch_model.bin")
+    if kind == "placeholders":
+        state = {name: torch.empty(0) for name in state}
+    elif kind == "other names":
+        state = {f"net.{name}": tensor for name, tensor in state.items()}
+    else:
+        state = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save(state, folder / "pytorch_model.bin")
+    checkpoint = open_checkpoint(folder)
+    told = [what for what in checkpoint.facts.missing if "gathered copy" in what]
+    if kind == "wrapped names":
+        assert not told
+        torch.save(state | {"module.odd": state["module.odd"] + 1}, folder / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match="disagree with the bfloat16 copy .* on odd"):
+            open_checkpoint(folder).verify()
+    else:
+        assert "proof that the files of all ranks are of one run: no gathered copy lies beside them" in told
+        assert any(what.startswith("a comparison with the gathered copy") for what in told) == (kind == "other names")
+        checkpoint.verify()
+
+
 def test_neither_torch_nor_a_trainer_is_needed_to_consolidate(tmp_path: Path) -> None:
     script = (
         "import sys\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from export.checkpoints import huggingface
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
 from export.checkpoints.deepspeed_partitions import join_sliced_group
 from export.checkpoints.deepspeed_states import ModelStates
+from export.checkpoints.gathered_copy import match_gathered
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
 from export.errors import CheckpointError, list_some
@@ -27,6 +27,7 @@ def assemble(
     experts: Mapping[str, StoredTensor],
     format_name: str,
     facts: CheckpointFacts,
+    unproven: tuple[str, ...] = (),
 ) -> StoredCheckpoint:
     """Return the checkpoint with every name that the module has.
 
@@ -37,6 +38,7 @@ def assemble(
         experts: Name → tensor of the experts in training precision.
         format_name: The on-disk format in words.
         facts: What the files say about themselves; what is missing is added.
+        unproven: What is missing as well, unless a gathered copy lies beside the files.
 
     Raises:
         CheckpointError: A name has no data anywhere.
@@ -57,8 +59,11 @@ def assemble(
     masters = trained.keys() | {name for name, holder in tied.items() if holder in trained}
     second = {name: tensor for name, tensor in whole_module.items() if name in masters | frozen.keys()}
     second |= {name: tensor for name, tensor in experts.items() if name in trained}
-    gathered = huggingface.read_gathered(files.directory)
     plain = _strip_prefixes(tensors, model)
+    gathered, unmatched = match_gathered(files.directory, plain)
+    # A file of placeholders, or of other names, proves nothing.
+    unproven = () if gathered.keys() & set(plain.values()) else unproven
+    facts = replace(facts, missing=(*facts.missing, *unproven, *unmatched))
     untrained = {
         plain[name]: tensor
         for name, tensor in tensors.items()

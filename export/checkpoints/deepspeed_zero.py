@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from export.checkpoints import huggingface
 from export.checkpoints.deepspeed_assembly import assemble
 from export.checkpoints.deepspeed_checks import (
     check_contiguous_owners,
@@ -60,6 +59,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     check_model_states(files, models)
     experts = read_experts(files, models[0].num_experts)
     unproven: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()
     if files.universal:
         trained, stage, world_size = read_universal(files, models), models[0].stage, models[0].dp_world_size
         format_name = "DeepSpeed universal checkpoint"
@@ -67,21 +67,21 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         states = _read_states(files, models)
         trained = _join_groups(files, models[0], states, experts)
         stage, world_size = _find_stage(models[0], states), len(states)
-        if stage == 3 and not huggingface.recognises(files.directory):
+        if stage == 3:
             unproven = describe_unproven(models[0], states)
         format_name = f"DeepSpeed ZeRO stage {stage}, {world_size} ranks"
     else:
         _refuse_lost_optimizer(files, models[0])
-        (trained, unproven), stage, world_size = name_masters(models[0]), 0, models[0].dp_world_size
+        (trained, unnamed), stage, world_size = name_masters(models[0]), 0, models[0].dp_world_size
         format_name = "DeepSpeed without ZeRO"
     facts = CheckpointFacts(
         trainer=_name_trainer(models[0]),
         world_size=world_size,
         stage=stage,
         step=models[0].step,
-        missing=unproven,
+        missing=unnamed,
     )
-    return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts)
+    return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts, unproven=unproven)
 
 
 def _is_megatron(files: DeepSpeedFiles) -> bool:

@@ -15,7 +15,6 @@ Names: Accelerate 1.15, utils/fsdp_utils.py. Optimizers (`optimizer_0`, `optimiz
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from export.checkpoints.dcp_metadata import METADATA_FILE
 from export.checkpoints.fsdp_full import open_full_file
 from export.checkpoints.fsdp_names import strip_wrappers
 from export.checkpoints.fsdp_ranks import Shapes, open_rank_files
+from export.checkpoints.gathered_copy import match_gathered
 from export.checkpoints.model_shapes import read_model_shapes, read_model_ties
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
 from export.errors import CheckpointError, list_some
 
@@ -79,7 +78,7 @@ def open_folder(directory: Path, tag: str | None = None, *, shapes: Shapes | Non
     sub_tree = None if named else tag
     opened = _open(directory, kind, kinds[kind], sub_tree, shapes)
     names, removed = strip_wrappers(opened.tensors, opened.directory)
-    gathered, unmatched = _match_gathered(opened.directory, names)
+    gathered, unmatched = match_gathered(opened.directory, names)
     return StoredCheckpoint(
         directory=opened.directory,
         format_name=opened.format_name + removed,
@@ -160,26 +159,6 @@ def _find_home(directory: Path) -> Path:
         homes.append(directory.parent)
     return next(
         (home for home in homes if (home / "config.json").is_file()), homes[-1] if len(homes) > 2 else directory
-    )
-
-
-def _match_gathered(directory: Path, names: Mapping[str, str]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """Return the gathered copy under the model's names, and what of it could not be matched, in words.
-
-    Args:
-        directory: The folder with the gathered copy, if there is one.
-        names: Name in the shards → name without wrappers.
-    """
-    gathered = huggingface.read_gathered(directory)
-    stripped, _ = strip_wrappers(gathered, directory)
-    # As the shards have it, where they have it: a copy that lacks a tied name may seem to have a prefix more.
-    matched = {names.get(name, stripped[name]): tensor for name, tensor in gathered.items()}
-    known = set(names.values())
-    unmatched = [name for name in matched if name not in known]
-    if not unmatched:
-        return matched, ()
-    return matched, (
-        f"a comparison with the gathered copy on {list_some(unmatched, 4)}: the shards have no such names",
     )
 
 
