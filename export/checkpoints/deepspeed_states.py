@@ -14,13 +14,10 @@ from typing import Any, TypeVar
 
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
+from export.checkpoints.wrapper_names import plain_name
 from export.errors import CheckpointError, list_some
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-
-# Never attributes of anybody's own model: what torch.compile and torch's activation checkpointing call the module that
-# they wrap. The latter takes its name out of state dicts, but not out of the names that DeepSpeed lists.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 _T = TypeVar("_T")
 
@@ -225,13 +222,6 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
     )
 
 
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the model, without the names of wrappers within it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def read_scalar(tensor: StoredTensor) -> int | None:
     """Return a one-element tensor as a whole number; None if it is of a type that counts nothing."""
     code = _SCALARS.get(tensor.dtype.name)
@@ -303,11 +293,12 @@ def _tensors(path: Path, state: Any) -> dict[str, StoredTensor]:
 
 
 def _unwrap(path: Path, named: Mapping[str, _T]) -> dict[str, _T]:
+    # Activation checkpointing takes its name out of state dicts, but not out of the names that DeepSpeed lists.
     plain = {plain_name(name): value for name, value in named.items()}
     if len(plain) != len(named):
         raise CheckpointError(
             f"names in {path} fall together without those of wrappers within the model",
-            expected=f"{len(named)} names without {' or '.join(_WRAPPERS)}",
+            expected=f"{len(named)} names",
             got=str(len(plain)),
             remedy="save the model without torch.compile's wrapper",
         )

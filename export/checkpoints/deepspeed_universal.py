@@ -13,10 +13,11 @@ from math import prod
 from pathlib import Path
 
 from export.checkpoints.deepspeed_files import DeepSpeedFiles
-from export.checkpoints.deepspeed_states import ModelStates, plain_name
+from export.checkpoints.deepspeed_states import ModelStates
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints.wrapper_names import plain_name
 from export.errors import CheckpointError, list_some
 
 

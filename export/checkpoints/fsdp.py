@@ -21,13 +21,13 @@ from pathlib import Path
 from export.checkpoints import dcp, dcp_safetensors, huggingface
 from export.checkpoints.dcp_metadata import METADATA_FILE
 from export.checkpoints.fsdp_full import open_full_file
-from export.checkpoints.fsdp_names import strip_wrappers
 from export.checkpoints.fsdp_ranks import Shapes, open_rank_files
 from export.checkpoints.gathered_copy import match_gathered
 from export.checkpoints.model_shapes import read_model_shapes, read_model_ties
 from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints.wrapper_names import strip_wrappers
 from export.errors import CheckpointError, list_some
 
 LOOKED_FOR = "torch.distributed.checkpoint's .metadata, or FSDP's pytorch_model_fsdp*"

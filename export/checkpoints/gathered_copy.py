@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from export.checkpoints import huggingface
-from export.checkpoints.fsdp_names import strip_wrappers
 from export.checkpoints.stored_tensor import StoredTensor
+from export.checkpoints.wrapper_names import strip_wrappers
 from export.errors import list_some
 
 

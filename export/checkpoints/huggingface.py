@@ -12,8 +12,9 @@ from export.checkpoints.paths import MAX_JSON_BYTES, check_inside, parse_json, r
 from export.checkpoints.safetensors_file import read_safetensors
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
-from export.checkpoints.torch_file import PREFIXES, find_tensors, strip_prefixes
+from export.checkpoints.torch_file import find_tensors
 from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints.wrapper_names import strip_wrappers
 from export.errors import CheckpointError, list_some
 
 # In this order: safetensors is preferred where a folder holds both, as transformers does.
@@ -56,8 +57,8 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         )
     refuse_several_models(directory)
     saved, zero_size, shard_names = _read_folder(directory)
-    tensors, removed = strip_prefixes(directory, saved, outer=PREFIXES)
-    renamed = dict(zip(saved, tensors, strict=True))
+    names, removed = strip_wrappers(saved, directory)
+    tensors = {names[name]: tensor for name, tensor in saved.items()}
     kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
     count = len(shard_names)
     return StoredCheckpoint(
@@ -65,7 +66,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
         format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}{removed}",
         tensors=tensors,
         tied=find_tied(tensors),
-        zero_size=frozenset(renamed[name] for name in zero_size if name in renamed),
+        zero_size=frozenset(names[name] for name in zero_size if name in names),
         facts=read_facts(directory),
         archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
     )

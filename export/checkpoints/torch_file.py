@@ -15,6 +15,7 @@ from export.checkpoints.paths import check_inside
 from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from export.checkpoints.stored_tensor import StoredTensor
 from export.checkpoints.torch_zip import Record, is_tensor, open_torch_zip, refuse_foreign_tensors
+from export.checkpoints.wrapper_names import strip_wrappers
 from export.errors import CheckpointError, list_some
 
 SUFFIXES = (".pth", ".pt", ".ckpt")
@@ -37,11 +38,8 @@ _OUTER_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "netw
 # How many of them may lie within each other.
 _MAX_OUTER_KEYS = 3
 
-# What wrappers put before every name: DDP and DataParallel, Lightning Fabric, torch.compile, Lightning modules.
-_COMPILED = "_orig_mod."
-PREFIXES = ("module.", "_forward_module.", _COMPILED)
+# What a module that holds the model, such as Lightning's, calls it as a rule.
 _INNER_MODEL = "model."
-_ALL = (*PREFIXES, _INNER_MODEL)
 # A file of transformers or Accelerate, passed by itself: read as `export.checkpoints.huggingface` reads its folder.
 _HUGGING_FACE_SUFFIX = ".bin"
 
@@ -77,7 +75,13 @@ def open_file(path: Path) -> StoredCheckpoint:
     check_inside(path, path.parent)
     content = open_torch_zip(path).content
     state, where = _find_state_dict(path, content)
-    stripped, removed = strip_prefixes(path, state, outer=PREFIXES if path.suffix == _HUGGING_FACE_SUFFIX else _ALL)
+    names, removed = strip_wrappers(state, path)
+    if path.suffix != _HUGGING_FACE_SUFFIX and all(name.startswith(_INNER_MODEL) for name in names.values()):
+        # Once and last: what is left may be the model's own, as in Llama's `model.layers`. Llama itself is not
+        # mistaken, since its `lm_head` has no such prefix.
+        names = {old: name.removeprefix(_INNER_MODEL) for old, name in names.items()}
+        removed += f"{' and' if removed else ', without'} prefix {_INNER_MODEL}"
+    stripped = {names[name]: tensor for name, tensor in state.items()}
     described = f"torch file {path.name}" + (f", under {where}" if where else "")
     return StoredCheckpoint(
         directory=path.parent,
@@ -89,46 +93,6 @@ def open_file(path: Path) -> StoredCheckpoint:
         facts=_read_facts(content),
         archives=(path,),
     )
-
-
-def strip_prefixes(
-    source: Path, state: Mapping[str, StoredTensor], *, outer: tuple[str, ...] = _ALL
-) -> tuple[dict[str, StoredTensor], str]:
-    """Return `state`, in its order, without what wrappers put into its names, and what that was, in words.
-
-    `model.`, from a module that holds the model, is taken off once and last: what is left may be the model's own, as
-    in Llama's `model.layers`. Llama itself is not mistaken, since its `lm_head` has no such prefix.
-
-    Args:
-        source: The file or folder, used only in the error.
-        state: Name → tensor.
-        outer: What may have been put before every name. `PREFIXES` leaves `model.` on: transformers leaves a tied
-            `lm_head` out of what it saves, and then every name of a Llama has it.
-
-    Raises:
-        CheckpointError: Two names would become one.
-    """
-    names = {name: name for name in state}
-    removed = ""
-    while names and not removed.endswith(_INNER_MODEL):
-        prefix = next((prefix for prefix in outer if all(n.startswith(prefix) for n in names)), "")
-        if not prefix:
-            break
-        names = {name[len(prefix) :]: old for name, old in names.items()}
-        removed += prefix
-    # torch.compile of a part puts its name in the middle: `encoder._orig_mod.weight`.
-    inner = {name.replace(_COMPILED, ""): old for name, old in names.items()}
-    if len(inner) != len(state):
-        raise CheckpointError(
-            f"names in {source} fall together without {_COMPILED}",
-            expected="one weight under each name",
-            got=f"{len(inner)} names for {len(state)} tensors",
-            remedy="save the model without torch.compile's wrapper",
-        )
-    words = f", without prefix {removed}" if removed else ""
-    if inner.keys() != names.keys():
-        words += f", without {_COMPILED} within names"
-    return {name: state[old] for name, old in inner.items()}, words
 
 
 def _candidates(directory: Path) -> list[Path]:

@@ -1,7 +1,8 @@
-"""Names in FSDP's checkpoints: what wrappers of the model put into them, and what is left without it.
+"""What wrappers of a model put into its names, and the names without it, alike in every kind of checkpoint.
 
-Only what a wrapper itself is called is taken off, alike in every kind of save. `model.` is not: FSDP and Accelerate
-save the module that they were given, so it is a name of the user's own.
+Only what a wrapper itself is called is taken off. `model.` is not: it is a name of the user's own where a trainer saves
+the module that it was given (FSDP, Accelerate), and transformers leaves a tied `lm_head` out of what it saves, so that
+every name of a Llama has it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ _OUTER = ("module", "_forward_module")
 # torch.compile, FSDP1 and checkpoint_wrapper, each of which may wrap any block, so taken off wherever they stand: no
 # module of a user's is called so (torch 2.13, torch/distributed/fsdp/_common_utils.py, `clean_tensor_name`).
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without those of wrappers within the model."""
+    *parts, last = name.split(".")
+    return ".".join([*(part for part in parts if part not in _INNER), last])
 
 
 def strip_wrappers(names: Collection[str], source: Path) -> tuple[dict[str, str], str]:
@@ -37,9 +44,7 @@ def strip_wrappers(names: Collection[str], source: Path) -> tuple[dict[str, str]
         prefix.append(f"{key}.")
     keys = {name: parts[len(prefix) :] for name, parts in keys.items()}
     inside = sorted({part for parts in keys.values() for part in parts[:-1] if part in _INNER})
-    stripped = {
-        name: ".".join([*(p for p in parts[:-1] if p not in _INNER), parts[-1]]) for name, parts in keys.items()
-    }
+    stripped = {name: plain_name(".".join(parts)) for name, parts in keys.items()}
     _refuse_equal(stripped, source)
     removed = [f"prefix {''.join(prefix)}"] if prefix else []
     removed += [f"{part}. inside names" for part in inside]
