@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from export.checkpoints import StoredCheckpoint, open_checkpoint
-from export.checkpoints.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from export.checkpoints.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
-from export.checkpoints.paths import check_inside, open_regular, read_json
+from export.checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
+from export.checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from export.checkpoints.storage.paths import check_inside, open_regular, read_json
 from export.errors import CheckpointError, escape_controls, list_some
 from export.safetensors_output import SafetensorsOutput, refuse_inflated
 from export.staging import stage_folder

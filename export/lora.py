@@ -14,8 +14,8 @@ from torch import Tensor
 
 from export.checkpoints import StateDict, TensorSpec
 from export.checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
-from export.checkpoints.stored_tensor import StoredTensor
-from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints.pickles.torch_zip import open_torch_zip
+from export.checkpoints.storage.stored_tensor import StoredTensor
 from export.errors import AdapterError, list_some
 from export.json_file import read_json
 

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from export.checkpoints import huggingface, torch_file
-from export.checkpoints.torch_zip import open_torch_zip, read_bare_pickle
+from export.checkpoints.pickles.torch_zip import open_torch_zip, read_bare_pickle
+from export.checkpoints.plain import huggingface, torch_file
 from export.errors import CheckpointError
 
 LIMIT_S = 10.0

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from export.checkpoints.cast import can_cast, cast_bytes, count_non_finite, equals_cast
-from export.checkpoints.dtypes import BY_NAME
+from export.checkpoints.storage.cast import can_cast, cast_bytes, count_non_finite, equals_cast
+from export.checkpoints.storage.dtypes import BY_NAME
 from export.errors import CheckpointError
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from export.checkpoints.crc32 import Checksums
-from export.checkpoints.zip_archive import StoredBlock
+from export.checkpoints.storage.crc32 import Checksums
+from export.checkpoints.storage.zip_archive import StoredBlock
 from export.errors import CheckpointError
 
 

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from transformers import GPT2Config
 
-from export.checkpoints import StoredCheckpoint, fsdp, open_checkpoint
-from export.checkpoints.assembled_tensor import Box, assemble, transpose
-from export.checkpoints.dcp_metadata import read_metadata
-from export.checkpoints.dtypes import FLOAT32
-from export.checkpoints.stored_tensor import StoredTensor
-from export.checkpoints.torch_zip import open_torch_zip
+from export.checkpoints import StoredCheckpoint, open_checkpoint
+from export.checkpoints.fsdp import folder as fsdp
+from export.checkpoints.fsdp.dcp_metadata import read_metadata
+from export.checkpoints.pickles.torch_zip import open_torch_zip
+from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
+from export.checkpoints.storage.dtypes import FLOAT32
+from export.checkpoints.storage.stored_tensor import StoredTensor
 from export.consolidate import consolidate
 from export.errors import CheckpointError
 
@@ -646,7 +647,7 @@ def test_a_transpose_reads_rows_that_cross_two_files(tmp_path: Path) -> None:
 
 
 def test_a_thousand_hostile_chunks_are_refused_in_time(tmp_path: Path) -> None:
-    from export.checkpoints.assembled_tensor import check_tiling
+    from export.checkpoints.storage.assembled_tensor import check_tiling
 
     boxes = [((index, index), (5000, 1)) for index in range(5000)]
     assert "do not make up the tensor" in refusal(lambda: check_tiling((10000, 5000), boxes, name="x"))

@@ -7,7 +7,7 @@ import torch
 from zero_checkpoints import find_checkpoint
 
 from export import inspect_checkpoint as verb
-from export.checkpoints import stored_tensor
+from export.checkpoints.storage import stored_tensor
 from export.inspect_checkpoint import format_inspection, inspect_checkpoint
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.checkpoints import assembled_tensor, integrity, stored_tensor
-from export.checkpoints.assembled_tensor import Box, assemble, transpose
-from export.checkpoints.dtypes import FLOAT32
-from export.checkpoints.second_copies import Copy
-from export.checkpoints.stored_tensor import OpenFiles, StoredTensor
-from export.checkpoints.torch_zip import open_torch_zip
-from export.checkpoints.zip_archive import StoredBlock
+from export.checkpoints.pickles.torch_zip import open_torch_zip
+from export.checkpoints.storage import assembled_tensor, integrity, stored_tensor
+from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
+from export.checkpoints.storage.dtypes import FLOAT32
+from export.checkpoints.storage.second_copies import Copy
+from export.checkpoints.storage.stored_tensor import OpenFiles, StoredTensor
+from export.checkpoints.storage.zip_archive import StoredBlock
 from export.errors import CheckpointError
 
 ROWS, WIDTH = 37, 24

@@ -23,13 +23,13 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from export.checkpoints import StoredCheckpoint, open_checkpoint
-from export.checkpoints.dtypes import FLOAT32
-from export.checkpoints.megatron_args import MegatronArgs
-from export.checkpoints.megatron_parts import canonical_name, flatten, name_layers
-from export.checkpoints.megatron_to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
-from export.checkpoints.stored_tensor import ByteRange, StoredTensor
-from export.checkpoints.torch_zip import open_torch_zip
-from export.checkpoints.zip_archive import StoredBlock
+from export.checkpoints.megatron.args import MegatronArgs
+from export.checkpoints.megatron.parts import canonical_name, flatten, name_layers
+from export.checkpoints.megatron.to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
+from export.checkpoints.pickles.torch_zip import open_torch_zip
+from export.checkpoints.storage.dtypes import FLOAT32
+from export.checkpoints.storage.stored_tensor import ByteRange, StoredTensor
+from export.checkpoints.storage.zip_archive import StoredBlock
 from export.consolidate import consolidate
 from export.errors import CheckpointError, ExportError
 

@@ -10,10 +10,17 @@ from safetensors.torch import save_file
 from zero_checkpoints import find_checkpoint
 
 from export.checkpoints import open_checkpoint
-from export.checkpoints.paths import MAX_JSON_BYTES, check_inside, open_regular, read_json, read_json_beside, read_small
-from export.checkpoints.safetensors_file import read_safetensors
-from export.checkpoints.torch_zip import open_torch_zip, read_bare_pickle
-from export.checkpoints.zip_archive import ZipArchive
+from export.checkpoints.pickles.torch_zip import open_torch_zip, read_bare_pickle
+from export.checkpoints.storage.paths import (
+    MAX_JSON_BYTES,
+    check_inside,
+    open_regular,
+    read_json,
+    read_json_beside,
+    read_small,
+)
+from export.checkpoints.storage.safetensors_file import read_safetensors
+from export.checkpoints.storage.zip_archive import ZipArchive
 from export.errors import CheckpointError
 
 KINDS: dict[str, Callable[[Path], None]] = {

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from export.checkpoints.dtypes import BY_NAME, ElementType
-from export.checkpoints.inert_pickle import MAX_STEPS, OpaqueKey
-from export.checkpoints.torch_zip import (
+from export.checkpoints.pickles.inert_pickle import MAX_STEPS, OpaqueKey
+from export.checkpoints.pickles.torch_zip import (
     ForeignTensor,
     GlobalName,
     Record,
@@ -28,6 +27,7 @@ from export.checkpoints.torch_zip import (
     open_torch_zip,
     read_bare_pickle,
 )
+from export.checkpoints.storage.dtypes import BY_NAME, ElementType
 from export.errors import CheckpointError
 
 

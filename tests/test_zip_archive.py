@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.checkpoints.zip_archive import ZipArchive
+from export.checkpoints.storage.zip_archive import ZipArchive
 from export.errors import CheckpointError
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export.checkpoints import integrity
-from export.checkpoints.base import TensorSpec
-from export.checkpoints.second_copies import Copy
-from export.checkpoints.stored_tensor import StoredTensor
-from export.checkpoints.zip_archive import StoredBlock, ZipArchive
+from export.checkpoints.state_dict import TensorSpec
+from export.checkpoints.storage import integrity
+from export.checkpoints.storage.second_copies import Copy
+from export.checkpoints.storage.stored_tensor import StoredTensor
+from export.checkpoints.storage.zip_archive import StoredBlock, ZipArchive
 from export.errors import CheckpointError, list_some
 
 if TYPE_CHECKING:

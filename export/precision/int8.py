@@ -24,14 +24,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from export.errors import PrecisionError
 from export.onnx_export import EXTERNAL_ABOVE_BYTES
-from export.precision.graph_files import (
-    Feed,
-    count_bytes,
-    load_graph,
-    open_session,
-    run_feeds,
-    save_graph,
-)
+from export.precision.graph_files import Feed, count_bytes, load_graph, open_session, run_feeds, save_graph
 from export.precision.quality import Measure, Quality
 
 # What the quantizer is given: products with a constant matrix, and tables. Its convolutions take unsigned weights

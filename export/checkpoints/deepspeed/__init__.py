@@ -1,0 +1,1 @@
+"""DeepSpeed's folders: ZeRO stages, without ZeRO, and universal checkpoints."""

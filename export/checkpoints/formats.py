@@ -1,0 +1,125 @@
+"""Readers of what trainers leave on disk, one module per family of formats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from export.checkpoints.adapter_names import describe_missing_base
+from export.checkpoints.deepspeed import zero as deepspeed_zero
+from export.checkpoints.fsdp import folder as fsdp
+from export.checkpoints.plain import huggingface, torch_file
+from export.checkpoints.stored_checkpoint import StoredCheckpoint
+from export.errors import CheckpointError, list_some
+
+
+class Reader(Protocol):
+    """What each module of a format family offers."""
+
+    # In words, what makes the family known.
+    LOOKED_FOR: str
+
+    def recognises(self, directory: Path) -> bool:
+        """Tell whether `directory` holds a checkpoint of the family."""
+        ...
+
+    def open_folder(self, directory: Path, tag: str | None = None) -> StoredCheckpoint:
+        """Return a reader for it; raises `CheckpointError` where it is damaged."""
+        ...
+
+
+# Trainers' own formats: they hold the fp32 weights and may have a gathered 16-bit copy in one of `_PLAIN` beside them.
+# A folder is of one of them at most. Megatron-DeepSpeed is a DeepSpeed folder, which hands it on by its content.
+_SHARDED: tuple[Reader, ...] = (deepspeed_zero, fsdp)
+# Formats of a whole model, the first that fits: a folder of Hugging Face often has a `.pt` of other things beside.
+_PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
+
+
+def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite: bool = False) -> StoredCheckpoint:
+    """Return a reader for the checkpoint in `directory`, whose format is told from the files alone.
+
+    Args:
+        directory: The folder, or a single file by `torch.save`.
+        tag: Which checkpoint of several in the folder; the trainer's own choice (`latest`) where None.
+        allow_non_finite: Let NaN and infinite weights through.
+
+    Raises:
+        CheckpointError: There is no such folder, nothing in it is a checkpoint that we read, or it is damaged.
+    """
+    try:
+        checkpoint = _open(directory, tag)
+    # A name too long for the file system, or a folder that may not be read, wherever a reader meets it.
+    except OSError as exc:
+        raise CheckpointError(
+            f"{exc.filename or directory} cannot be read",
+            expected="the files of a checkpoint",
+            got=exc.strerror or str(exc),
+        ) from exc
+    _refuse_unwritable_names(checkpoint)
+    checkpoint.allow_non_finite = allow_non_finite
+    missing = (*checkpoint.facts.missing, *describe_missing_base(checkpoint.tensors.keys()))
+    checkpoint.facts = replace(checkpoint.facts, missing=missing)
+    return checkpoint
+
+
+def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
+    if directory.is_file() and directory.suffix in (*torch_file.SUFFIXES, ".bin"):
+        return torch_file.open_file(directory)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint folder {directory}",
+            expected="a folder",
+            got="a file" if directory.exists() else "nothing",
+            remedy="pass the folder that holds the weights",
+        )
+    sharded = [reader for reader in _SHARDED if reader.recognises(directory)]
+    if len(sharded) > 1:
+        raise CheckpointError(
+            f"{directory} holds checkpoints of several trainers",
+            expected="one of them",
+            got=" and ".join(reader.LOOKED_FOR for reader in sharded),
+            remedy="pass the folder of the one to export",
+        )
+    for reader in (*sharded, *_PLAIN):
+        if reader.recognises(directory):
+            return reader.open_folder(directory, tag)
+    found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
+    # The usual slip is to name the folder above.
+    inner = [
+        name for name in found if name.endswith("/") and (name.startswith("checkpoint-") or _is_known(directory / name))
+    ]
+    raise CheckpointError(
+        f"{directory} holds no checkpoint",
+        expected="one of " + ", ".join(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:])),
+        got=list_some(found, 8) if found else "an empty folder",
+        remedy=f"pass one of {list_some(inner, 4)}" if inner else "pass the folder that holds the weights",
+    )
+
+
+def _is_known(directory: Path) -> bool:
+    try:
+        return any(reader.recognises(directory) for reader in (*_SHARDED, *_PLAIN))
+    # It may not be read, so it is not what the user meant.
+    except OSError:
+        return False
+
+
+def _refuse_unwritable_names(checkpoint: StoredCheckpoint) -> None:
+    """Refuse names with halves of characters (lone surrogates): no file in UTF-8 can hold them."""
+    names = [name for name in (*checkpoint.tensors, *checkpoint.zero_size) if not _is_unicode(name)]
+    if names:
+        raise CheckpointError(
+            f"{checkpoint.directory} holds tensors whose names are no text: {list_some(names)}",
+            expected="names in Unicode",
+            got="halves of characters",
+            remedy="rename them and save again",
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

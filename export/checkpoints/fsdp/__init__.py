@@ -1,0 +1,1 @@
+"""FSDP's folders: `torch.distributed.checkpoint`, full and per-rank saves."""

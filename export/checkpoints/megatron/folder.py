@@ -1,0 +1,120 @@
+"""What lies beside a Megatron checkpoint and is of the same model: a tokenizer, a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from export.checkpoints.megatron.args import MegatronArgs
+from export.checkpoints.storage.paths import read_json_beside
+from export.errors import CheckpointError, VocabularyError
+
+
+def find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int, str]:
+    """Return how many rows of the vocabulary are no padding, and what makes that unsure, if anything does.
+
+    Args:
+        directory: Where `config.json` or a tokenizer may lie.
+        args: Forks of Megatron record the tokenizer's size in them.
+        rows: Of the embeddings, padding included.
+
+    Raises:
+        VocabularyError: There are more tokens than rows, the files contradict each other, or ids are damaged.
+        CheckpointError: One of them is no regular file.
+    """
+    sizes = {
+        "config.json": read_json_beside(directory / "config.json").get("vocab_size"),
+        "tokenizer.json": _count_tokenizer(directory / "tokenizer.json"),
+        "vocab.json": _count_vocabulary(directory / "vocab.json"),
+        "the arguments": args.vocabulary,
+    }
+    known = {where: size for where, size in sizes.items() if type(size) is int and size > 0}
+    for where, size in known.items():
+        if size > rows:
+            raise VocabularyError(
+                f"{where} in {directory} has more tokens than the checkpoint has embeddings",
+                expected=f"{rows} tokens at most",
+                got=str(size),
+                remedy="use the tokenizer that the checkpoint was trained with",
+            )
+    if known:
+        (first, size), largest = next(iter(known.items())), max(known, key=lambda where: known[where])
+        # Rows that no token reaches change nothing, but a token without its row does.
+        if known[largest] > size:
+            raise VocabularyError(
+                f"{first} and {largest} in {directory} are not of one vocabulary",
+                expected=f"at least {known[largest]} tokens, as {largest} has",
+                got=f"{size} in {first}",
+                remedy="use the files that the checkpoint was trained with",
+            )
+        return size, ""
+    return (
+        rows,
+        f"the vocabulary's true size: all {rows} rows are kept, padding too; a tokenizer beside them would tell",
+    )
+
+
+def _count_tokenizer(path: Path) -> int:
+    """Return one more than the highest id in a `tokenizer.json`; 0 where there is none."""
+    content = read_json_beside(path)
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    tokens = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict):
+            # Special tokens may be in the vocabulary as well, under the same id.
+            name, number = token.get("content"), token.get("id")
+            if isinstance(name, str) and tokens.setdefault(name, number) != number:
+                raise _unlike_ids(path, f"{tokens[name]} and {number} for {name[:50]!r}")
+            if not isinstance(name, str):
+                tokens[f"added token {number}"] = number
+    return _count_ids(path, tokens)
+
+
+def _count_vocabulary(path: Path) -> int:
+    """Return how many tokens a `vocab.json` has, which are numbered from 0 on; 0 where there is none."""
+    vocabulary = read_json_beside(path)
+    count = _count_ids(path, vocabulary)
+    if count != len(vocabulary):
+        raise _unlike_ids(path, f"{len(vocabulary)} of them up to {count - 1}")
+    return count
+
+
+def _count_ids(path: Path, tokens: Mapping[str, Any]) -> int:
+    """Return one more than the highest id: a damaged one would cut trained rows."""
+    holders: dict[int, str] = {}
+    for token, number in tokens.items():
+        if type(number) is not int or number < 0:
+            raise _unlike_ids(path, f"{str(number)[:50]} for {token[:50]!r}")
+        holder = holders.setdefault(number, token)
+        if holder != token:
+            raise _unlike_ids(path, f"{number} for both {holder[:50]!r} and {token[:50]!r}")
+    return 1 + max(holders, default=-1)
+
+
+def _unlike_ids(path: Path, got: str) -> VocabularyError:
+    return VocabularyError(
+        f"{path} has ids that are not a vocabulary's",
+        expected="one for each token, from 0 on",
+        got=got,
+        remedy="copy it again: it tells how many rows of the embeddings are no padding",
+    )
+
+
+def check_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Check that a `config.json` beside the checkpoint is of the same model.
+
+    Raises:
+        CheckpointError: It is of another.
+    """
+    found = read_json_beside(directory / "config.json")
+    sizes = ("model_type", "n_embd", "n_layer", "n_head", "n_positions")
+    wrong = [name for name in sizes if name in found and found[name] != config[name]]
+    if wrong:
+        raise CheckpointError(
+            f"{directory / 'config.json'} is not of the checkpoint beside it",
+            expected=", ".join(f"{name} {config[name]}" for name in wrong),
+            got=", ".join(str(found[name]) for name in wrong),
+            remedy="remove it: the checkpoint's own arguments tell the architecture",
+        )

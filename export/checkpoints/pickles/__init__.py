@@ -1,0 +1,1 @@
+"""Pickles read as data: nothing named in them is imported or called."""

@@ -1,0 +1,1 @@
+"""Formats of a whole model: Hugging Face folders and single files by `torch.save`."""

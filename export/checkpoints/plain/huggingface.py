@@ -1,0 +1,224 @@
+"""Hugging Face folders: safetensors and `.bin`, in one file or sharded with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from export.checkpoints.pickles.torch_zip import open_torch_zip
+from export.checkpoints.plain.accelerate_models import refuse_several_models
+from export.checkpoints.plain.torch_file import find_tensors
+from export.checkpoints.storage.paths import MAX_JSON_BYTES, check_inside, parse_json, read_json_beside, read_small
+from export.checkpoints.storage.safetensors_file import read_safetensors
+from export.checkpoints.storage.stored_tensor import StoredTensor
+from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
+from export.checkpoints.wrapper_names import strip_wrappers
+from export.errors import CheckpointError, list_some
+
+# In this order: safetensors is preferred where a folder holds both, as transformers does.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+LOOKED_FOR = ", ".join(WEIGHT_FILES)
+
+# Keys of a safetensors file's metadata. The first names the framework; the other, our own, has a JSON list of the
+# parameters that have no elements on purpose. Any further key may be a tied name (`_read_tied`).
+FORMAT_KEY = "format"
+ZERO_SIZE_KEY = "zero_size_parameters"
+
+
+def recognises(directory: Path) -> bool:
+    """Tell whether `directory` holds the weights of a Hugging Face folder."""
+    return any((directory / name).is_file() for name in WEIGHT_FILES)
+
+
+def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
+    """Return a reader for the Hugging Face folder `directory`, reading no tensor data.
+
+    Args:
+        directory: The folder with the weights.
+        tag: Must be None: such a folder holds one model.
+
+    Raises:
+        CheckpointError: A weight file is missing, truncated, not what its name says, or disagrees with the index; or
+            there are several models.
+    """
+    if tag is not None:
+        raise CheckpointError(
+            f"{directory} has no tags",
+            expected="a DeepSpeed checkpoint with --tag",
+            got="a Hugging Face folder",
+            remedy="leave --tag out",
+        )
+    refuse_several_models(directory)
+    saved, zero_size, shard_names = _read_folder(directory)
+    names, removed = strip_wrappers(saved, directory)
+    tensors = {names[name]: tensor for name, tensor in saved.items()}
+    kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
+    count = len(shard_names)
+    return StoredCheckpoint(
+        directory=directory,
+        format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}{removed}",
+        tensors=tensors,
+        tied=find_tied(tensors),
+        zero_size=frozenset(names[name] for name in zero_size if name in names),
+        facts=read_facts(directory),
+        archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
+    )
+
+
+def read_gathered(directory: Path) -> dict[str, StoredTensor]:
+    """Return the weights that a trainer gathered beside its own checkpoint; empty if there are none.
+
+    The placeholders of size 0, which are left where nobody asked ZeRO stage 3 to gather, are no weights.
+
+    Raises:
+        CheckpointError: The files are damaged.
+    """
+    if not recognises(directory):
+        return {}
+    tensors, _, _ = _read_folder(directory)
+    return {name: tensor for name, tensor in tensors.items() if tensor.numel}
+
+
+def read_facts(directory: Path) -> CheckpointFacts:
+    """Return what `config.json` and `trainer_state.json` say, where they are there and are JSON.
+
+    Raises:
+        CheckpointError: One of them is no regular file, or is too large.
+    """
+    config, state = read_json_beside(directory / "config.json"), read_json_beside(directory / "trainer_state.json")
+    version, step = config.get("transformers_version"), state.get("global_step")
+    return CheckpointFacts(
+        trainer=f"transformers {version}" if isinstance(version, str) else None,
+        step=step if type(step) is int else None,
+    )
+
+
+def _read_folder(directory: Path) -> tuple[dict[str, StoredTensor], frozenset[str], list[str]]:
+    """Return the tensors, the names that have no elements on purpose, and the files' names."""
+    name = next(name for name in WEIGHT_FILES if (directory / name).is_file())
+    check_inside(directory / name, directory)
+    index = _read_index(directory / name) if name.endswith(".index.json") else None
+    shard_names = sorted(set(index.values())) if index else [name]
+    tensors: dict[str, StoredTensor] = {}
+    tied: dict[str, StoredTensor] = {}
+    zero_size: set[str] = set()
+    for shard_name in shard_names:
+        _check_shard_path(directory, shard_name)
+        path = directory / shard_name
+        if shard_name.endswith(".safetensors"):
+            found, metadata = read_safetensors(path)
+            zero_size |= _read_zero_size(path, metadata)
+            tied |= _read_tied(found, metadata)
+        else:
+            found = read_state_dict(path)
+        if index is not None:
+            _check_against_index(path, found, index)
+        tensors.update(found)
+    return (
+        tensors | {name: tied[name] for name in sorted(tied.keys() - tensors.keys())},
+        frozenset(zero_size),
+        shard_names,
+    )
+
+
+def _read_zero_size(path: Path, metadata: Mapping[str, str]) -> set[str]:
+    try:
+        names: Any = json.loads(metadata.get(ZERO_SIZE_KEY, "[]"))
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("no list of names")
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected=f"a JSON list of names under {ZERO_SIZE_KEY} in its metadata",
+            got=str(exc).rstrip("."),
+            remedy="copy the checkpoint again",
+        ) from exc
+    return set(names)
+
+
+def _read_tied(found: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Return the names that the writer left out because another tensor of the same file has their bytes.
+
+    safetensors' own `save_model` records them in the metadata: the name left out → the name that holds its bytes
+    (safetensors 0.8, bindings/python/py_src/safetensors/torch.py).
+    """
+    return {
+        name: found[holder]
+        for name, holder in metadata.items()
+        if name not in (FORMAT_KEY, ZERO_SIZE_KEY) and holder in found
+    }
+
+
+def read_state_dict(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by `torch.save` that holds a state dict and nothing else.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds something else.
+    """
+    content = open_torch_zip(path).content
+    tensors = find_tensors(path, content) if isinstance(content, dict) else {}
+    if not tensors:
+        raise CheckpointError(
+            f"{path} is no state dict",
+            expected="a dict of tensors",
+            got=type(content).__name__ if not isinstance(content, dict) else "a dict with other values",
+            remedy="save it with model.save_pretrained()",
+        )
+    return tensors
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return tensor name → shard file name, as the index says."""
+    data = read_small(path, max_bytes=MAX_JSON_BYTES)
+    try:
+        index = parse_json(data)
+        weight_map = index["weight_map"]
+        if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ValueError("weight_map is empty or names no files")
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="an index with a weight_map",
+            got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
+            remedy="copy the checkpoint again",
+        ) from exc
+    return dict(weight_map)
+
+
+def _check_shard_path(directory: Path, shard_name: str) -> None:
+    if Path(shard_name).name != shard_name:
+        raise CheckpointError(
+            f"the index in {directory} leads outside the folder",
+            expected="plain file names",
+            got=repr(shard_name),
+            remedy="do not use this checkpoint unless you know why",
+        )
+    if not (directory / shard_name).is_file():
+        raise CheckpointError(
+            f"{directory} lacks a shard that its index names",
+            expected=shard_name,
+            got="no such file",
+            remedy="copy the whole checkpoint",
+        )
+    check_inside(directory / shard_name, directory)
+
+
+def _check_against_index(path: Path, found: Iterable[str], index: Mapping[str, str]) -> None:
+    promised, names = {name for name, shard in index.items() if shard == path.name}, set(found)
+    missing, extra = promised - names, names - promised
+    if missing or extra:
+        wrong = [f"without {list_some(missing)}"] if missing else []
+        wrong += [f"with {list_some(extra)}"] if extra else []
+        raise CheckpointError(
+            f"{path} is not the shard that the index describes",
+            expected=f"its {len(promised)} tensors",
+            got="the file " + " and ".join(wrong),
+            remedy="copy index and shards from the same save",
+        )

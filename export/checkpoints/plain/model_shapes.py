@@ -1,0 +1,61 @@
+"""The shapes that a model's configuration gives its tensors, for formats that store none or not all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from export.checkpoints.storage.paths import read_json_beside
+
+
+def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return name → shape of every tensor of the model that `config.json` describes; None if that cannot be told.
+
+    The model is built on the meta device, which takes no memory. Imports torch and transformers.
+    """
+    state = _build_state(directory)
+    return None if state is None else {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def read_model_ties(directory: Path) -> dict[str, str]:
+    """Return each second name of a tied parameter of that model → the first; empty if that cannot be told.
+
+    Imports torch and transformers.
+    """
+    first: dict[int, str] = {}
+    ties = {}
+    for name, tensor in (_build_state(directory) or {}).items():
+        holder = first.setdefault(id(tensor), name)
+        if holder != name:
+            ties[name] = holder
+    return ties
+
+
+def _build_state(directory: Path) -> dict[str, Any] | None:
+    """Return the state dict of the model on the meta device: one object under every name of a tied parameter."""
+    architectures = read_json_beside(directory / "config.json").get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+        return None
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, architectures[0], None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        return None
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            model = model_class(config)
+    # A configuration may be wrong in any way, and then it tells no shapes; loading the model will say why.
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError):
+        return None
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    return state
+
+
+def read_vocab_size(directory: Path) -> int | None:
+    """Return the size of the vocabulary in `config.json`, of its text part where it has several; None without one."""
+    config = read_json_beside(directory / "config.json")
+    inner = config.get("text_config")
+    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return size if type(size) is int and size > 0 else None

@@ -1,0 +1,326 @@
+"""A tensor whose bytes lie scattered: boxes of it in several files, or its transpose.
+
+Sharding along the first dimension needs none of this: the shards' bytes follow one another, and a plain `StoredTensor`
+says so. Along another dimension every row is spread over all shards, and listing each piece of each row would take more
+memory than a large model's names. So the boxes are kept, and rows are put together as they are asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from export.checkpoints.storage.dtypes import ElementType
+from export.checkpoints.storage.stored_tensor import BAND_BYTES, CHUNK_BYTES, StoredTensor, reuse_memory
+from export.errors import CheckpointError, list_some
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Called with a box's index, start and stop: returns the elements [start, stop) of the box, flattened, as `_bits`. They
+# are good until the next call.
+ReadBox = Callable[[int, int, int], "np.ndarray[Any, Any]"]
+
+# Marks a tensor whose `ranges` are not its elements in order, for all code that would take them for it.
+_SCATTERED = (0,)
+# Rows transposed at a time: their part of a column is a few lines of the first-level cache.
+_TILE_ROWS = 128
+# Pairs of boxes compared for one tensor, about 3 s of them. A grid of 128 by 128 ranks has 1 million.
+_MAX_PAIRS = 3_000_000
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: `part` holds the elements from `offsets` on, in every dimension as many as its shape says."""
+
+    offsets: tuple[int, ...]
+    part: StoredTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssembledTensor(StoredTensor):
+    """A tensor put together from boxes; where `transposed`, the boxes tile its transpose, a matrix.
+
+    `ranges` are the bytes of all boxes, so that files are found and checksums checked as for any other tensor; they are
+    not in the order of the elements, which is why `stride` is not None.
+    """
+
+    boxes: tuple[Box, ...] = ()
+    transposed: bool = False
+
+    def pieces(self, read: ReadBox | None = None) -> Iterator[tuple[int, memoryview]]:
+        """Yield (position, bytes) until every byte of the row-major tensor was there once, in no certain order.
+
+        Each element of each box is read once, boxes from start to end, and memory is bounded whatever the size.
+
+        Args:
+            read: What to read with; what is in the files, without a look at checksums, where None.
+
+        Yields:
+            Bytes that are good until the next are asked for.
+
+        Raises:
+            CheckpointError: A file ends early or cannot be opened.
+        """
+        read = read or self._read_unchecked
+        if self.transposed:
+            for index, box in enumerate(self.boxes):
+                yield from self._transposed_pieces(index, box, read)
+        elif self._row_bytes <= CHUNK_BYTES:
+            rows = max(1, CHUNK_BYTES // self._row_bytes)
+            for start in range(0, self.shape[0], rows):
+                content = self._read_rows(start, min(self.shape[0], start + rows), read)
+                yield start * self._row_bytes, content
+        else:
+            for index, box in enumerate(self.boxes):
+                yield from self._runs(index, box, read)
+
+    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """Yield the tensor's bytes, row-major, at most `chunk_bytes` at a time (one row at least).
+
+        A transpose and one with enormous rows are whole in memory meanwhile: `pieces` needs less.
+
+        Raises:
+            CheckpointError: A file ends early or cannot be opened.
+        """
+        if self.numel and not self.transposed and self._row_bytes <= CHUNK_BYTES:
+            rows = max(1, chunk_bytes // self._row_bytes)
+            for start in range(0, self.shape[0], rows):
+                yield bytes(self._read_rows(start, min(self.shape[0], start + rows), self._read_unchecked))
+            return
+        content = bytearray(self.nbytes)
+        for position, piece in self.pieces() if self.numel else ():
+            content[position : position + len(piece)] = piece
+        for position in range(0, len(content), chunk_bytes):
+            yield bytes(content[position : position + chunk_bytes])
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.nbytes // self.shape[0]
+
+    def _read_unchecked(self, index: int, start: int, stop: int) -> np.ndarray[Any, Any]:
+        return read_elements(self.boxes[index].part, start, stop)
+
+    def _read_rows(self, start: int, stop: int, read: ReadBox) -> memoryview:
+        import numpy as np
+
+        out = np.empty((stop - start, *self.shape[1:]), _bits(self.dtype))
+        for index, box in enumerate(self.boxes):
+            first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.part.shape[0])
+            if first >= last:
+                continue
+            inner = prod(box.part.shape[1:])
+            elements = read(index, (first - box.offsets[0]) * inner, (last - box.offsets[0]) * inner)
+            target = (slice(first - start, last - start), *_slices(box.offsets[1:], box.part.shape[1:]))
+            out[target] = elements.reshape(last - first, *box.part.shape[1:])
+        return out.reshape(-1).view(np.uint8).data
+
+    def _runs(self, index: int, box: Box, read: ReadBox) -> Iterator[tuple[int, memoryview]]:
+        """Yield what is contiguous in both the box and the tensor."""
+        import numpy as np
+
+        sides, itemsize = box.part.shape, self.dtype.itemsize
+        whole = len(sides)
+        while whole > 1 and sides[whole - 1] == self.shape[whole - 1]:
+            whole -= 1
+        outer, run = sides[: whole - 1], prod(sides[whole - 1 :])
+        for number, place in enumerate(itertools.product(*map(range, outer))):
+            target = 0
+            at = [*map(operator.add, place, box.offsets), *box.offsets[whole - 1 :]]
+            for offset, side in zip(at, self.shape, strict=True):
+                target = target * side + offset
+            for start in range(0, run, CHUNK_BYTES // itemsize):
+                stop = min(run, start + CHUNK_BYTES // itemsize)
+                elements = read(index, number * run + start, number * run + stop)
+                yield (target + start) * itemsize, elements.view(np.uint8).data
+
+    def _transposed_pieces(self, index: int, box: Box, read: ReadBox) -> Iterator[tuple[int, memoryview]]:
+        """Yield rows of the transpose, of as many columns as the box's rows that fit into a band of memory."""
+        height, width = box.part.shape
+        total, itemsize = self.shape[1], self.dtype.itemsize
+        rows = max(1, min(height, BAND_BYTES // (width * itemsize)))
+        for top in range(0, height, rows):
+            count = min(rows, height - top)
+            band = _transpose_rows(width, top, count, read, index, _bits(self.dtype))
+            start = box.offsets[1] * total + box.offsets[0] + top
+            if count == total:
+                for position in range(0, len(band), CHUNK_BYTES):
+                    yield start * itemsize + position, band[position : position + CHUNK_BYTES]
+                continue
+            for row in range(width):
+                piece = band[row * count * itemsize : (row + 1) * count * itemsize]
+                yield (start + row * total) * itemsize, piece
+
+
+def _transpose_rows(width: int, top: int, count: int, read: ReadBox, index: int, bits: str) -> memoryview:
+    """Return rows [top, top + count) of a box, `width` wide, as [width, count]."""
+    import numpy as np
+
+    itemsize = np.dtype(bits).itemsize
+    band = reuse_memory("band", width * count * itemsize)
+    out = np.frombuffer(band, bits).reshape(width, count)
+    # Rows are a power of two apart as a rule, and columns of such rows push each other out of the cache: a line between
+    # them makes it two to three times as fast.
+    pitch = width + 64 // itemsize
+    tile = max(1, min(_TILE_ROWS, CHUNK_BYTES // (pitch * itemsize)))
+    spaced = np.frombuffer(reuse_memory("spaced", tile * pitch * itemsize), bits).reshape(tile, pitch)
+    step = max(1, CHUNK_BYTES // (width * itemsize))
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        elements = read(index, (top + start) * width, (top + stop) * width).reshape(stop - start, width)
+        for row in range(start, stop, tile):
+            rows = min(tile, stop - row)
+            spaced[:rows, :width] = elements[row - start : row - start + rows]
+            out[:, row : row + rows] = spaced[:rows, :width].T
+    return band
+
+
+def assemble(shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *, name: str) -> StoredTensor:
+    """Return the tensor that `boxes` make up.
+
+    Args:
+        shape: Of the whole tensor.
+        dtype: Of the whole tensor and every box.
+        boxes: In any order. Boxes without elements are let pass.
+        name: The tensor's name, used only in the error.
+
+    Returns:
+        A plain `StoredTensor` where the boxes' bytes follow one another, an `AssembledTensor` elsewhere.
+
+    Raises:
+        CheckpointError: The boxes leave a gap, overlap, stick out, or are of another dtype.
+    """
+    filled = sorted((box for box in boxes if box.part.numel), key=lambda box: box.offsets)
+    check_tiling(shape, [(box.offsets, box.part.shape) for box in filled], name=name)
+    others = {box.part.dtype.name for box in filled} - {dtype.name}
+    if others:
+        raise CheckpointError(
+            f"{name} is stored in several dtypes",
+            expected=dtype.name,
+            got=list_some(others),
+            remedy="copy the checkpoint again, or use the one before it",
+        )
+    ranges = tuple(part for box in filled for part in box.part.ranges)
+    # Boxes that are whole in every dimension but the first, or cut only where all sides before are 1, follow in order.
+    if all(box.part.stride is None for box in filled) and _follow_in_order(shape, filled):
+        return StoredTensor(dtype=dtype, shape=shape, ranges=ranges)
+    return AssembledTensor(dtype=dtype, shape=shape, ranges=ranges, stride=_SCATTERED, boxes=tuple(filled))
+
+
+def transpose(tensor: StoredTensor) -> StoredTensor:
+    """Return the matrix [a, b] as [b, a]; nothing is read.
+
+    Raises:
+        CheckpointError: The tensor is no matrix.
+    """
+    if len(tensor.shape) != 2:
+        raise CheckpointError("only a matrix is transposed", expected="2 dimensions", got=f"{len(tensor.shape)}")
+    shape = (tensor.shape[1], tensor.shape[0])
+    boxes = tensor.boxes if isinstance(tensor, AssembledTensor) else (Box((0, 0), tensor),)
+    assert not isinstance(tensor, AssembledTensor) or not tensor.transposed, "Bug: transposed twice"
+    return AssembledTensor(
+        dtype=tensor.dtype, shape=shape, ranges=tensor.ranges, stride=_SCATTERED, boxes=boxes, transposed=True
+    )
+
+
+def check_tiling(
+    shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], *, name: str
+) -> None:
+    """Check that boxes (offsets, sizes), none of them empty, cover every element of `shape` exactly once.
+
+    Raises:
+        CheckpointError: They do not; the message says where.
+    """
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise _untiled(name, shape, f"a chunk of {len(sizes)} dimensions at {list(offsets)}")
+        if any(start < 0 or start + size > side for start, size, side in zip(offsets, sizes, shape, strict=True)):
+            raise _untiled(name, shape, f"a chunk {list(sizes)} at {list(offsets)}, which sticks out")
+    overlapping = _find_overlap(boxes)
+    if overlapping is not None:
+        raise _untiled(name, shape, f"chunks at {list(overlapping[0])} and {list(overlapping[1])} that overlap")
+    # Boxes inside the tensor that do not overlap tile it exactly when they have as many elements.
+    covered = sum(prod(sizes) for _, sizes in boxes)
+    if covered != prod(shape):
+        raise _untiled(name, shape, f"chunks of {covered} elements, at {list_some(list(box[0]) for box in boxes)}")
+
+
+def _find_overlap(
+    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the offsets of two boxes that overlap, None if no two do."""
+    if len(boxes) < 2:
+        return None
+    # Swept along the dimension in which the fewest boxes stand beside each other.
+    pairs, dim = min((_count_beside(boxes, dim), dim) for dim in range(len(boxes[0][0]))) if boxes[0][0] else (1, 0)
+    if not boxes[0][0] or pairs > _MAX_PAIRS:
+        return boxes[0][0], boxes[1][0]
+    ordered = sorted(boxes, key=lambda box: box[0][dim])
+    for index, (offsets, sizes) in enumerate(ordered):
+        for other_offsets, other_sizes in ordered[index + 1 :]:
+            if other_offsets[dim] >= offsets[dim] + sizes[dim]:
+                break
+            if _overlap(offsets, sizes, other_offsets, other_sizes):
+                return offsets, other_offsets
+    return None
+
+
+def _count_beside(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], dim: int) -> int:
+    starts = sorted(offsets[dim] for offsets, _ in boxes)
+    ends = ((offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in boxes)
+    return sum(bisect_left(starts, end) - bisect_left(starts, start) for start, end in ends)
+
+
+def _overlap(a: Sequence[int], a_sizes: Sequence[int], b: Sequence[int], b_sizes: Sequence[int]) -> bool:
+    return all(x < y + y_size and y < x + x_size for x, x_size, y, y_size in zip(a, a_sizes, b, b_sizes, strict=True))
+
+
+def _untiled(name: str, shape: tuple[int, ...], got: str) -> CheckpointError:
+    return CheckpointError(
+        f"the chunks of {name} do not make up the tensor",
+        expected=f"each of the {prod(shape)} elements of {list(shape)} once",
+        got=got,
+        remedy="a rank's file is missing or of another save; copy the whole checkpoint again",
+    )
+
+
+def _follow_in_order(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Tell whether boxes that tile `shape`, sorted by offsets, are consecutive runs of its row-major elements."""
+    position = 0
+    for box in boxes:
+        start = 0
+        for offset, side in zip(box.offsets, shape, strict=True):
+            start = start * side + offset
+        # A run: whole sides at the end, at most one cut side before them, and nothing but 1 before that.
+        cut = next((i for i in range(len(shape)) if box.part.shape[i] != 1), len(shape))
+        if box.part.shape[cut + 1 :] != shape[cut + 1 :] or start != position:
+            return False
+        position += box.part.numel
+    return True
+
+
+def _bits(dtype: ElementType) -> str:
+    """Return numpy's unsigned integer as wide as an element, which numpy copies faster than its bytes one by one."""
+    return f"u{dtype.itemsize}"
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def read_elements(part: StoredTensor, start: int, stop: int) -> np.ndarray[Any, Any]:
+    """Return the elements [start, stop) of a tensor, flattened, as unsigned integers of their size."""
+    import numpy as np
+
+    if part.stride is not None:
+        # Saved with other strides and sharded along another dimension: never seen, and read whole.
+        content = b"".join(part.chunks())[start * part.dtype.itemsize : stop * part.dtype.itemsize]
+    else:
+        piece = StoredTensor(dtype=part.dtype, shape=(stop - start,), ranges=part.cut(start, stop))
+        content = b"".join(piece.chunks())
+    return np.frombuffer(content, _bits(part.dtype))

@@ -1,0 +1,316 @@
+"""One pass over the bytes of a checkpoint: checksums, finite values, second copies, and copying where they belong.
+
+A CRC-32 covers a block as a whole, and a block may hold a whole rank's weights: it is read in segments by several
+threads, whatever the tensors cut out of it, and their checksums are put together. Each part is checked and handed on as
+it passes, so that nothing is read twice. Memory is a few chunks for each thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from zlib_ng import zlib_ng
+
+from export.checkpoints.storage.assembled_tensor import AssembledTensor, read_elements, transpose
+from export.checkpoints.storage.cast import count_non_finite
+from export.checkpoints.storage.crc32 import Checksums
+from export.checkpoints.storage.dtypes import ElementType
+from export.checkpoints.storage.second_copies import Copy, SecondCopies
+from export.checkpoints.storage.stored_tensor import (
+    BAND_BYTES,
+    CHUNK_BYTES,
+    THREADS,
+    ByteRange,
+    OpenFiles,
+    StoredTensor,
+    is_transposed,
+    reuse_memory,
+    strided_pieces,
+)
+from export.checkpoints.storage.zip_archive import StoredBlock
+from export.errors import CheckpointError, list_some
+
+# What one thread reads of a block before another may go on: small enough that none has nothing to do at the end.
+_SEGMENT_BYTES = 64 * CHUNK_BYTES
+
+# Called with a tensor's name, the byte in the row-major tensor where the part begins, and the part.
+Sink = Callable[[str, int, memoryview], None]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Where a range of a block belongs: `name`'s bytes from `target` on."""
+
+    start: int
+    stop: int
+    name: str
+    target: int
+    dtype: ElementType
+
+
+@dataclass
+class _BlockPlan:
+    """What is done with a block: ranges in the order of plain tensors, and others that jobs of their own read."""
+
+    uses: list[_Use] = field(default_factory=list)
+    claims: list[tuple[int, int]] = field(default_factory=list)
+
+    def shares_claims(self) -> bool:
+        """Tell whether bytes that an assembled tensor reads are also read for another tensor."""
+        ranges = [(use.start, use.stop, False) for use in self.uses] + [(*claim, True) for claim in self.claims]
+        end_of_all = end_of_claims = 0
+        for start, stop, is_claim in sorted(ranges):
+            if start < (end_of_all if is_claim else end_of_claims):
+                return True
+            end_of_all = max(end_of_all, stop)
+            end_of_claims = max(end_of_claims, stop) if is_claim else end_of_claims
+        return False
+
+
+def scan(
+    tensors: Mapping[str, StoredTensor],
+    *,
+    copies: Sequence[Copy] = (),
+    beside: Iterable[StoredBlock] = (),
+    allow_non_finite: bool = False,
+    sink: Sink | None = None,
+) -> None:
+    """Read every block that `tensors` lie in, check it, and hand every part of every tensor to `sink`.
+
+    Parts of one tensor may arrive in any order and from several threads at once. Blocks `beside` are checked as well.
+
+    Raises:
+        CheckpointError: A checksum is wrong, a file ends early, a weight is not finite, or a copy differs.
+    """
+    plans: dict[StoredBlock, _BlockPlan] = {block: _BlockPlan() for block in beside}
+    read_as = {name: _straighten(tensor) for name, tensor in tensors.items()}
+    for name, tensor in read_as.items():
+        _plan(name, tensor, plans)
+    for plan in plans.values():
+        plan.uses.sort(key=lambda use: use.start)
+        plan.claims.sort()
+        if plan.shares_claims():
+            # Then the checksum has a reading of its own, and what is changed in the file between the two readings is
+            # not found: a block is put together from parts that were each read once.
+            plan.claims.clear()
+    second = SecondCopies(tensors, copies)
+    scanner = _Scanner(second, {block for block, plan in plans.items() if plan.claims}, sink)
+    jobs: list[tuple[int, Callable[[], None]]] = []
+    for block, plan in plans.items():
+        jobs += scanner.list_segments(block, plan)
+    for name, tensor in read_as.items():
+        if tensor.stride is not None:
+            jobs.append((tensor.nbytes, scanner.make_job(name, tensor)))
+    jobs += [(copy.tensor.nbytes, partial(second.compare_whole, copy)) for copy in second.unpaired]
+    jobs.sort(key=lambda job: -job[0])
+    _run([job for _, job in jobs], scanner.stopped)
+    for block in plans:
+        scanner.checksums.check(block)
+    if scanner.non_finite and not allow_non_finite:
+        refuse_non_finite(tensors, scanner.non_finite)
+    second.refuse_different()
+
+
+def _straighten(tensor: StoredTensor) -> StoredTensor:
+    """Return a transposed matrix as the transpose of a row-major one, which is read from start to end."""
+    if not is_transposed(tensor):
+        return tensor
+    stored = StoredTensor(dtype=tensor.dtype, shape=tensor.shape[::-1], ranges=tensor.ranges)
+    return transpose(stored)
+
+
+def _plan(name: str, tensor: StoredTensor, plans: dict[StoredBlock, _BlockPlan]) -> None:
+    """Add what `tensor` needs of each block to `plans`."""
+    position = 0
+    # A box with strides is read as often as it is asked for: the checksum has a reading of its own then, too.
+    claimed = not isinstance(tensor, AssembledTensor) or all(box.part.stride is None for box in tensor.boxes)
+    for part in tensor.ranges:
+        plan = plans.setdefault(part.block, _BlockPlan())
+        stop = part.start + part.length
+        if tensor.stride is None:
+            plan.uses.append(_Use(part.start, stop, name, position, tensor.dtype))
+        elif claimed:
+            plan.claims.append((part.start, stop))
+        position += part.length
+
+
+def _run(jobs: Iterable[Callable[[], None]], stopped: threading.Event) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        running = [pool.submit(job) for job in jobs]
+        try:
+            for job in running:
+                job.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def refuse_non_finite(tensors: Mapping[str, StoredTensor], bad: Mapping[str, int]) -> None:
+    """Raise for tensors with NaN or infinite elements.
+
+    Raises:
+        CheckpointError: Always.
+    """
+    paths = {part.block.path for name in bad for part in tensors[name].ranges}
+    raise CheckpointError(
+        f"weights in {list_some(paths)} are NaN or infinite: {list_some(bad)}",
+        expected="finite numbers",
+        got=f"{sum(bad.values())} elements that are not",
+        remedy="use a checkpoint from before the training diverged, or pass --allow-non-finite",
+    )
+
+
+class _Scanner:
+    """Reads blocks and tensors in several threads, until one fails or the main thread is interrupted."""
+
+    def __init__(
+        self,
+        copies: SecondCopies,
+        claimed: set[StoredBlock],
+        sink: Sink | None,
+    ) -> None:
+        self._copies = copies
+        self._claimed = claimed
+        self._sink = sink
+        self._lock = threading.Lock()
+        # A tensor with strides may need much of its file in memory: one thread at a time.
+        self._one_window = threading.Lock()
+        self.checksums = Checksums()
+        self.stopped = threading.Event()
+        # Name → how many of its elements are NaN or infinite.
+        self.non_finite: dict[str, int] = {}
+
+    def list_segments(self, block: StoredBlock, plan: _BlockPlan) -> list[tuple[int, Callable[[], None]]]:
+        """Return (bytes, job) for all of the block that no assembled tensor reads."""
+        jobs: list[tuple[int, Callable[[], None]]] = []
+        starts = [use.start for use in plan.uses]
+        # Where uses overlap, one that began long before may still go on: the furthest end so far tells.
+        ends = list(itertools.accumulate((use.stop for use in plan.uses), max))
+        borders = [0, *itertools.chain.from_iterable(plan.claims), block.length]
+        for first, last in zip(borders[::2], borders[1::2], strict=True):
+            for start in range(first // _SEGMENT_BYTES * _SEGMENT_BYTES, last, _SEGMENT_BYTES):
+                own, stop = max(start, first), min(start + _SEGMENT_BYTES, last)
+                uses = plan.uses[bisect_right(ends, own) : bisect_left(starts, stop)]
+                jobs.append((stop - own, partial(self._scan_segment, block, own, stop, uses)))
+        return jobs
+
+    def make_job(self, name: str, tensor: StoredTensor) -> Callable[[], None]:
+        """Return a job that reads a tensor that is not row-major."""
+        if isinstance(tensor, AssembledTensor):
+            return partial(self._scan_assembled, name, tensor)
+        return partial(self._scan_strided, name, tensor)
+
+    def _scan_segment(self, block: StoredBlock, start: int, stop: int, uses: list[_Use]) -> None:
+        buffer = reuse_memory("chunk", CHUNK_BYTES)
+        crc32, position = 0, start
+        # The uses that may reach into the chunk at hand: those before `first` are done with.
+        first = 0
+        with OpenFiles() as files:
+            while position < stop and not self.stopped.is_set():
+                # Chunks end at multiples of their size, which every element size divides.
+                end = min(stop, position - position % CHUNK_BYTES + CHUNK_BYTES)
+                chunk = buffer[: end - position]
+                files.read_into(block, position, chunk)
+                if block.crc32 is not None:
+                    crc32 = zlib_ng.crc32(chunk, crc32)
+                while first < len(uses) and uses[first].stop <= position:
+                    first += 1
+                for use in itertools.islice(uses, first, None):
+                    if use.start >= end:
+                        break
+                    begin, finish = max(use.start, position), min(use.stop, end)
+                    if begin < finish:
+                        part = chunk[begin - position : finish - position]
+                        target = use.target + begin - use.start
+                        self._check(files, use.name, 0, target, part, use.dtype)
+                        if self._sink is not None:
+                            self._sink(use.name, target, part)
+                position = end
+        self.checksums.add(block, start, stop, crc32)
+
+    def _scan_assembled(self, name: str, tensor: AssembledTensor) -> None:
+        # Box → (block, start, stop, CRC-32) of the bytes read last that follow one another.
+        runs: dict[int, tuple[StoredBlock, int, int, int]] = {}
+
+        def read(index: int, start: int, stop: int) -> Any:
+            part, size = tensor.boxes[index].part, tensor.dtype.itemsize
+            if part.stride is not None:
+                elements = read_elements(part, start, stop)
+                self._check(files, name, index, start * size, elements.view(np.uint8).data, tensor.dtype)
+                return elements
+            content = reuse_memory("chunk", (stop - start) * size)
+            position = 0
+            for window in part.cut(start, stop):
+                chunk = content[position : position + window.length]
+                files.read_into(window.block, window.start, chunk)
+                if window.block.crc32 is not None and window.block in self._claimed:
+                    self._continue_run(runs, index, window, chunk)
+                position += window.length
+            self._check(files, name, index, start * size, content, tensor.dtype)
+            return np.frombuffer(content, f"u{size}")
+
+        with OpenFiles() as files:
+            if self._sink is None:
+                # Nobody asks for the tensor, so nothing is put together.
+                for index, box in enumerate(tensor.boxes):
+                    step = CHUNK_BYTES // tensor.dtype.itemsize
+                    for start in range(0, box.part.numel if not self.stopped.is_set() else 0, step):
+                        read(index, start, min(box.part.numel, start + step))
+            else:
+                for position, piece in tensor.pieces(read):
+                    if self.stopped.is_set():
+                        return
+                    self._sink(name, position, piece)
+        for run in runs.values():
+            self.checksums.add(*run)
+
+    def _continue_run(
+        self, runs: dict[int, tuple[StoredBlock, int, int, int]], index: int, window: ByteRange, chunk: memoryview
+    ) -> None:
+        """Add `chunk`, the bytes of `window`, to the run of a box, or begin another where it does not follow."""
+        block, start, stop, crc32 = runs.get(index) or (window.block, window.start, window.start, 0)
+        if (block, stop) != (window.block, window.start):
+            self.checksums.add(block, start, stop, crc32)
+            block, start, crc32 = window.block, window.start, 0
+        runs[index] = (block, start, window.start + window.length, zlib_ng.crc32(chunk, crc32))
+
+    def _scan_strided(self, name: str, tensor: StoredTensor) -> None:
+        (window,) = tensor.ranges
+        crc32 = position = 0
+        with OpenFiles() as files, self._one_window if window.length > BAND_BYTES else nullcontext():
+
+            def read(start: int, buffer: memoryview) -> None:
+                nonlocal crc32
+                files.read_into(window.block, window.start + start, buffer)
+                crc32 = zlib_ng.crc32(buffer, crc32)
+
+            for chunk in strided_pieces(tensor, read):
+                if self.stopped.is_set():
+                    return
+                part = memoryview(chunk)
+                self._check(files, name, 0, position, part, tensor.dtype)
+                if self._sink is not None:
+                    self._sink(name, position, part)
+                position += len(chunk)
+        if window.block in self._claimed:
+            self.checksums.add(window.block, window.start, window.start + window.length, crc32)
+
+    def _check(
+        self, files: OpenFiles, name: str, index: int, position: int, part: memoryview, dtype: ElementType
+    ) -> None:
+        """Check bytes of `name`, from `position` on of its box `index` or of itself, and its copies there."""
+        count = count_non_finite(part, dtype)
+        if count:
+            with self._lock:
+                self.non_finite[name] = self.non_finite.get(name, 0) + count
+        self._copies.compare_part(files, name, index, position, part, dtype)

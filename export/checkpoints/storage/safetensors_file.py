@@ -1,0 +1,109 @@
+"""The header of a safetensors file, which says where each tensor lies.
+
+Format (huggingface/safetensors, README "Format"): 8 bytes with the header's length, little endian; the header, JSON;
+then the tensors' bytes without gaps. No checksums.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from export.checkpoints.storage.dtypes import BY_SAFETENSORS_NAME
+from export.checkpoints.storage.paths import open_regular, parse_json
+from export.checkpoints.storage.stored_tensor import ByteRange, StoredTensor
+from export.checkpoints.storage.zip_archive import StoredBlock
+from export.errors import CheckpointError
+
+METADATA_KEY = "__metadata__"
+# 15 MB describe 100,000 tensors.
+_MAX_HEADER_BYTES = 32 << 20
+# As many as an archive of torch may have (`zip_archive.MAX_ENTRIES`). The largest models have some 100,000, over files.
+_MAX_TENSORS = 200_000
+# As in `torch_zip`: a longer shape only serves to waste time.
+_MAX_DIMS = 64
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return name → tensor and the metadata, reading only the header.
+
+    Raises:
+        CheckpointError: The file is cut off, its header lies, or a dtype is not read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes")
+            header = parse_json(file.read(length), object_pairs_hook=_refuse_doubles)
+        except (OSError, ValueError) as exc:
+            raise _unreadable(path, str(exc)) from exc
+    if not isinstance(header, dict):
+        raise _unreadable(path, "the header is no JSON object")
+    if len(header) > _MAX_TENSORS:
+        raise _unreadable(path, f"{len(header)} entries where {_MAX_TENSORS} are read")
+    metadata = header.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _unreadable(path, "metadata that is no text")
+    start = 8 + length
+    tensors = {name: _read_entry(path, name, entry, start) for name, entry in header.items()}
+    _check_tiling(path, tensors, size - start)
+    return tensors, metadata
+
+
+def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+    try:
+        code, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if len(shape) > _MAX_DIMS or not all(
+            type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, last)
+        ):
+            raise ValueError(f"{name} has no proper shape")
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _unreadable(path, f"the entry of {name}: {exc}") from exc
+    dtype = BY_SAFETENSORS_NAME.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise CheckpointError(
+            f"{name} in {path} has a dtype that is not read",
+            expected="one of " + ", ".join(BY_SAFETENSORS_NAME),
+            got=str(code),
+            remedy="save the checkpoint unquantised",
+        )
+    if last - first != prod(shape) * dtype.itemsize:
+        raise _unreadable(path, f"{name} of shape {list(shape)} in {last - first} bytes")
+    block = StoredBlock(path=path, name=name, offset=start + first, length=last - first, crc32=None)
+    ranges = (ByteRange(block, 0, block.length),) if block.length else ()
+    return StoredTensor(dtype=dtype, shape=shape, ranges=ranges)
+
+
+def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], size: int) -> None:
+    """Check that the tensors lie one after the other and fill the file."""
+    blocks = sorted((part.block for tensor in tensors.values() for part in tensor.ranges), key=lambda b: b.offset)
+    position = blocks[0].offset if blocks else 0
+    first = position
+    for block in blocks:
+        if block.offset != position:
+            raise _unreadable(path, f"{block.name} overlaps another tensor or leaves a gap")
+        position += block.length
+    if position - first != size:
+        raise _unreadable(path, f"{size} bytes of data where the header describes {position - first}")
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a name is given twice")
+    return names
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointError:
+    size = path.stat().st_size if path.is_file() else 0
+    return CheckpointError(
+        f"{path} cannot be read",
+        expected="a whole weight file",
+        got=f"{size} bytes ({reason.rstrip('.')})",
+        remedy="copy the checkpoint again",
+    )
