@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from export import consolidate, inspect_checkpoint
+from export.commands import consolidate, inspect_checkpoint
 from export.errors import ExportError, list_some
 from export.progress import Progress
 from export.request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
 from export.settings import build_request, read_settings
 
 if TYPE_CHECKING:
+    from export.graph.precisions import PrecisionReport
     from export.pipeline import ExportResult
-    from export.precision import PrecisionReport
-    from export.verify import VerificationReport
-    from export.vocabulary_rows import VocabularyRows
+    from export.proof.verify import VerificationReport
+    from export.weights.vocabulary_rows import VocabularyRows
 
 _EXAMPLES = """
 examples:
@@ -255,7 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(report: "VerificationReport", console: Console) -> None:
-    from export.comparison import describe_errors
+    from export.tasks.comparison import describe_errors
 
     precision = report.precision["precision"] if report.precision else "fp32"
     engines = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
@@ -279,9 +279,9 @@ def _print_report(report: "VerificationReport", console: Console) -> None:
 
 
 def _print_summary(result: "ExportResult", repository: Path, console: Console) -> None:
-    from export.comparison import describe_errors
-    from export.report_page import PAGE_FILE
+    from export.proof.report_page import PAGE_FILE
     from export.signature import TextSignature
+    from export.tasks.comparison import describe_errors
 
     source, publication, worst = result.source, result.publication, result.report.worst
     written = {

@@ -12,32 +12,32 @@ from pathlib import Path
 
 import torch
 
-from export import vocabulary
 from export.artefacts import Artefacts
 from export.checkpoints import StateDict, open_checkpoint
-from export.comparison import describe_errors
-from export.conversion import convert, list_quality_feeds
+from export.engines.tensorrt_build import PlanRunner, build_engine, find_version
+from export.engines.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
 from export.errors import GraphError, RuntimeFailure, SettingsError, VerificationError, VocabularyError
-from export.factory import FactoryTask, build_factory_task
-from export.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
-from export.lora import merge_adapters
-from export.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, ModelNames
-from export.onnx_export import export_onnx
-from export.precision import PrecisionReport
+from export.graph.onnx_export import export_onnx
+from export.graph.precisions import PrecisionReport
 from export.progress import Progress
-from export.report_page import PAGE_FILE, render_report_page
-from export.repository import Publication, check_contract, check_name, publish
+from export.proof.quality import convert, list_quality_feeds
+from export.proof.report_page import PAGE_FILE, render_report_page
+from export.proof.tolerances import Tolerances, choose_tolerances
+from export.proof.verify import VerificationReport, hash_file, verify
+from export.repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
+from export.repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, ModelNames
+from export.repository.publication import Publication, check_contract, check_name, publish
 from export.request import ExportRequest
 from export.targets import Target, find_target
 from export.tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
+from export.tasks.comparison import describe_errors
+from export.tasks.own_module import FactoryTask, build_factory_task
 from export.tasks.tensors import TensorTask
-from export.tensorrt_build import PlanRunner, build_engine, find_version
-from export.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
-from export.tolerances import Tolerances, choose_tolerances
-from export.torch_model import load_config
-from export.transforms import CastToFloat32
-from export.verify import VerificationReport, hash_file, verify
-from export.vocabulary_rows import VocabularyRows, fit_vocabulary
+from export.weights.lora import merge_adapters
+from export.weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
+from export.weights.torch_model import load_config
+from export.weights.transforms import CastToFloat32
+from export.weights.vocabulary_rows import VocabularyRows, fit_vocabulary
 
 # Timings and calibration, which a second build of the same need not measure again.
 _ENGINE_CACHE = Path("~/.cache/modelyard/tensorrt").expanduser()
@@ -146,17 +146,17 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
         task_name = request.task or find_task_name(directory, config, weights.specs())
         tokenizer, rows = None, None
-        if must_read_text(task_name) or (may_read_text(task_name) and vocabulary.has_tokenizer(directory)):
-            tokenizer = vocabulary.load_tokenizer(directory)
+        if must_read_text(task_name) or (may_read_text(task_name) and has_tokenizer(directory)):
+            tokenizer = load_tokenizer(directory)
             if not request.vocabulary.allow_other_tokenizer:
-                vocabulary.check_special_ids(directory, tokenizer, checkpoint.config)
+                check_special_ids(directory, tokenizer, checkpoint.config)
             weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
         elif request.vocabulary.added_tokens:
             raise VocabularyError(
                 f"tokens cannot be added to {directory}", expected="a model with a tokenizer", got=f"--task {task_name}"
             )
         is_required = must_read_text(task_name)
-        max_length = vocabulary.read_max_length(directory, tokenizer, config, is_required=is_required)
+        max_length = read_max_length(directory, tokenizer, config, is_required=is_required)
     parameters = sum(spec.numel for spec in weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         source = TaskSource(

@@ -14,7 +14,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from export.errors import RuntimeFailure
-from export.target_runtime import TargetRuntime, open_runtime
+from export.proof.target_runtime import TargetRuntime, open_runtime
 from export.targets import TARGETS
 
 # Beyond what any of them loads.

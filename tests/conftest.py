@@ -25,9 +25,9 @@ from export.__main__ import main as run_export_cli
 from export.artefacts import Artefacts
 from export.pipeline import Source, load_source, write_files
 from export.progress import Progress
+from export.proof.verify import VerificationReport, verify
 from export.request import AddedToken, ExportRequest, VocabularyOptions
 from export.targets import DEFAULT_TARGET
-from export.verify import VerificationReport, verify
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 

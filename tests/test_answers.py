@@ -13,7 +13,7 @@ from task_checkpoints import SENTENCES, build_entity_finder
 from test_tokenization import tokenization
 from transformers import AutoTokenizer, BertForTokenClassification, TokenClassificationPipeline
 
-from export.encoding import QuestionEncoder
+from export.tasks.encoding import QuestionEncoder
 
 spec = importlib.util.spec_from_file_location("answers", CHECKOUT / "backends/python_postprocess/answers.py")
 assert spec and spec.loader

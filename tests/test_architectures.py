@@ -15,10 +15,10 @@ from rich.console import Console
 
 from export.pipeline import Source, load_source, write_files
 from export.progress import Progress
+from export.proof.target_runtime import open_runtime
+from export.proof.verify import verify
 from export.request import ExportRequest
-from export.target_runtime import open_runtime
 from export.targets import DEFAULT_TARGET
-from export.verify import verify
 
 PAST = "text-generation-with-past"
 EVERY = [(name, architecture.task) for name, architecture in ARCHITECTURES.items()] + [

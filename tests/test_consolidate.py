@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from export import consolidate as verb
 from export.checkpoints import open_checkpoint
-from export.consolidate import consolidate, parse_size
+from export.commands import consolidate as verb
+from export.commands.consolidate import consolidate, parse_size
+from export.commands.inspect_checkpoint import inspect_checkpoint
 from export.errors import CheckpointError
-from export.inspect_checkpoint import inspect_checkpoint
 
 ROOT = Path(__file__).parent.parent
 # What the format promises whatever the model's size; measured at 22 MB on Python 3.11.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from zero_checkpoints import copy_checkpoint, find_checkpoint
 
-from export import consolidate, inspect_checkpoint
 from export.checkpoints import open_checkpoint
+from export.commands import consolidate, inspect_checkpoint
 from export.errors import CheckpointError
 
 TAG = "global_step2"

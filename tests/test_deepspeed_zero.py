@@ -20,7 +20,7 @@ from zero_checkpoints import (
 )
 
 from export.checkpoints import open_checkpoint
-from export.consolidate import consolidate
+from export.commands.consolidate import consolidate
 from export.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.errors import ModelError, SettingsError
-from export.factory import FactoryTask, build_factory_task, read_spec
+from export.tasks.own_module import FactoryTask, build_factory_task, read_spec
 
 MODULES = '''
 import torch

@@ -26,7 +26,7 @@ from export.checkpoints.pickles.torch_zip import open_torch_zip
 from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.storage.dtypes import FLOAT32
 from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.consolidate import consolidate
+from export.commands.consolidate import consolidate
 from export.errors import CheckpointError
 
 Truth = dict[str, torch.Tensor]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from zero_checkpoints import find_checkpoint
 
-from export import inspect_checkpoint as verb
 from export.checkpoints.storage import stored_tensor
-from export.inspect_checkpoint import format_inspection, inspect_checkpoint
+from export.commands import inspect_checkpoint as verb
+from export.commands.inspect_checkpoint import format_inspection, inspect_checkpoint
 
 
 def test_it_says_what_the_run_was() -> None:

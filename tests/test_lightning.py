@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from export.checkpoints import open_checkpoint
-from export.consolidate import consolidate
+from export.commands.consolidate import consolidate
 from export.errors import CheckpointError
 
 

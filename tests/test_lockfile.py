@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from export.errors import CheckpointError, RepositoryError
-from export.lockfile import LOCK_FILE, SourceHash, build_lock, hash_source, read_lock, render_lock
+from export.repository.lockfile import LOCK_FILE, SourceHash, build_lock, hash_source, read_lock, render_lock
 from export.targets import DEFAULT_TARGET, find_target
 
 

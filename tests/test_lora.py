@@ -21,9 +21,9 @@ from transformers import (
 
 from export.checkpoints import open_checkpoint
 from export.errors import AdapterError, CheckpointError
-from export.lora import _read_tensors, merge_adapters
-from export.torch_model import load_config, load_model
-from export.transforms import CastToFloat32
+from export.weights.lora import _read_tensors, merge_adapters
+from export.weights.torch_model import load_config, load_model
+from export.weights.transforms import CastToFloat32
 
 BERT = {
     "vocab_size": 50,

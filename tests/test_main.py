@@ -10,7 +10,7 @@ import torch
 from conftest import CHECKOUT, Finished
 from safetensors.torch import save_file
 
-from export import inspect_checkpoint
+from export.commands import inspect_checkpoint
 
 
 def run_verb(*arguments: object, wrap: tuple[str, ...] = (), **options: object) -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,7 @@ from export.checkpoints.pickles.torch_zip import open_torch_zip
 from export.checkpoints.storage.dtypes import FLOAT32
 from export.checkpoints.storage.stored_tensor import ByteRange, StoredTensor
 from export.checkpoints.storage.zip_archive import StoredBlock
-from export.consolidate import consolidate
+from export.commands.consolidate import consolidate
 from export.errors import CheckpointError, ExportError
 
 Truth = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ from conftest import Exported
 from torch import nn
 
 from export.errors import GraphError, TargetError
-from export.onnx_export import check_graph, export_onnx
+from export.graph.onnx_export import check_graph, export_onnx
 from export.signature import BATCH, SEQ_LEN, Contract, TensorSignature, TextSignature
 from export.targets import DEFAULT_TARGET
 

@@ -14,7 +14,7 @@ from conftest import Published
 from launcher import Running, running
 from tritonclient.utils import InferenceServerException
 
-from export.model_config import MAX_QUEUE_SIZE
+from export.repository.model_config import MAX_QUEUE_SIZE
 
 QUEUE = 4
 CLIENTS = 24

@@ -18,8 +18,12 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2Model
 
 from export.errors import PrecisionError
-from export.onnx_export import OPSET, export_onnx
-from export.precision import (
+from export.graph.files import Feed, find_files, load_graph, measure_ranges, open_session, run_feeds
+from export.graph.float16 import write_float16
+from export.graph.int8 import _find_fewest, _find_quantized, _quantize, _restore
+from export.graph.islands import find_islands
+from export.graph.onnx_export import OPSET, export_onnx
+from export.graph.precisions import (
     COSINE,
     LABEL_AGREEMENT,
     Measure,
@@ -30,10 +34,6 @@ from export.precision import (
     compare_rows,
     write_precision,
 )
-from export.precision.float16 import write_float16
-from export.precision.graph_files import Feed, find_files, load_graph, measure_ranges, open_session, run_feeds
-from export.precision.int8 import _find_fewest, _find_quantized, _quantize, _restore
-from export.precision.islands import find_islands
 from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from export.targets import DEFAULT_TARGET
 

@@ -9,11 +9,11 @@ from architectures import ARCHITECTURES, save_model
 from conftest import Finished, fingerprint, run
 
 from demo.serving import Addresses, serve
-from export import onnx_export
 from export.__main__ import main
 from export.errors import SettingsError
-from export.lockfile import read_lock
-from export.tolerances import choose_tolerances, scale_tolerances
+from export.graph import onnx_export
+from export.proof.tolerances import choose_tolerances, scale_tolerances
+from export.repository.lockfile import read_lock
 
 EXACT = {"max_abs_error": 1e-5, "min_cosine": 0.999999}
 

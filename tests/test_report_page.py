@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from conftest import Exported
 
-from export.histogram import BOTTOM, LEFT, RIGHT, TOP, build_histogram
-from export.report_page import format_figure, is_broken, render_report_page
+from export.proof.histogram import BOTTOM, LEFT, RIGHT, TOP, build_histogram
+from export.proof.report_page import format_figure, is_broken, render_report_page
 
 EDGES = [-12.0 + 0.5 * step for step in range(31)]
 

@@ -16,9 +16,9 @@ from conftest import Exported, fingerprint
 
 from demo.serving import serve
 from export.errors import RepositoryError
-from export.model_config import ModelNames, parse_config
-from export.repository import Publication, check_contract, check_name, publish
-from export.verify import hash_file
+from export.proof.verify import hash_file
+from export.repository.model_config import ModelNames, parse_config
+from export.repository.publication import Publication, check_contract, check_name, publish
 
 NAMES = ModelNames(name="sentence_embedding")
 

@@ -9,7 +9,7 @@ from conftest import Published
 from launcher import running
 from soak import open_clients, saturate, soak
 
-from export.model_config import MAX_QUEUE_SIZE
+from export.repository.model_config import MAX_QUEUE_SIZE
 
 SECONDS = 12.0
 

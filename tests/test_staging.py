@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from export.consolidation.staging import stage_folder
 from export.errors import CheckpointError
-from export.staging import stage_folder
 
 
 def stage(target: Path) -> None:

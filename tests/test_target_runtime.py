@@ -14,9 +14,9 @@ import pytest
 from conftest import CHECKOUT, Exported
 from onnx import TensorProto, helper
 
-from export import target_runtime
 from export.errors import RuntimeFailure
-from export.target_runtime import TensorInfo, fetch_runtime, open_runtime
+from export.proof import target_runtime
+from export.proof.target_runtime import TensorInfo, fetch_runtime, open_runtime
 from export.targets import Target, find_target
 
 # What the same graph may compute otherwise under another ONNX Runtime: fp32 sums in another order.

@@ -6,15 +6,15 @@ import torch
 from transformers import BertConfig
 
 from export.checkpoints import TensorSpec, open_checkpoint
-from export.encoding import Question
 from export.errors import ModelError
 from export.request import TaskOptions
 from export.tasks import TaskSource, build_task, find_task_name
 from export.tasks.classification import choose_function, read_labels
+from export.tasks.encoding import Question
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
-from export.torch_model import load_config, load_model
-from export.transforms import CastToFloat32
-from export.vocabulary import load_tokenizer
+from export.weights.tokenizer import load_tokenizer
+from export.weights.torch_model import load_config, load_model
+from export.weights.transforms import CastToFloat32
 
 MODULES = "sentence_transformers.models"
 

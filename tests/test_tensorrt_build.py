@@ -18,15 +18,9 @@ from google.protobuf import text_format
 from onnxruntime.quantization import quantize_dynamic
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export import tensorrt_build
-from export.errors import EngineError
-from export.model_config import MAX_BATCH_SIZE, parse_config
-from export.precision.float16 import write_float16
-from export.precision.graph_files import Feed, load_graph
-from export.precision.islands import find_islands
-from export.signature import BATCH, SEQ_LEN, WINDOWS, Contract, TensorSignature, TextSignature
-from export.tensorrt_build import PlanRunner, build_engine, find_version
-from export.tensorrt_plan import (
+from export.engines import tensorrt_build
+from export.engines.tensorrt_build import PlanRunner, build_engine, find_version
+from export.engines.tensorrt_plan import (
     AxisRange,
     PlanMetadata,
     ShapeRange,
@@ -38,6 +32,12 @@ from export.tensorrt_plan import (
     parse_version,
     plan_build,
 )
+from export.errors import EngineError
+from export.graph.files import Feed, load_graph
+from export.graph.float16 import write_float16
+from export.graph.islands import find_islands
+from export.repository.model_config import MAX_BATCH_SIZE, parse_config
+from export.signature import BATCH, SEQ_LEN, WINDOWS, Contract, TensorSignature, TextSignature
 
 STUBS = CHECKOUT / ".venv" / "stubs" / "tensorrt_bindings" / "tensorrt.pyi"
 

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from client.bench import read_corpus
-from export.encoding import Question, QuestionEncoder
 from export.errors import VerificationError, VocabularyError
 from export.request import AddedToken
-from export.vocabulary import add_tokens, load_tokenizer
+from export.tasks.encoding import Question, QuestionEncoder
+from export.weights.tokenizer import add_tokens, load_tokenizer
 
 TEXTS = 5_000
 ADDED = [AddedToken(token="[ENT]"), AddedToken(token="<|sep|>"), AddedToken(token="Foo", special=False)]

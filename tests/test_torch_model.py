@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError, ModelError
-from export.torch_model import find_input_embedding, load_config, load_model
+from export.weights.torch_model import find_input_embedding, load_config, load_model
 
 
 @pytest.fixture

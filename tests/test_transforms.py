@@ -3,7 +3,7 @@ from collections.abc import Mapping
 import torch
 
 from export.checkpoints import TensorSpec
-from export.transforms import AssignRows, CastToFloat32
+from export.weights.transforms import AssignRows, CastToFloat32
 
 
 class Memory:

@@ -12,14 +12,14 @@ from onnx import numpy_helper
 from tokenizers import Tokenizer
 
 from export.artefacts import Artefacts
-from export.comparison import compare_embeddings
 from export.errors import GraphError, VerificationError
-from export.factory import FactoryTask, read_spec
-from export.onnx_export import check_graph, export_onnx
+from export.graph.onnx_export import check_graph, export_onnx
 from export.pipeline import write_files
+from export.proof.verify import hash_file, verify
 from export.targets import DEFAULT_TARGET, find_target
+from export.tasks.comparison import compare_embeddings
+from export.tasks.own_module import FactoryTask, read_spec
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding
-from export.verify import hash_file, verify
 
 
 def test_an_exact_export_passes_every_case(exported: Exported) -> None:

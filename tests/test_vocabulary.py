@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import BertConfig
 
-from export.encoding import Question, QuestionEncoder
 from export.errors import CheckpointError, VocabularyError
 from export.request import AddedToken
+from export.tasks.encoding import Question, QuestionEncoder
 from export.tasks.text import read_verification_texts
-from export.vocabulary import (
+from export.weights.tokenizer import (
     add_tokens,
     check_ids_have_rows,
     check_special_ids,

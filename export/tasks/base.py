@@ -13,11 +13,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export.artefacts import Artefacts
-from export.cases import Case, Outputs
 from export.checkpoints import StateDict
 from export.errors import ModelError
 from export.request import TaskOptions
 from export.signature import BATCH, SEQ_LEN, TEXT, TEXT_PAIR, ModelSignature, TensorSignature
+from export.tasks.cases import Case, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)

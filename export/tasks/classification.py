@@ -14,13 +14,13 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.encoding import Question
 from export.errors import ModelError
 from export.signature import BATCH, STRING, Contract, TensorSignature, TextSignature
 from export.tasks.base import HeadModule, TaskSource, build_inputs, name_texts
+from export.tasks.encoding import Question
 from export.tasks.text import Answer, TextTask
-from export.torch_model import load_model
-from export.transforms import SelectPrefix
+from export.weights.torch_model import load_model
+from export.weights.transforms import SelectPrefix
 
 LABEL = "LABEL"
 SCORE = "SCORE"

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 
-from export.cases import Outputs
 from export.checkpoints import open_checkpoint
-from export.comparison import EMBEDDING_TOLERANCES, compare_embeddings
-from export.encoding import Question
 from export.errors import ModelError
 from export.json_file import read_json
 from export.signature import BATCH, TEXT, Contract, TensorSignature, TextSignature
 from export.tasks.base import TaskSource, build_inputs
+from export.tasks.cases import Outputs
+from export.tasks.comparison import EMBEDDING_TOLERANCES, compare_embeddings
+from export.tasks.encoding import Question
 from export.tasks.text import Answer, TextTask
-from export.torch_model import load_model
+from export.weights.torch_model import load_model
 
 EMBEDDING = "EMBEDDING"
 

@@ -19,7 +19,7 @@ from export.json_file import read_json
 from export.signature import BATCH, ModelSignature, TensorSignature
 from export.tasks.base import HeadModule, TaskSource
 from export.tasks.tensors import SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
-from export.torch_model import load_model
+from export.weights.torch_model import load_model
 
 # The samples of a waveform.
 SAMPLES = "samples"

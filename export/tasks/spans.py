@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from transformers.pipelines.document_question_answering import select_starts_ends
 
-from export.cases import Outputs
-from export.comparison import MAX_LOGIT_ERROR, compare_logits
-from export.encoding import Question, QuestionEncoder
 from export.errors import ModelError
 from export.signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, TensorSignature, TextSignature
 from export.tasks.base import TaskSource, build_inputs, name_texts
+from export.tasks.cases import Outputs
 from export.tasks.classification import SCORE
+from export.tasks.comparison import MAX_LOGIT_ERROR, compare_logits
+from export.tasks.encoding import Question, QuestionEncoder
 from export.tasks.text import Answer, TextTask
 from export.tasks.tokens import END, START
-from export.torch_model import load_model
+from export.weights.torch_model import load_model
 
 ANSWER = "ANSWER"
 

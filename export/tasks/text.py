@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export.artefacts import Artefacts
-from export.cases import SIZES, Case, Outputs, Row, Side
-from export.comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
-from export.encoding import Question, QuestionEncoder, TokenRow
 from export.signature import BATCH, SEQ_LEN, TEXT, WINDOWS, TextSignature
 from export.tasks.base import Task, TaskSource
+from export.tasks.cases import SIZES, Case, Outputs, Row, Side
+from export.tasks.comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from export.tasks.encoding import Question, QuestionEncoder, TokenRow
 
 # Output name → the values that one question is answered with, as the ensemble gives them.
 Answer = Mapping[str, list[Any]]
@@ -213,4 +213,4 @@ class TextTask(Task):
 
 def read_verification_texts() -> list[str]:
     """Return the sentences that every export is checked on: several languages and scripts, short to long."""
-    return resources.files("export").joinpath("verification_texts.txt").read_text(encoding="utf-8").splitlines()
+    return resources.files(__package__).joinpath("verification_texts.txt").read_text(encoding="utf-8").splitlines()

@@ -22,9 +22,9 @@ from export.checkpoints import StoredCheckpoint, open_checkpoint
 from export.checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from export.checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from export.checkpoints.storage.paths import check_inside, open_regular, read_json
+from export.consolidation.safetensors_output import SafetensorsOutput, refuse_inflated
+from export.consolidation.staging import stage_folder
 from export.errors import CheckpointError, escape_controls, list_some
-from export.safetensors_output import SafetensorsOutput, refuse_inflated
-from export.staging import stage_folder
 
 _DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16)}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

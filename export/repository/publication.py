@@ -30,11 +30,11 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.artefacts import Artefacts
-from export.comparison import describe_errors
 from export.errors import RepositoryError
-from export.model_config import MODEL_BACKEND, ModelNames, build_configs, parse_config, render_config
+from export.proof.verify import VerificationReport, hash_file
+from export.repository.model_config import MODEL_BACKEND, ModelNames, build_configs, parse_config, render_config
 from export.signature import ModelSignature
-from export.verify import VerificationReport, hash_file
+from export.tasks.comparison import describe_errors
 
 REPORT_FILE = "verification.json"
 GOLDEN_FILE = "golden.json"

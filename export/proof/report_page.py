@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from export import histogram
-from export.histogram import Histogram, build_histogram, group_digits
+from export.proof import histogram
+from export.proof.histogram import Histogram, build_histogram, group_digits
 
 PAGE_FILE = "verification.html"
 
@@ -29,7 +29,7 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(figure=format_figure, words=_to_words)
-    template = environment.from_string(resources.files("export").joinpath("report_page.html").read_text("utf-8"))
+    template = environment.from_string(resources.files(__package__).joinpath("report_page.html").read_text("utf-8"))
     cases = [case for case in report.get("cases", []) if isinstance(case, Mapping)]
     tolerances = _mapping(report, "tolerances")
     text = template.render(

@@ -9,11 +9,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from export.checkpoints import StateDict
 from export.errors import VocabularyError
-from export.initializers import DEFAULT_SPREAD, build_row
 from export.request import AddedToken, VocabularyOptions
-from export.torch_model import find_input_embedding, find_output_tables
-from export.transforms import AssignRows, CutRows
-from export.vocabulary import add_tokens, check_ids_have_rows, hash_vocabulary
+from export.weights.new_rows import DEFAULT_SPREAD, build_row
+from export.weights.tokenizer import add_tokens, check_ids_have_rows, hash_vocabulary
+from export.weights.torch_model import find_input_embedding, find_output_tables
+from export.weights.transforms import AssignRows, CutRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.errors import SettingsError
-from export.precision import COSINE, LABEL_AGREEMENT, THRESHOLDS
+from export.graph.precisions import COSINE, LABEL_AGREEMENT, THRESHOLDS
 
 # Precision → what a largest error of fp32 is multiplied by. fp16 has 11 bits and bf16 8 where fp32 has 24; the sums of
 # a whole model make up for some of it. A wrong weight, mask or pooling is still far beyond.

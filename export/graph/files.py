@@ -12,7 +12,7 @@ import onnxruntime
 from onnx_ir.passes import common
 
 from export.errors import PrecisionError
-from export.onnx_export import EXTERNAL_ABOVE_BYTES
+from export.graph.onnx_export import EXTERNAL_ABOVE_BYTES
 
 # Input name → values, as ONNX Runtime takes them.
 Feed = Mapping[str, npt.NDArray[Any]]

@@ -17,7 +17,7 @@ import onnx
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.errors import EngineError, list_some
-from export.precision.graph_files import Feed
+from export.graph.files import Feed
 from export.signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TextSignature
 
 PLAN_FILE = "model.plan"

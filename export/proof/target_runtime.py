@@ -21,13 +21,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from export import target_worker
 from export.errors import RuntimeFailure, list_some
-from export.target_worker import read_message, write_message
+from export.proof import target_worker
+from export.proof.target_worker import read_message, write_message
 from export.targets import Target
 
 # Where the wheels of other versions are kept: in the checkout, or where that cannot be written, in the home folder.
-_CACHES = (Path(__file__).resolve().parent.parent / ".cache", Path("~/.cache/modelyard"))
+_CACHES = (Path(__file__).resolve().parent.parent.parent / ".cache", Path("~/.cache/modelyard"))
 
 # How much of what a worker wrote to stderr is looked at for its last words, and how much of a message is quoted.
 _STDERR_BYTES = 16384

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from export.artefacts import Artefacts
-from export.cases import Case, Outputs, join_rows
-from export.precision import Feed, Measure, PrecisionReport, Quality, write_precision
-from export.target_runtime import open_runtime
+from export.graph.precisions import Feed, Measure, PrecisionReport, Quality, write_precision
+from export.proof.target_runtime import open_runtime
+from export.proof.tolerances import QUALITY_KEYS, find_quality_key
+from export.proof.verify import Reference
 from export.targets import Target
 from export.tasks import Task
-from export.tolerances import QUALITY_KEYS, find_quality_key
-from export.verify import Reference
+from export.tasks.cases import Case, Outputs, join_rows
 
 
 def convert(

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from export.artefacts import Artefacts
-from export.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
-from export.comparison import Distribution, is_within, measure_outputs
 from export.errors import EngineError, RuntimeFailure, VerificationError
-from export.target_runtime import open_runtime
+from export.proof.target_runtime import open_runtime
+from export.proof.tolerances import Tolerances
 from export.targets import Target
 from export.tasks import Task
-from export.tolerances import Tolerances
+from export.tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
+from export.tasks.comparison import Distribution, is_within, measure_outputs
 
 # How much further off than in any case a server may be, whose batches are others.
 _MARGIN = 1.5

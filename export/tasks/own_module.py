@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.cases import Outputs, Row, Side, join_rows
 from export.checkpoints import StateDict
-from export.comparison import TENSOR_TOLERANCES, compare_tensors, is_within
 from export.errors import ModelError, SettingsError, list_some
 from export.signature import BATCH, ModelSignature, TensorSignature
+from export.tasks.cases import Outputs, Row, Side, join_rows
+from export.tasks.comparison import TENSOR_TOLERANCES, compare_tensors, is_within
 from export.tasks.tensors import KSERVE_DTYPES, SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
 
 # What the batch is called where rows depend on one another: an axis like any other, which Triton must not join.

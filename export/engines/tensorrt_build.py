@@ -16,9 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from export.errors import EngineError
-from export.precision.graph_files import Feed, find_files
-from export.tensorrt_plan import (
+from export.engines.tensorrt_plan import (
     PLAN_FILE,
     BuildPlan,
     PlanMetadata,
@@ -28,6 +26,8 @@ from export.tensorrt_plan import (
     check_operators,
     describe_profiles,
 )
+from export.errors import EngineError
+from export.graph.files import Feed, find_files
 
 if TYPE_CHECKING:
     import tensorrt as trt

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from export.errors import PrecisionError
-from export.onnx_export import EXTERNAL_ABOVE_BYTES
-from export.precision.float16 import write_bfloat16, write_float16
-from export.precision.graph_files import Feed, count_bytes, load_graph, measure_ranges
-from export.precision.int8 import write_int8
-from export.precision.islands import find_islands
-from export.precision.quality import (
+from export.graph.files import Feed, count_bytes, load_graph, measure_ranges
+from export.graph.float16 import write_bfloat16, write_float16
+from export.graph.int8 import write_int8
+from export.graph.islands import find_islands
+from export.graph.onnx_export import EXTERNAL_ABOVE_BYTES
+from export.graph.speed import (
     COSINE,
     LABEL_AGREEMENT,
     Measure,

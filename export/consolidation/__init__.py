@@ -1,0 +1,1 @@
+"""A checkpoint's weights as a Hugging Face folder, copied without being interpreted."""

@@ -1,0 +1,1 @@
+"""Whether what will be served gives the checkpoint's own answers."""

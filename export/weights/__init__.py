@@ -1,0 +1,1 @@
+"""From stored weights to a torch model: adapters, vocabulary, and the dtype in which it is proven."""
