@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+BENCH   = PYTHONPATH=.:tests:tests/trainers $(BIN)/python -m benches.
 
 # tritonserver's Python backend is linked to the interpreter's shared library, which Debian packages on its own.
 # Installed where we may; elsewhere `python -m server` says what is missing.
@@ -50,11 +51,11 @@ test: setup lint $(VENV)/trainers ## Run the whole test suite
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
 	@docker/podman/prepare.sh
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,containers]'
-	@$(BIN)/python -m pytest -m containers tests/test_containers.py
-	@$(BIN)/python -m pytest tests/test_compose.py
+	@$(BIN)/python -m pytest -m containers tests/project/test_containers.py
+	@$(BIN)/python -m pytest tests/project/test_compose.py
 
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
-	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/test_architectures.py
+	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -63,22 +64,22 @@ bench: setup ## Measure the demo model with perf_analyzer on real text
 	@$(BIN)/python -m demo.bench
 
 bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpeed's script and cp
-	@$(BIN)/python tests/bench_consolidate.py
+	@$(BENCH)bench_consolidate $(BENCH_OPTIONS)
 
 targets: setup ## Measure again what each target's ONNX Runtime loads
-	@$(BIN)/python tests/bench_targets.py
+	@$(BENCH)bench_targets
 
 fuzz: setup ## Feed the checkpoint readers 40,000 hostile files, and every HTTP operation 2,000 requests
-	@$(BIN)/python tests/fuzz_torch_zip.py --inputs 40000
-	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/test_fuzz_http.py
+	@$(BENCH)fuzz_torch_zip --inputs 40000
+	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/server/test_fuzz_http.py
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
-	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/test_healing.py -s
+	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
 
 SOAK_MINUTES ?= 20
 
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
-	@$(BIN)/python tests/soak.py --minutes $(SOAK_MINUTES)
+	@$(BENCH)soak --minutes $(SOAK_MINUTES)
 
 clean: ## Remove the environment and the caches; published models stay
 	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -5,58 +5,28 @@ import os
 # As `export` itself sets it, and before torch is imported here: tests share their cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import hashlib
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from harness import Exported, Finished, Published, run, verify_files
 from rich.console import Console
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import ADDED_TOKENS, Addresses, serve
 from export.__main__ import main as run_export_cli
-from export.artefacts import Artefacts
-from export.pipeline import Source, load_source, write_files
+from export.pipeline import load_source, write_files
 from export.progress import Progress
-from export.proof.verify import VerificationReport, verify
 from export.request import AddedToken, ExportRequest, VocabularyOptions
 from export.targets import DEFAULT_TARGET
-
-CHECKOUT = Path(__file__).resolve().parent.parent
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and whatever the job starts ignores it as well.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run(*arguments: str, cwd: Path = CHECKOUT, **options: object) -> Finished:
-    """Run a command with this Python and wait for it."""
-    result = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, **options)  # type: ignore[call-overload]
-    return Finished(result.returncode, result.stdout, result.stderr)
-
-
-def fingerprint(directory: Path) -> dict[str, str]:
-    """Return every path below `directory` with the hash of its bytes, folders included."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted(directory.rglob("*"))
-    }
 
 
 @pytest.fixture(scope="session")
@@ -96,15 +66,6 @@ def export_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
     return call
 
 
-@dataclass(frozen=True)
-class Published:
-    """The demo's model as `python -m export run --json` published it."""
-
-    repository: Path
-    result: dict
-    log: str
-
-
 @pytest.fixture(scope="session")
 def published(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
     """Export the real checkpoint once for all tests that only read it."""
@@ -120,29 +81,6 @@ def server(published: Published) -> Iterator[Addresses]:
     """Serve the real checkpoint with the real tritonserver for all tests that only ask it."""
     with serve(published.repository) as addresses:
         yield addresses
-
-
-@dataclass(frozen=True)
-class Exported:
-    """The small checkpoint's source of truth and its exported files, verified."""
-
-    source: Source
-    files: Artefacts
-    report: VerificationReport
-
-    @property
-    def model_file(self) -> Path:
-        return self.files.graph
-
-    @property
-    def tokenizer_file(self) -> Path:
-        return self.files.tokenizer
-
-
-def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> VerificationReport:
-    """Run the parity gate on files that may differ from what the source would export."""
-    files = Artefacts(model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file)
-    return verify(task=source.task, files=files, target=DEFAULT_TARGET)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import CHECKOUT, Finished, run
+from harness import CHECKOUT, Finished, run
 
 from server.stubs import Stub, StubTable, list_children
 

@@ -1,0 +1,48 @@
+"""The pure half of the backend `python_preprocess`; the other half is tested where it runs, inside tritonserver."""
+
+from pathlib import Path
+
+import pytest
+from harness import Exported, load_backend
+from tokenizers import Tokenizer, models
+
+tokenization = load_backend("python_preprocess", "tokenization")
+
+
+def test_a_file_without_truncation_or_padding_is_refused(tmp_path: Path, exported: Exported) -> None:
+    tokenizer = Tokenizer.from_file(str(exported.tokenizer_file))
+    tokenizer.no_truncation()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="sets no padding or no truncation"):
+        tokenization.TextTokenizer(tmp_path / "tokenizer.json", ["input_ids"])
+
+
+def test_an_output_that_no_tokenizer_makes_is_refused(exported: Exported) -> None:
+    with pytest.raises(ValueError, match="outputs scores are none of a tokenizer"):
+        tokenization.TextTokenizer(exported.tokenizer_file, ["input_ids", "scores"])
+
+
+def build_unigram_without_unknown(path: Path) -> Path:
+    """Write a tokenizer that fails as a whole batch on a character it has no token for."""
+    tokenizer = Tokenizer(models.Unigram([("a", -1.0), ("b", -1.0)]))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding()
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_text_that_fails_the_whole_batch_is_refused_alone(tmp_path: Path) -> None:
+    tokenizer = tokenization.TextTokenizer(build_unigram_without_unknown(tmp_path / "tokenizer.json"), ["input_ids"])
+    good, bad, empty, long = tokenizer.encode([("ab",), ("axb",), ("",), ("ababab",)])
+    assert good.windows[0].ids == [0, 1]
+    assert isinstance(bad, tokenization.TextError)
+    assert "TEXT cannot be tokenised" in str(bad)
+    assert str(empty) == "TEXT holds no token: expected at least one, got an empty sequence"
+    assert long.windows[0].ids == [0, 1, 0, 1]
+    assert tokenizer.stack([good, long])["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 0, 1]]
+
+
+def test_decoding_names_the_row_and_the_byte() -> None:
+    assert tokenization.decode_text("é".encode(), 0) == "é"
+    with pytest.raises(tokenization.TextError, match="TEXT row 3 is not UTF-8: .* got 0xc3 at byte 1"):
+        tokenization.decode_text(b"a\xc3", 3)

@@ -1,0 +1,143 @@
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trainers.zero_checkpoints import find_checkpoint
+
+from export.checkpoints import open_checkpoint
+from export.checkpoints.pickles.torch_zip import open_torch_zip, read_bare_pickle
+from export.checkpoints.storage.paths import (
+    MAX_JSON_BYTES,
+    check_inside,
+    open_regular,
+    read_json,
+    read_json_beside,
+    read_small,
+)
+from export.checkpoints.storage.safetensors_file import read_safetensors
+from export.checkpoints.storage.zip_archive import ZipArchive
+from export.errors import CheckpointError
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a FIFO": os.mkfifo,
+    # Ends at once, as others never do.
+    "a device": lambda path: path.symlink_to(os.devnull),
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_regular_file_is_refused_before_a_byte_is_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "config.json"
+    KINDS[kind](path)
+    for read in (open_regular, read_json, read_json_beside):
+        with pytest.raises(CheckpointError) as refusal:
+            read(path)
+        assert str(refusal.value) == f"{path} is no regular file: expected a file, got {kind}."
+
+
+def test_small_files_are_read_whole_up_to_their_limit(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(10))
+    assert read_small(tmp_path / "x", max_bytes=10) == bytes(10)
+    with pytest.raises(CheckpointError, match=r"x is too large: expected at most 9 bytes, got 10\."):
+        read_small(tmp_path / "x", max_bytes=9)
+    with pytest.raises(CheckpointError, match=r"y cannot be opened: expected a file, got No such file or directory\."):
+        read_small(tmp_path / "y", max_bytes=9)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b"{", "1 bytes (Expecting property name"),
+        (b"\xff", "1 bytes ('utf-8' codec"),
+        (b"[" * 100_000, "100000 bytes (values nested too deeply)"),
+        (b"[0" + b",0" * 4_000_000 + b"]", "8000003 bytes (more than 4000000 values)"),
+    ],
+)
+def test_json_that_is_none_or_would_fill_the_memory_is_refused(tmp_path: Path, text: bytes, found: str) -> None:
+    (tmp_path / "x.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match="cannot be read: expected JSON, got ") as refusal:
+        read_json(tmp_path / "x.json")
+    assert found in str(refusal.value)
+    assert read_json_beside(tmp_path / "x.json") == {}
+
+
+def test_nothing_beside_the_weights_says_nothing_and_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    assert read_json_beside(tmp_path / "config.json") == {}
+    (tmp_path / "config.json").symlink_to("gone.json")
+    with pytest.raises(CheckpointError, match="config.json cannot be opened"):
+        read_json_beside(tmp_path / "config.json")
+
+
+def save_sharded(folder: Path) -> None:
+    for number in (1, 2):
+        save_file({f"w{number}": torch.ones(2)}, folder / f"model-{number}.safetensors")
+    weight_map = {f"w{number}": f"model-{number}.safetensors" for number in (1, 2)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "config.json", "trainer_state.json"], ids=["index", "config", "state"]
+)
+def test_a_sparse_file_of_gigabytes_beside_the_weights_is_refused(tmp_path: Path, name: str) -> None:
+    save_sharded(tmp_path)
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 3 << 30)
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is too large: expected at most {MAX_JSON_BYTES} bytes, got {3 << 30}"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_a_fifo_in_place_of_a_weight_file_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(find_checkpoint("z2_bf16"), folder)
+    path = next(folder.glob("*/*_optim_states.pt"))
+    path.unlink()
+    os.mkfifo(path)
+    for read in (open_torch_zip, ZipArchive, read_bare_pickle, read_safetensors):
+        with pytest.raises(CheckpointError, match="is no regular file: expected a file, got a FIFO"):
+            read(path)
+    with pytest.raises(CheckpointError, match="is no regular file: expected a file, got a FIFO"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["latest", "--tag", "index"])
+def test_a_name_longer_than_any_file_system_takes_is_refused(tmp_path: Path, name: str) -> None:
+    long = "n" * 256
+    if name == "index":
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": long}}))
+    else:
+        (tmp_path / "latest").write_text(long)
+    with pytest.raises(CheckpointError, match="cannot be read: .*, got File name too long") as refusal:
+        open_checkpoint(tmp_path, tag=long if name == "--tag" else None)
+    assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "model.safetensors", "latest", "config.json"])
+def test_a_link_to_itself_is_refused(tmp_path: Path, name: str) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(CheckpointError, match="leads nowhere: expected a file in the checkpoint, got "):
+        check_inside(tmp_path / name, tmp_path)
+    if name == "config.json":
+        with pytest.raises(CheckpointError, match=r"config\.json cannot be opened"):
+            open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["torch", "safetensors"])
+def test_names_that_are_no_text_are_refused(tmp_path: Path, family: str) -> None:
+    if family == "torch":
+        torch.save({"a\ud800": torch.ones(2)}, tmp_path / "x.pt")
+    else:
+        header = json.dumps({"a\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(tmp_path)
+    assert "holds tensors whose names are no text: a\\ud800: expected names in Unicode" in str(refusal.value)

@@ -1,0 +1,203 @@
+"""The callers: `client/infer.py`, `client.parity`, `client.bench` and perf_analyzer."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import CHECKOUT, Published, run
+
+from client.perf_analyzer import PerfAnalyzer, find_perf_analyzer, is_real, measure_texts
+from demo.serving import Addresses, serve
+
+INFER = str(CHECKOUT / "client" / "infer.py")
+TEXTS = ["--text", "A cat sleeps.", "--text", "A kitten naps.", "--text", "Interest rates rose."]
+
+
+def test_as_a_plain_script_from_any_folder_it_prints_the_similarities(server: Addresses, tmp_path: Path) -> None:
+    done = run(INFER, "--url", server.http, *TEXTS, cwd=tmp_path)
+    assert done.code == 0
+    assert done.err == ""
+    lines = done.out.splitlines()
+    assert lines[0].startswith(f"sentence_embedding, version 1, at {server.http} over http: 3 texts in ")
+    assert lines[2] == "384 values a text; cosine similarities:"
+    numbers = [[float(cell) for cell in line.split()[1:4]] for line in lines[5:8]]
+    assert numbers[0][0] == numbers[1][1] == 1.0
+    assert numbers[0][1] == numbers[1][0] > 0.5 > numbers[0][2]
+    assert lines[7].endswith("Interest rates rose.")
+
+
+def test_as_a_module_over_grpc_it_prints_json_with_every_value(server: Addresses) -> None:
+    over_http = run(INFER, "--url", server.http, *TEXTS, "--json")
+    over_grpc = run("-m", "client.infer", "--url", server.grpc, "--protocol", "grpc", *TEXTS, "--json")
+    assert (over_http.code, over_grpc.code) == (0, 0)
+    answers = [json.loads(done.out) for done in (over_http, over_grpc)]
+    assert answers[0]["model"] == "sentence_embedding"
+    assert [row["text"] for row in answers[0]["results"]] == TEXTS[1::2]
+    vectors = [np.array([row["EMBEDDING"] for row in answer["results"]]) for answer in answers]
+    assert vectors[0].shape == (3, 384)
+    assert np.abs(vectors[0] - vectors[1]).max() < 1e-6
+
+
+def test_a_file_and_standard_input_give_one_text_a_line(server: Addresses, tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_bytes(b"one\r\n\nthree\x0bhalf\n")
+    done = run(INFER, "--url", server.http, "--file", str(path), "--json")
+    assert [row["text"] for row in json.loads(done.out)["results"]] == ["one", "", "three\x0bhalf"]
+    done = run(INFER, "--url", server.http, "--file", "-", "--json", input="x\ny")
+    assert [row["text"] for row in json.loads(done.out)["results"]] == ["x", "y"]
+
+
+def test_many_texts_are_shown_with_their_nearest(server: Addresses) -> None:
+    texts = [word for index in range(40) for word in ("--text", f"text number {index}")]
+    done = run(INFER, "--url", server.http, *texts)
+    assert done.code == 0
+    assert "nearest  cosine  text" in done.out
+    assert done.out.splitlines()[-1].endswith("text number 39")
+
+
+@contextlib.contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """Listen on a port and answer every connection with these bytes, or never."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connections = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = listener.accept()[0]
+                    connections.append(connection)
+                    if answer is not None:
+                        connection.recv(1000)
+                        connection.sendall(answer)
+                        connection.close()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"localhost:{listener.getsockname()[1]}"
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_every_way_of_getting_no_answer_is_one_sentence_and_exit_1(server: Addresses, protocol: str) -> None:
+    url = getattr(server, protocol)
+    ask = [INFER, "--protocol", protocol, "--text", "x"]
+    with listening(None) as silent, listening(b"220 mail.example ESMTP\r\n") as foreign:
+        cases = {
+            "no server can be reached at localhost:9 over": ["--url", "localhost:9"],
+            "Request for unknown model: 'nope' is not found: expected a model that": ["--url", url, "--model", "nope"],
+            "sentence_embedding_model takes no texts: expected one input TEXT, got input_ids": [
+                "--url",
+                url,
+                "--model",
+                "sentence_embedding_model",
+            ],
+            "no answer from localhost:": ["--url", silent, "--timeout", "1"],
+            f"no server can be reached at {foreign}": ["--url", foreign, "--timeout", "3"],
+            "the server refused the request: in ensemble 'sentence_embedding', TEXT row 1 is not UTF-8": [
+                "--url",
+                url,
+                "--text",
+                os.fsdecode(b"\xff"),
+            ],
+            "nowhere.txt cannot be read": ["--url", url, "--file", "nowhere.txt"],
+        }
+        for sentence, arguments in cases.items():
+            done = run(*ask, *arguments)
+            assert done.code == 1, sentence
+            assert done.out == ""
+            assert done.err.startswith(f"error: {sentence}"), done.err
+            assert done.err.endswith(".\n")
+            assert done.err.count("\n") == 1
+    assert run(INFER, "--url", url).err.startswith("error: there is no text to send")
+    assert run(INFER, "--protocol", "carrier-pigeon").code == 2
+
+
+def test_without_tritonclient_it_says_what_to_install() -> None:
+    python = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
+    done = subprocess.run([python, "-I", INFER, "--text", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is not installed for" in done.stderr
+    assert "pip install 'tritonclient[http,grpc]' numpy" in done.stderr
+
+
+def test_several_ensembles_are_listed_and_the_newest_version_is_asked(published: Published, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    for model in published.repository.iterdir():
+        (tmp_path / "models" / model.name).symlink_to(model)
+    second = tmp_path / "models" / "another"
+    for version in ("9", "10"):
+        (second / version).mkdir(parents=True)
+    config = (published.repository / "sentence_embedding" / "config.pbtxt").read_text()
+    config = config.replace('name: "sentence_embedding"', 'name: "another"')
+    (second / "config.pbtxt").write_text(config.replace("versions: 1\n", "versions: 9\n    versions: 10\n", 1))
+    with serve(tmp_path / "models") as addresses:
+        done = run(INFER, "--url", addresses.http, "--text", "x")
+        assert done.code == 1
+        assert "expected one, got another, sentence_embedding; choose with --model." in done.err
+        done = run(INFER, "--url", addresses.http, "--text", "x", "--model", "another", "--json")
+        assert json.loads(done.out)["version"] == "10", "the newest by number, not by letter"
+
+
+def test_parity_holds_over_every_transport_and_fails_on_another_answer(
+    server: Addresses, published: Published, tmp_path: Path
+) -> None:
+    golden = published.repository / "sentence_embedding" / "1" / "golden.json"
+    command = ["-m", "client.parity", "--url", server.http, "--grpc-url", server.grpc, "--model", "sentence_embedding"]
+    done = run(*command, "--golden", str(golden), "--json")
+    assert done.code == 0, done.err
+    results = json.loads(done.out)
+    assert [result["transport"] for result in results] == ["HTTP JSON", "HTTP binary", "gRPC"]
+    assert all(result["passed"] and result["max_abs_error"] <= 1e-5 and result["texts"] == 32 for result in results)
+    content = json.loads(golden.read_text())
+    content["samples"][3]["expected"][0] += 1e-3
+    (tmp_path / "golden.json").write_text(json.dumps(content))
+    done = run(*command, "--golden", str(tmp_path / "golden.json"))
+    assert done.code == 1
+    assert done.out.count("FAILED") == 3
+
+
+def test_a_placeholder_is_not_taken_for_perf_analyzer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the distribution perf-analyzer 0.1.0 installs one."""
+    placeholder = tmp_path / "perf_analyzer"
+    placeholder.write_text("#!/bin/sh\necho 'Hello, world!'\n")
+    placeholder.chmod(0o755)
+    assert not is_real(PerfAnalyzer(executable=placeholder, libraries=None, source="test"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = find_perf_analyzer()
+    assert found.executable != placeholder
+    assert is_real(found)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_perf_analyzer_measures_the_ensemble_with_text(server: Addresses, protocol: str) -> None:
+    measured = measure_texts(
+        find_perf_analyzer(),
+        model="sentence_embedding",
+        url=getattr(server, protocol),
+        protocol=protocol,
+        texts=["short", "a text of several words", "naïve café 日本"],
+        concurrency=2,
+        request_count=20,
+    )
+    assert measured.inferences_per_s > 0
+    assert 0 < measured.p50_ms <= measured.p99_ms
+
+
+def test_the_benchmark_prints_a_table_and_refuses_without_a_server(server: Addresses) -> None:
+    sweep = ["-m", "client.bench", "--concurrency", "1", "--concurrency", "4", "--requests", "20"]
+    done = run(*sweep, "--url", server.http, "--grpc-url", server.grpc)
+    assert done.code == 0, done.err
+    rows = [line.split() for line in done.out.splitlines()]
+    assert rows[0][:4] == ["in", "flight", "texts/s", "ratio"]
+    assert [row[:2] for row in rows[1:]] == [["http", "1"], ["http", "4"], ["grpc", "1"], ["grpc", "4"]]
+    done = run(*sweep, "--url", "localhost:9")
+    assert done.code == 1
+    assert "no server can be reached at localhost:9" in done.err

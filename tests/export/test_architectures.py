@@ -1,0 +1,124 @@
+"""Every architecture, exported and proven: the table in docs/architectures.md is written by this file."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from harness import CHECKOUT
+from rich.console import Console
+from trainers.architectures import ARCHITECTURES, WITH_PAST, save_model
+
+from export.pipeline import Source, load_source, write_files
+from export.progress import Progress
+from export.proof.target_runtime import open_runtime
+from export.proof.verify import verify
+from export.request import ExportRequest
+from export.targets import DEFAULT_TARGET
+
+PAST = "text-generation-with-past"
+EVERY = [(name, architecture.task) for name, architecture in ARCHITECTURES.items()] + [
+    (name, PAST) for name in WITH_PAST
+]
+
+# One of each kind; the others are run by `make architectures`.
+IN_EVERY_RUN = {
+    ("bert classification", None),
+    ("bert question answering", None),
+    ("roberta classification", None),
+    ("modernbert classification", None),
+    ("llama", None),
+    ("gpt2", PAST),
+    ("qwen3-moe", PAST),
+    ("t5 encoder", "feature-extraction"),
+    ("bart", None),
+    ("vit classification", None),
+    ("wav2vec2 speech", None),
+}
+
+TABLE = CHECKOUT / "docs" / "architectures.md"
+HEAD = """# Architectures
+
+Small random models of these architectures, saved by transformers, exported, and compared with torch at every shape:
+`make architectures` does it again and writes this page. The error is the worst of all cases, of logits and vectors in
+parts of the largest value; the bound is 1e-4 for tensors and logits, 1e-5 for vectors. The seconds are of two cores,
+and grow with whatever else they have to do.
+
+| architecture | task | nodes | cases | worst error | export s | verify s |
+|---|---|---|---|---|---|---|
+"""
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[str]]:
+    """Collect the table's rows, and write them where `make architectures` asks for it."""
+    found: list[str] = []
+    yield found
+    if os.environ.get("MODELYARD_WRITE_TABLE"):
+        TABLE.write_text(HEAD + "\n".join(found) + "\n", encoding="utf-8")
+
+
+def load(name: str, task: str | None, directory: Path) -> Source:
+    save_model(ARCHITECTURES[name], directory / "checkpoint")
+    request = ExportRequest(
+        checkpoint=directory / "checkpoint", name="model", repository=directory / "models", task=task
+    )
+    return load_source(request, Progress(Console(quiet=True), 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        pytest.param(
+            *case, marks=[] if case in IN_EVERY_RUN else [pytest.mark.architectures], id="-".join(filter(None, case))
+        )
+        for case in EVERY
+    ],
+)
+def test_an_architecture_is_exported_and_proven(name: str, task: str | None, rows: list[str], tmp_path: Path) -> None:
+    source = load(name, task, tmp_path)
+    start = time.perf_counter()
+    files = write_files(source.task, tmp_path / "files", DEFAULT_TARGET)
+    exported = time.perf_counter()
+    report = verify(task=source.task, files=files, target=DEFAULT_TARGET)
+    verified = time.perf_counter()
+    assert report.passed, (report.worst.name, report.worst.errors)
+    graph = onnx.load(files.graph, load_external_data=False).graph
+    for value in [*graph.input, *graph.output]:
+        assert value.type.tensor_type.shape.dim[0].dim_param == "batch"
+    rows.append(
+        f"| {name} | {source.task.name} | {len(graph.node)} | {len(report.cases)} | {report.worst.error:.1e} "
+        f"| {exported - start:.1f} | {verified - exported:.1f} |"
+    )
+
+
+def test_the_table_names_every_architecture() -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    named = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")][1:]
+    assert named == [name for name, _ in EVERY]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_text_written_token_by_token_has_the_scores_of_the_whole(name: str, tmp_path: Path) -> None:
+    source = load(name, PAST, tmp_path)
+    task = source.task
+    files = write_files(task, tmp_path / "files", DEFAULT_TARGET)
+    ids = np.array([[7, 30, 12, 99, 41, 5], [8, 8, 250, 3, 17, 64]])
+    with torch.no_grad():
+        expected = task.module.model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
+    names = [tensor.name for tensor in task.signature.outputs]
+    past = {
+        tensor.name: np.zeros(tensor.resolve_dims({"batch": 2, "past_len": 0}), dtype=np.float32)
+        for tensor in task.signature.inputs[2:]
+    }
+    with open_runtime(DEFAULT_TARGET) as runtime:
+        session = runtime.load(files.graph)
+        for start, end in ((0, 2), (2, 3), (3, 4), (4, 6)):
+            feeds = {"input_ids": ids[:, start:end], "attention_mask": np.ones((2, end), dtype=np.int64), **past}
+            logits, *present = session.run(names, feeds)
+            np.testing.assert_allclose(logits, expected[:, start:end], atol=1e-4)
+            past = dict(zip(past, present, strict=True))

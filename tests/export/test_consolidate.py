@@ -1,0 +1,287 @@
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CHECKOUT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from export.checkpoints import open_checkpoint
+from export.commands import consolidate as verb
+from export.commands.consolidate import consolidate, parse_size
+from export.commands.inspect_checkpoint import inspect_checkpoint
+from export.errors import CheckpointError
+
+# What the format promises whatever the model's size; measured at 22 MB on Python 3.11.
+ANONYMOUS_LIMIT_BYTES = 100 * 10**6
+
+
+def make_checkpoint(folder: Path, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    weight = torch.randn(20, 5)
+    state = {
+        "embed.weight": weight,
+        "head.weight": weight,
+        "transposed": torch.randn(6, 8).t(),
+        "half": torch.randn(9).to(torch.bfloat16),
+        "count": torch.tensor(3),
+        "flags": torch.tensor([True, False, True]),
+        **more,
+    }
+    folder.mkdir()
+    torch.save({"model": state}, folder / "checkpoint.pt")
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", "text_config": {"torch_dtype": "float16"}}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "spiece.model").write_bytes(b"\x00\x01")
+    (folder / "optimizer_notes.txt").write_text("stays behind")
+    return state
+
+
+def test_every_byte_arrives_and_what_belongs_to_the_model_comes_along(tmp_path: Path) -> None:
+    state = make_checkpoint(tmp_path / "in")
+    done = consolidate(tmp_path / "in", tmp_path / "out")
+    assert done.files == ("config.json", "model.safetensors", "spiece.model", "tokenizer.json")
+    assert (done.tensors, done.tied) == (5, 1)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == state.keys() - {"head.weight"}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in written.items())
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+
+def test_shards_and_index_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    state = make_checkpoint(tmp_path / "in")
+    consolidate(tmp_path / "in", tmp_path / "out", max_shard_bytes=300)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert shards == [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    assert index["metadata"]["total_size"] == 400 + 192 + 18 + 8 + 3
+    assert index["metadata"]["head.weight"] == "embed.weight"
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert all(torch.equal(checkpoint.read(name), state[name]) for name in index["weight_map"])
+    assert len(index["weight_map"]) == 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_cast_is_torchs_own_and_the_configuration_says_so(tmp_path: Path, dtype: str) -> None:
+    state = make_checkpoint(tmp_path / "in")
+    consolidate(tmp_path / "in", tmp_path / "out", dtype=dtype)
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        expected = state[name].to(getattr(torch, dtype)) if state[name].is_floating_point() else state[name]
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"dtype": dtype, "text_config": {"torch_dtype": dtype}}
+
+
+def test_a_cast_that_overflows_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in", large=torch.tensor([1e6]))
+    with pytest.raises(CheckpointError, match="large does not fit float16: expected finite numbers after the cast"):
+        consolidate(tmp_path / "in", tmp_path / "out", dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_folder_that_exists_is_not_touched(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    consolidate(tmp_path / "in", tmp_path / "out")
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    with pytest.raises(CheckpointError, match="out exists already: expected a new folder, got something there; choose"):
+        consolidate(tmp_path / "in", tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+    with pytest.raises(CheckpointError, match="cannot be made: expected a folder that can be written to, got No such"):
+        consolidate(tmp_path / "in", tmp_path / "nowhere" / "out")
+
+
+def test_tensors_that_overlap_to_fill_a_disk_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    whole = torch.zeros(1000)
+    torch.save({f"w{start}": whole[start:] for start in range(100)}, tmp_path / "in" / "x.pt")
+    with pytest.raises(
+        CheckpointError,
+        match=r"share their bytes: .*: expected at most four times the 4000 bytes that they lie in, got 380200; clone",
+    ):
+        consolidate(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 300])
+def test_what_was_written_is_written_again_byte_for_byte(tmp_path: Path, max_shard_bytes: int) -> None:
+    # Ties of a width that comes last in the file, out of the order of the model.
+    half = torch.randn(8).to(torch.bfloat16)
+    state = make_checkpoint(tmp_path / "in", zz=half, b=half, a=half, last=torch.randn(30))
+    consolidate(tmp_path / "in", tmp_path / "one", max_shard_bytes=max_shard_bytes)
+    done = consolidate(tmp_path / "one", tmp_path / "two", max_shard_bytes=max_shard_bytes)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()} == first
+    assert done.tied == 3
+    found = inspect_checkpoint(tmp_path / "one")
+    assert sorted(map(sorted, found.tied)) == [["a", "b", "zz"], ["embed.weight", "head.weight"]]
+    checkpoint = open_checkpoint(tmp_path / "one")
+    assert checkpoint.specs().keys() == state.keys()
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in state.items())
+
+
+def test_a_zero_size_parameter_of_any_name_is_written_and_read_again(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    names = ["a b", 'c"d', "plain"]
+    metadata = {"format": "pt", "zero_size_parameters": json.dumps(names)}
+    state = {"w": torch.ones(2), **{name: torch.empty(0, 3) for name in names}}
+    save_file(state, tmp_path / "in" / "model.safetensors", metadata=metadata)
+    consolidate(tmp_path / "in", tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").zero_size == set(names)
+
+
+def test_a_name_that_safetensors_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in", __metadata__=torch.ones(2))
+    with pytest.raises(CheckpointError, match="no place for a tensor called __metadata__: expected another name"):
+        consolidate(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["format", "zero_size_parameters"])
+def test_a_tied_name_with_another_meaning_in_the_metadata_is_refused(tmp_path: Path, name: str) -> None:
+    weight = torch.ones(3)
+    (tmp_path / "tied").mkdir()
+    torch.save({"a": weight, name: weight}, tmp_path / "tied" / "x.pt")
+    with pytest.raises(
+        CheckpointError, match=f"{name} cannot be recorded as a tied name: .*, which shares the bytes of a;"
+    ):
+        consolidate(tmp_path / "tied", tmp_path / "out")
+    (tmp_path / "holder").mkdir()
+    torch.save({name: weight, "a": weight}, tmp_path / "holder" / "x.pt")
+    consolidate(tmp_path / "holder", tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").tied == {"a": name}
+
+
+def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").unlink()
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "in" / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leads outside"):
+        consolidate(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("folder", "is no regular file: expected a file, got a folder"),
+        ("dangling", "cannot be opened: expected a file, got No such file or directory"),
+        ("half a character", "holds what is no text: expected Unicode, got half a character"),
+    ],
+)
+def test_a_configuration_that_cannot_be_carried_over_is_refused(tmp_path: Path, kind: str, found: str) -> None:
+    make_checkpoint(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to("gone.json")
+    else:
+        path.write_text('{"dtype": "float16", "name": "\\ud800"}')
+    with pytest.raises(CheckpointError, match=found):
+        consolidate(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
+    assert not (tmp_path / "out").exists()
+
+
+def start(source: Path, target: Path, *, pause_s: float) -> subprocess.Popen[bytes]:
+    """A run of the verb that stops for `pause_s` after its first bytes."""
+    script = (
+        "import sys, time, export.safetensors_output as output\n"
+        "write = output.SafetensorsOutput.write\n"
+        f"output.SafetensorsOutput.write = lambda *args: (write(*args), time.sleep({pause_s}))\n"
+        "from export.__main__ import main\n"
+        "sys.exit(main(['consolidate', *sys.argv[1:]]))\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(source), str(target)], cwd=CHECKOUT, stderr=subprocess.PIPE
+    )
+
+
+def wait_for(pattern: str, folder: Path) -> Path:
+    for _ in range(500):
+        found = list(folder.glob(pattern))
+        if found:
+            return found[0]
+        time.sleep(0.02)
+    raise AssertionError(f"no {pattern} in {folder}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    make_checkpoint(tmp_path / "in")
+    run = start(tmp_path / "in", tmp_path / "out", pause_s=0.5)
+    wait_for(".out.partial-*/model.safetensors", tmp_path)
+    run.send_signal(number)
+    assert run.wait(20) != 0
+    run.communicate()
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_killed_run_is_repeated_without_cleaning_up(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in")
+    run = start(tmp_path / "in", tmp_path / "out", pause_s=30)
+    left = wait_for(".out.partial-*", tmp_path)
+    run.kill()
+    run.communicate()
+    assert left.is_dir()
+    consolidate(tmp_path / "in", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_run_that_still_goes_on_is_let_be(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in")
+    run = start(tmp_path / "in", tmp_path / "out", pause_s=0.5)
+    left = wait_for(".out.partial-*/model.safetensors", tmp_path).parent
+    consolidate(tmp_path / "in", tmp_path / "out")
+    assert left.is_dir()
+    assert run.wait(20) != 0
+    assert b"out cannot be written: got Directory not empty" in run.communicate()[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_memory_stays_small_whatever_the_models_size(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    state = {f"w{index}": torch.ones(20_000_000, dtype=torch.float32) for index in range(4)}
+    torch.save({**state, "t": torch.ones(4000, 2500).t()}, tmp_path / "in" / "x.pt")
+    script = (
+        "import sys, threading, time\n"
+        "from pathlib import Path\n"
+        "from export.commands.consolidate import consolidate\n"
+        "peak = 0\n"
+        "def watch():\n"
+        "    global peak\n"
+        "    while True:\n"
+        "        lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "        peak = max(peak, next(int(line.split()[1]) for line in lines if line.startswith('RssAnon')))\n"
+        "        time.sleep(0.005)\n"
+        "threading.Thread(target=watch, daemon=True).start()\n"
+        "consolidate(Path(sys.argv[1]), Path(sys.argv[2]), dtype='bfloat16')\n"
+        "print(peak * 1024)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "in"), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 180_000_000
+    assert int(done.stdout) < ANONYMOUS_LIMIT_BYTES
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("300 mb", 3 * 10**8), ("1.5K", 1500), ("7", 7)])
+def test_sizes_are_read_as_save_pretrained_reads_them(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 PB", "-3", "0"])
+def test_a_size_that_is_none_is_a_usage_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(["consolidate", "in", "out", f"--max-shard-size={text}"])
+    assert stopped.value.code == 2
+    assert f"{text!r} is no size; write 5GB or 300MB" in capsys.readouterr().err

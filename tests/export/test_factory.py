@@ -1,0 +1,313 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from google.protobuf import text_format
+from harness import Finished, fingerprint
+from tritonclient.grpc import model_config_pb2 as pb
+
+from export.errors import ModelError, SettingsError
+from export.tasks.own_module import FactoryTask, build_factory_task, read_spec
+
+MODULES = '''
+import torch
+from torch import nn
+
+
+class Frames(nn.Module):
+    """A scorer of frames, masked."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.inner = nn.Linear(8, width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, frames, mask):
+        states = self.inner(frames).tanh()
+        weights = mask.float().unsqueeze(-1)
+        return {"scores": self.head((states * weights).sum(1) / weights.sum(1)), "states": states}
+
+
+class Centred(nn.Module):
+    def forward(self, values):
+        return values - values.mean(0)
+
+
+class Noisy(nn.Module):
+    def forward(self, values):
+        return values + torch.randn_like(values)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("asked", torch.zeros(()))
+
+    def forward(self, values):
+        self.asked += 1
+        return values * 2
+
+
+class Branching(nn.Module):
+    def forward(self, values):
+        return values * 2 if values.sum() > 0 else values * 3
+
+
+class Looping(nn.Module):
+    """Its loop over an axis is what the exporter refuses; a trace would make the length a constant."""
+
+    def forward(self, values):
+        total = torch.zeros(values.shape[0])
+        for index in range(values.shape[1]):
+            total = total + values[:, index]
+        return total
+
+
+class Encoder(nn.Module):
+    """torch's fast path for attention zeroes what is padding, which no graph does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, values, mask):
+        return self.layers(values, src_key_padding_mask=mask == 0)
+
+
+class Colliding(nn.Module):
+    """Returns its input as it came, a value twice, and values that bear names of the graph's own inside."""
+
+    def forward(self, values):
+        linear = values * 2
+        return values, linear, linear, linear + 1
+
+
+class Recurrent(nn.Module):
+    """The exporter writes down its output with the length of the example; a trace does not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells = nn.GRU(8, 4, batch_first=True)
+
+    def forward(self, frames):
+        return self.cells(frames)[0]
+
+
+def frames(width=16):
+    torch.manual_seed(0)
+    return Frames(width)
+
+
+def broken():
+    raise RuntimeError("no such file: weights.bin")
+
+
+def no_module():
+    return 3
+'''
+
+FRAMES = {
+    "inputs": {
+        "frames": {"shape": ["batch", "time", 8]},
+        "mask": {"dtype": "int64", "shape": ["batch", "time"], "values": "mask"},
+    },
+    "outputs": ["scores", "states"],
+    "dims": {"time": {"max": 64}},
+    "arguments": {"width": 12},
+}
+VALUES = {"inputs": {"values": {"shape": ["batch", "width"]}}, "outputs": ["result"]}
+
+
+@pytest.fixture
+def module_file(tmp_path: Path) -> Path:
+    (tmp_path / "modules.py").write_text(MODULES)
+    return tmp_path / "modules.py"
+
+
+def write_spec(folder: Path, content: object) -> Path:
+    (folder / "inputs.json").write_text(json.dumps(content))
+    return folder / "inputs.json"
+
+
+def build(module_file: Path, name: str, spec: object) -> FactoryTask:
+    return build_factory_task(f"{module_file}:{name}", write_spec(module_file.parent, spec), None)
+
+
+def publish(
+    export_cli: Callable[..., Finished], module_file: Path, name: str, spec: object, *options: str
+) -> tuple[Finished, pb.ModelConfig]:
+    folder = module_file.parent
+    write_spec(folder, spec)
+    entry = ["--factory", f"{module_file}:{name}", "--inputs", str(folder / "inputs.json")]
+    done = export_cli("run", *entry, "--name", "mine", "--repository", str(folder / "models"), "--json", *options)
+    config = pb.ModelConfig()
+    if done.code == 0:
+        text_format.Parse((folder / "models" / "mine" / "config.pbtxt").read_text(), config)
+    return done, config
+
+
+def test_a_module_of_ones_own_is_published_as_a_model_of_tensors(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    done, config = publish(export_cli, module_file, "frames", FRAMES)
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert result["contract"] == {"inputs": ["frames", "mask"], "outputs": ["scores", "states"]}
+    assert result["notes"] == []
+    assert result["report"]["passed"]
+    assert config.max_batch_size == 32
+    assert {tensor.name: list(tensor.dims) for tensor in config.output} == {"scores": [3], "states": [-1, 12]}
+    files = {path.name for path in (module_file.parent / "models" / "mine" / "1").iterdir()}
+    assert files == {"model.onnx", "golden.json", "verification.json", "verification.html", "modelyard.lock.json"}
+
+
+def test_trained_weights_are_placed_and_others_are_refused(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    folder = module_file.parent
+    task = build(module_file, "frames", FRAMES)
+    trained = {name: value + 1 for name, value in task.module.module.state_dict().items()}
+    torch.save(trained, folder / "trained.pt")
+    done, _ = publish(export_cli, module_file, "frames", FRAMES, str(folder / "trained.pt"))
+    assert done.code == 0, done.err
+    torch.save({name: value for name, value in trained.items() if name != "head.bias"}, folder / "less.pt")
+    before = fingerprint(folder / "models")
+    done, _ = publish(export_cli, module_file, "frames", FRAMES, str(folder / "less.pt"))
+    assert done.code == 1
+    assert "the weights do not fit the module" in done.err
+    assert "none for head.bias" in done.err
+    assert fingerprint(folder / "models") == before
+
+
+def test_rows_that_change_one_another_are_never_joined(export_cli: Callable[..., Finished], module_file: Path) -> None:
+    done, config = publish(export_cli, module_file, "Centred", VALUES)
+    assert done.code == 0, done.err
+    assert "rows of a batch change one another's answers" in json.loads(done.out)["served_as"]
+    assert config.max_batch_size == 0
+    assert not config.HasField("dynamic_batching")
+    assert list(config.input[0].dims) == [-1, -1]
+
+
+def test_what_answers_differently_each_time_is_refused(module_file: Path) -> None:
+    with pytest.raises(ModelError, match="answers the same input in two ways"):
+        build(module_file, "Noisy", VALUES)
+    with pytest.raises(ModelError, match="changes itself when it is asked: .* got others in module.asked"):
+        build(module_file, "Counting", VALUES)
+
+
+def test_what_a_trace_would_make_constant_is_refused_by_the_proof(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    for name in ("Branching", "Looping"):
+        done, _ = publish(export_cli, module_file, name, VALUES)
+        assert done.code == 1, name
+        assert "error: " in done.err
+        assert not (module_file.parent / "models").exists()
+
+
+def test_the_fast_path_of_attention_is_left_out_and_said_so(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    spec = {
+        "inputs": {
+            "values": {"shape": ["batch", "time", 16]},
+            "mask": {"dtype": "int64", "shape": ["batch", "time"], "values": "mask"},
+        },
+        "outputs": ["states"],
+        "dims": {"time": {"max": 32}},
+        "samples": "padded.npz",
+    }
+    # A row that its user padded: there the fast path answers zeros, and the graph does not.
+    values = np.random.default_rng(0).standard_normal((3, 9, 16)).astype(np.float32)
+    mask = (np.arange(9) < np.array([[9], [4], [6]])).astype(np.int64)
+    np.savez(module_file.parent / "padded.npz", values=values, mask=mask)
+    done, _ = publish(export_cli, module_file, "Encoder", spec)
+    assert done.code == 0, done.err
+    *reasons, last = json.loads(done.out)["notes"]
+    assert reasons[0].startswith("not exported: ")
+    assert last == "exported without torch's fast path, after other ways failed"
+
+
+def test_a_module_that_only_a_trace_exports_rightly_is_published_with_the_reasons(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    spec = {"inputs": {"frames": {"shape": ["batch", "time", 8]}}, "outputs": ["states"]}
+    done, _ = publish(export_cli, module_file, "Recurrent", spec)
+    assert done.code == 0, done.err
+    *reasons, last = json.loads(done.out)["notes"]
+    assert reasons[0].startswith("not exported: model.onnx has other outputs than the model")
+    assert last == "traced, after other ways failed"
+
+
+def test_outputs_may_bear_any_name_and_be_the_same_value(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    spec = {"inputs": {"values": {"shape": ["batch", "width"]}}, "outputs": ["same", "add", "val_0", "mul"]}
+    done, config = publish(export_cli, module_file, "Colliding", spec)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["notes"] == []
+    assert [tensor.name for tensor in config.output] == ["same", "add", "val_0", "mul"]
+
+
+def test_real_samples_are_tried_as_well(export_cli: Callable[..., Finished], module_file: Path) -> None:
+    folder = module_file.parent
+    np.savez(folder / "real.npz", values=np.arange(12, dtype=np.float32).reshape(3, 4))
+    spec = {**VALUES, "samples": "real.npz"}
+    done, _ = publish(export_cli, module_file, "Looping", {**spec, "inputs": {"values": {"shape": ["batch", 4]}}})
+    assert done.code == 0, done.err
+    names = [case["name"] for case in json.loads(done.out)["report"]["cases"]]
+    assert names[-2:] == ["samples one by one", "samples in one batch"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("modules.py", "the factory means nothing: expected package.module:function or file.py:function"),
+        ("{file}:nothing", "cannot be imported: got AttributeError"),
+        ("nowhere.at.all:build", "cannot be imported: got ModuleNotFoundError"),
+        ("{file}:MISSING_FILE", "cannot be imported"),
+        ("{file}:broken", "broken fails: expected a torch.nn.Module, got RuntimeError: no such file: weights.bin"),
+        ("{file}:no_module", "builds no module: expected a torch.nn.Module, got int"),
+    ],
+)
+def test_a_factory_that_is_none_is_refused(entry: str, message: str, module_file: Path) -> None:
+    spec = write_spec(module_file.parent, VALUES)
+    with pytest.raises((SettingsError, ModelError), match=message):
+        build_factory_task(entry.format(file=module_file), spec, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"inputs": {}}, "describes no inputs"),
+        ({**VALUES, "output": []}, "describes no inputs: .*got output"),
+        ({**VALUES, "inputs": {"values": {"shape": [0]}}}, "the shape of values in .* means nothing"),
+        (
+            {**VALUES, "inputs": {"values": {"shape": ["batch"], "dtype": "complex64"}}},
+            "the dtype of values",
+        ),
+        ({**VALUES, "inputs": {"values": {"shape": ["batch"], "values": "random"}}}, "the values of values in"),
+        ({**VALUES, "dims": {"width": {"min": 5, "max": 2}}}, "the range of width in .* is empty"),
+        ({**VALUES, "dims": {"width": {"least": 5}}}, "the range of width in .* means nothing"),
+        ({**VALUES, "samples": "nowhere.npz"}, "nowhere.npz cannot be read"),
+    ],
+)
+def test_a_description_that_means_nothing_is_refused(content: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=message):
+        read_spec(write_spec(tmp_path, content))
+
+
+def test_outputs_that_are_not_there_are_refused(module_file: Path) -> None:
+    with pytest.raises(ModelError, match="lacks an output: expected scores, logits, got scores, states"):
+        build(module_file, "frames", {**FRAMES, "outputs": ["scores", "logits"]})
+    with pytest.raises(ModelError, match="expected 2 tensors: a, b, got Tensor"):
+        build(module_file, "Centred", {**VALUES, "outputs": ["a", "b"]})
+    with pytest.raises(ModelError, match="cannot take the inputs of .*: expected values"):
+        spec = {**FRAMES, "inputs": {"values": {"shape": ["batch", "width", "depth"]}}}
+        build(module_file, "frames", spec)

@@ -1,0 +1,69 @@
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trainers.zero_checkpoints import find_checkpoint
+
+from export.checkpoints.storage import stored_tensor
+from export.commands import inspect_checkpoint as verb
+from export.commands.inspect_checkpoint import format_inspection, inspect_checkpoint
+
+
+def test_it_says_what_the_run_was() -> None:
+    found = inspect_checkpoint(find_checkpoint("z3_bf16"))
+    assert found.format == "DeepSpeed ZeRO stage 3, 2 ranks"
+    assert found.trainer is not None and found.trainer.startswith("DeepSpeed 0.")
+    assert (found.world_size, found.stage, found.step) == (2, 3, 2)
+    # 370 + 77 + 110 + 11 + 22 + 110 + 2: without the head, which is tied, and the buffers.
+    assert found.parameters == 702
+    assert found.dtypes == {"float32": 10, "int64": 2, "bool": 1, "bfloat16": 3}
+    assert found.tied == [["embed.weight", "head.weight"]]
+    assert found.missing == [
+        "proof that the files of all ranks are of one run: no gathered copy lies beside them",
+        "fp32 weights of frozen.bias, frozen.weight: saved as bfloat16 only",
+    ]
+    assert len(found.files) == 4
+    assert found.tensors["embed.weight"] == {"dtype": "float32", "shape": [37, 10]}
+    assert found.estimates["export_memory_bytes"] > found.estimates["consolidate_memory_bytes"]
+
+
+def test_the_estimates_are_what_was_measured_on_the_real_checkpoint(checkpoint: Path) -> None:
+    estimates = inspect_checkpoint(checkpoint).estimates
+    assert estimates["export_memory_bytes"] == pytest.approx(1.05e9, rel=0.05)
+    assert estimates["export_s"] == pytest.approx(34, rel=0.05)
+    assert estimates["consolidate_memory_bytes"] == 1e8
+
+
+def test_the_text_names_every_fact_and_tensor() -> None:
+    lines = format_inspection(inspect_checkpoint(find_checkpoint("z2_fp32"))).splitlines()
+    assert lines[1] == "format       DeepSpeed ZeRO stage 2, 2 ranks"
+    assert "tied         embed.weight = head.weight" in lines
+    assert "parameters   702" in lines
+    assert "missing      nothing" in lines
+    assert "  embed.weight  float32 [37, 10]" in lines
+
+
+def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["inspect", str(find_checkpoint("z0_fp32")), "--json"])
+    assert args.command(args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stage"] == 0
+    assert found["tied"] == [["embed.weight", "head.weight"]]
+
+
+def test_the_text_holds_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
+    torch.save({"a\x1b]0;b\x07\nc": torch.ones(3)}, tmp_path / "x.pt")
+    text = format_inspection(inspect_checkpoint(tmp_path))
+    assert "\n  a\\x1b]0;b\\x07\\nc  float32 [3]\n" in text
+
+
+def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.full((3,), float("nan"))}, tmp_path / "x.pt")
+    read = []
+    monkeypatch.setattr(stored_tensor, "read_range", lambda *args: read.append(args))
+    assert inspect_checkpoint(tmp_path).parameters == 3
+    assert read == []

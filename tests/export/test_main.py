@@ -1,0 +1,75 @@
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness import CHECKOUT, Finished
+from safetensors.torch import save_file
+
+from export.commands import inspect_checkpoint
+
+
+def run_verb(*arguments: object, wrap: tuple[str, ...] = (), **options: object) -> subprocess.CompletedProcess[str]:
+    command = [*wrap, sys.executable, "-m", "export", *map(str, arguments)]
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_an_error_of_the_system_is_one_sentence_and_a_bug_is_none(
+    export_cli: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(error: Exception) -> Callable[..., None]:
+        def raise_it(*_: object, **__: object) -> None:
+            raise error
+
+        return raise_it
+
+    monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(PermissionError(13, "Permission denied", "/x")))
+    finished = export_cli("inspect", "x")
+    assert (finished.code, finished.err) == (1, "error: /x: Permission denied.\n")
+    monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(KeyError("x")))
+    with pytest.raises(KeyError):
+        export_cli("inspect", "x")
+
+
+def test_an_answer_that_nothing_takes_is_an_error(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        finished = run_verb("inspect", tmp_path, stdout=full, env=environment)
+    assert finished.returncode == 1
+    assert finished.stderr == "error: the answer cannot be written: No space left on device.\n"
+
+
+def test_an_interruption_while_loading_is_one_sentence(tmp_path: Path) -> None:
+    # What is loaded from here sends Ctrl-C to the process that loads it.
+    (tmp_path / "rich.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    finished = run_verb("inspect", tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (finished.returncode, finished.stderr) == (130, "error: interrupted; nothing was begun.\n")
+
+
+def test_a_folder_beside_the_weights_that_may_not_be_read_is_no_matter(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "lost+found").mkdir(mode=0)
+    wrap: tuple[str, ...] = ()
+    if os.geteuid() == 0:
+        # Root reads everything until it gives that up.
+        os.chown(tmp_path / "lost+found", 1234, 1234)
+        rights = "-dac_override,-dac_read_search"
+        wrap = (shutil.which("setpriv") or "setpriv", "--bounding-set", rights, "--inh-caps", rights)
+    assert run_verb("consolidate", tmp_path, tmp_path / "out", wrap=wrap, stdout=subprocess.PIPE).stderr == ""
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "global_step1").mkdir()
+    (tmp_path / "global_step1" / "mp_rank_00_model_states.pt").mkdir()
+    (tmp_path / "lost+found").rename(tmp_path / "global_step2")
+    # It may be the latest one.
+    finished = run_verb("inspect", tmp_path, wrap=wrap)
+    sentence = (
+        f"error: {tmp_path}/global_step2 cannot be read: expected the files of a checkpoint, got Permission denied."
+    )
+    assert (finished.returncode, finished.stderr) == (1, sentence + "\n")

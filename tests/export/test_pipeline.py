@@ -1,0 +1,258 @@
+"""`python -m export run` as a whole: what it says, what it writes, and what it refuses."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import CHECKOUT, Finished, Published, fingerprint, run
+from safetensors.torch import load_file, save_file
+
+Cli = Callable[..., Finished]
+
+
+@pytest.fixture
+def copy(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Return a repository with something in it that no refusal may touch."""
+    directory = tmp_path / "models" / "other" / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.onnx").write_bytes(b"somebody's")
+    return tmp_path / "models"
+
+
+def test_it_tells_each_step_the_proof_and_the_next_command(copy: Path, repository: Path, export_cli: Cli) -> None:
+    done = export_cli("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    assert done.code == 0
+    for step, what in enumerate(
+        [
+            "reading checkpoint and vocabulary",
+            "loading 0.5 M parameters",
+            "exporting to ONNX",
+            "verifying",
+            "hashing what was read",
+            "publishing",
+        ]
+    ):
+        assert f"[{step + 1}/6] {what}" in done.err
+    assert "mixed lengths in one batch" in " ".join(done.err.replace("│", " ").split())
+    assert "published  tiny in" in done.out
+    assert "version 1, new" in done.out
+    assert f"Next: python -m server --repository {repository}" in done.out
+
+
+def test_run_again_it_publishes_nothing_new(copy: Path, repository: Path, export_cli: Cli) -> None:
+    arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository), "--json")
+    first = json.loads(export_cli(*arguments).out)
+    before = fingerprint(repository)
+    second = json.loads(export_cli(*arguments).out)
+    assert first["publication"]["outcome"] == "created"
+    assert second["publication"] == first["publication"] | {"outcome": "unchanged"}
+    assert fingerprint(repository) == before
+
+
+def test_the_demos_export_is_as_tight_as_promised(published: Published) -> None:
+    result = published.result
+    assert result["parameters"] == 22_713_984
+    vocabulary = result["vocabulary"]
+    assert (vocabulary["rows_before"], vocabulary["rows_after"], vocabulary["tokens"]) == (30522, 30524, 30524)
+    assert (vocabulary["rows_in_config"], vocabulary["rows_unused"]) == (30522, 0)
+    assert vocabulary["tokens_added"] == ["[ENT_START]", "[ENT_END]"]
+    assert vocabulary["tables"] == ["embeddings.word_embeddings.weight"]
+    assert result["max_length"] == 256
+    assert result["report"]["passed"] is True
+    assert max(case["max_abs_error"] for case in result["report"]["cases"]) <= 1e-5
+    assert {"1 token", "2 tokens", "127 tokens", "256 tokens", "new token [ENT_START]"} <= {
+        case["name"] for case in result["report"]["cases"]
+    }
+
+
+def test_sharded_safetensors_bin_and_sharded_bin_are_published_with_the_same_bytes(
+    copy: Path, tmp_path: Path, export_cli: Cli
+) -> None:
+    weights = load_file(copy / "model.safetensors")
+    names = sorted(weights)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    hashes = set()
+    for kind in ("model.safetensors", "sharded.safetensors", "pytorch_model.bin", "sharded.bin"):
+        directory = Path(shutil.copytree(copy, tmp_path / kind))
+        (directory / "model.safetensors").unlink()
+        stem, suffix = ("model", "safetensors") if kind.endswith("safetensors") else ("pytorch_model", "bin")
+        shards = dict(zip([f"{stem}-1.{suffix}", f"{stem}-2.{suffix}"], halves, strict=True))
+        if not kind.startswith("sharded"):
+            shards = {f"{stem}.{suffix}": names}
+        for file_name, members in shards.items():
+            content = {name: weights[name] for name in members}
+            if suffix == "bin":
+                torch.save(content, directory / file_name)
+            else:
+                save_file(content, directory / file_name)
+        if len(shards) == 2:
+            index = {"weight_map": {name: file_name for file_name, members in shards.items() for name in members}}
+            (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+        done = export_cli(
+            "run", str(directory), "--name", "tiny", "--repository", str(tmp_path / f"m-{kind}"), "--json"
+        )
+        assert done.code == 0, done.err
+        hashes.add(json.loads(done.out)["report"]["sha256"]["model.onnx"])
+    assert len(hashes) == 1
+
+
+def test_a_zero_3_training_checkpoint_is_published_with_the_bytes_of_its_live_weights(
+    tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
+) -> None:
+    trained = run(str(CHECKOUT / "tests" / "trainers" / "train_bert.py"), str(tiny_checkpoint), str(tmp_path))
+    assert trained.code == 0, trained.err
+    refused = export_cli("run", str(tmp_path / "zero"), "--name", "tiny", "--repository", str(tmp_path / "models"))
+    assert refused.code == 1
+    assert "has no config.json" in refused.err
+    assert "with --base." in refused.err
+    hashes = []
+    for source, options in ((tmp_path / "truth", []), (tmp_path / "zero", ["--base", str(tiny_checkpoint)])):
+        repository = tmp_path / f"models-{source.name}"
+        done = export_cli("run", str(source), "--name", "tiny", "--repository", str(repository), "--json", *options)
+        assert done.code == 0, done.err
+        hashes.append(json.loads(done.out)["report"]["sha256"]["model.onnx"])
+    told = json.loads(done.out)
+    assert told["checkpoint"] == "DeepSpeed ZeRO stage 3, 2 ranks"
+    unproven = [
+        "proof of the order of ranks 000, 001: no gathered copy lies beside them",
+        "proof that the files of all ranks are of one run: no gathered copy lies beside them",
+    ]
+    assert told["missing"] == unproven
+    assert hashes[0] == hashes[1]
+    again = export_cli("run", str(source), "--name", "tiny", "--repository", str(repository), *options)
+    assert f"missing  {'; '.join(unproven)}" in again.out.replace("\n", " ")
+
+
+def test_an_adapter_that_only_zero_3_files_hold_is_merged_as_peft_merges_it(
+    tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
+) -> None:
+    trained = run(str(CHECKOUT / "tests" / "trainers" / "train_lora.py"), str(tiny_checkpoint), str(tmp_path))
+    assert trained.code == 0, trained.err
+    hashes = []
+    for source, options in ((tmp_path / "truth", []), (tmp_path / "zero", ["--base", str(tiny_checkpoint)])):
+        repository = tmp_path / f"models-{source.name}"
+        done = export_cli("run", str(source), "--name", "tiny", "--repository", str(repository), "--json", *options)
+        assert done.code == 0, done.err
+        hashes.append(json.loads(done.out)["report"]["sha256"]["model.onnx"])
+    assert hashes[0] == hashes[1]
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+
+
+def remove_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def remove_rows(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    name = "embeddings.word_embeddings.weight"
+    save_file(weights | {name: weights[name][:30500].clone()}, directory / "model.safetensors")
+
+
+def poison(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    weights["encoder.layer.0.output.dense.weight"][0, 0] = np.nan
+    save_file(weights, directory / "model.safetensors")
+
+
+def take_another_tokenizer(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"mask_token_id": 4}))
+
+
+def hide_the_task(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["BertForPreTraining"]}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (take_another_tokenizer, "belongs to another model: expected the special ids and the vocabulary that config"),
+        (hide_the_task, "is to be served as cannot be told: expected an architecture that ends in"),
+        (truncate, "model.safetensors cannot be read: expected a whole weight file, got 100000 bytes"),
+        (remove_config, "has no config.json: expected the model's configuration beside the weights, got only weights"),
+        (remove_rows, "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30500"),
+        (poison, "are NaN or infinite: encoder.layer.0.output.dense.weight"),
+    ],
+)
+def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
+    damage: Callable[[Path], None], sentence: str, copy: Path, repository: Path, export_cli: Cli
+) -> None:
+    damage(copy)
+    before = fingerprint(repository)
+    done = export_cli("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    assert done.code == 1
+    assert done.out == ""
+    (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert sentence in error
+    assert error.endswith(".")
+    assert fingerprint(repository) == before
+
+
+def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Path, export_cli: Cli) -> None:
+    """Weights that are no numbers, let through on request, give answers that equal nothing."""
+    poison(copy)
+    before = fingerprint(repository)
+    arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    done = export_cli(*arguments, "--allow-non-finite")
+    assert done.code == 1
+    assert "FAILED" in done.err
+    assert "error: the ONNX model is not equal to the checkpoint in 17 of 17 cases, worst in '1 token'" in done.err
+    assert fingerprint(repository) == before
+
+
+@pytest.mark.parametrize("name", ["a/b", ".hidden", ""])
+def test_a_bad_name_is_refused_before_any_work(name: str, copy: Path, repository: Path, export_cli: Cli) -> None:
+    before = fingerprint(repository)
+    done = export_cli("run", str(copy), "--name", name, "--repository", str(repository))
+    assert done.code == 1
+    assert done.err == (
+        f"error: the model's name cannot be used: expected letters, digits, '_', '-' and '.', a letter or digit first, "
+        f"at most 200, got {name!r}; pass another --name.\n"
+    )
+    assert fingerprint(repository) == before
+
+
+def test_wrong_usage_is_exit_2_and_help_shows_examples() -> None:
+    assert run("-m", "export", "run", "x", "--name", "n", "--add-special-token", "[A]").code == 2
+    assert run("-m", "export", "run", "x", "--name", "n", "--taks", "feature-extraction").code == 2
+    done = run("-m", "export", "run", "--help")
+    assert done.code == 0
+    assert "examples:" in done.out
+
+
+def test_a_terminated_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "export", "run", str(tiny_checkpoint), "--name", "tiny"]
+    repository = tmp_path / "models"
+    process = subprocess.Popen(
+        [*command, "--repository", str(repository)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"TMPDIR": str(tmp_path), "PATH": ""},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "exporting to ONNX" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stderr.read()
+    assert process.wait() == 130
+    assert "error: interrupted; everything is as it was." in rest
+    assert not repository.exists()
+    assert not list(tmp_path.glob("modelyard-*"))

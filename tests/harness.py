@@ -1,0 +1,81 @@
+"""What tests and benches hold in their hands: how a command ended, a published repository, an exported model."""
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from export.artefacts import Artefacts
+from export.pipeline import Source
+from export.proof.verify import VerificationReport, verify
+from export.targets import DEFAULT_TARGET
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: str, cwd: Path = CHECKOUT, **options: object) -> Finished:
+    """Run a command with this Python and wait for it."""
+    result = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    return Finished(result.returncode, result.stdout, result.stderr)
+
+
+def fingerprint(directory: Path) -> dict[str, str]:
+    """Return every path below `directory` with the hash of its bytes, folders included."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+@dataclass(frozen=True)
+class Published:
+    """The demo's model as `python -m export run --json` published it."""
+
+    repository: Path
+    result: dict
+    log: str
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The small checkpoint's source of truth and its exported files, verified."""
+
+    source: Source
+    files: Artefacts
+    report: VerificationReport
+
+    @property
+    def model_file(self) -> Path:
+        return self.files.graph
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.files.tokenizer
+
+
+def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> VerificationReport:
+    """Run the parity gate on files that may differ from what the source would export."""
+    files = Artefacts(model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file)
+    return verify(task=source.task, files=files, target=DEFAULT_TARGET)
+
+
+def load_backend(folder: str, module: str) -> ModuleType:
+    """Return a module of a Python-based backend, which Triton imports as a top-level one, under its own name."""
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, CHECKOUT / "backends" / folder / f"{module}.py")
+        assert spec and spec.loader
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return sys.modules[module]

@@ -1,0 +1,208 @@
+"""TLS and tokens in front of the server: the nginx of `compose.yaml --profile tls`, with a certificate of today."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+from harness import CHECKOUT, Finished, Published, run
+from launcher import Running, find_ports, running
+from tritonclient.utils import InferenceServerException
+
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+TOKEN = "4f1c" * 16
+
+pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: apt-get install nginx-light)")
+
+
+@dataclass
+class Proxy:
+    server: Running
+    http: int
+    grpc: int
+    folder: Path
+    key_file: Path
+
+    def ask(self, path: str, body: object = None, **headers: str) -> int:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"https://localhost:{self.http}{path}",
+            data=data,
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
+        )
+        context = ssl.create_default_context(cafile=self.folder / "certificate.pem")
+        try:
+            with urllib.request.urlopen(request, context=context, timeout=60) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as exc:
+            return exc.code
+
+
+@pytest.fixture(scope="module")
+def proxy(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    folder = tmp_path_factory.mktemp("tls")
+    key_file = folder / "control.key"
+    http, grpc = find_ports(2)
+    with running(published.repository, "--key-file", str(key_file)) as server:
+        server.read_until("serving HTTP")
+        text = (CHECKOUT / "docker" / "tls" / "nginx.conf").read_text()
+        for old, new in (
+            ("server:8000", f"127.0.0.1:{server.http}"),
+            ("server:8001", f"127.0.0.1:{server.grpc}"),
+            ("listen 8443", f"listen 127.0.0.1:{http}"),
+            ("listen 8444", f"listen 127.0.0.1:{grpc}"),
+            ("/tmp/nginx", str(folder / "nginx")),
+            ("/dev/stdout", str(folder / "access.log")),
+        ):
+            assert old in text
+            text = text.replace(old, new)
+        (folder / "nginx.conf").write_text(text)
+        (folder / "tokens.conf").write_text(f'"Bearer {TOKEN}" tester;\n')
+        make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+        make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "certificate.pem"]
+        subprocess.run(make, cwd=folder, check=True, capture_output=True)
+        assert NGINX is not None
+        # As root it would change to a user who may not enter this folder.
+        directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
+        nginx = subprocess.Popen([NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives])
+        try:
+            wait_for_port(http)
+            yield Proxy(server, http, grpc, folder, key_file)
+        finally:
+            nginx.terminate()
+            nginx.wait(timeout=10)
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise AssertionError("nginx does not listen")
+
+
+GOOD = {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["Hello"]}]}
+INFER = "/v2/models/sentence_embedding/infer"
+
+
+def test_a_caller_with_a_token_is_answered_over_http(proxy: Proxy) -> None:
+    assert proxy.ask(INFER, GOOD, Authorization=f"Bearer {TOKEN}") == 200
+    assert proxy.ask("/v2/models/sentence_embedding", Authorization=f"Bearer {TOKEN}") == 200
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}])
+def test_a_stranger_is_not(proxy: Proxy, headers: dict[str, str]) -> None:
+    assert proxy.ask(INFER, GOOD, **headers) == 401
+
+
+def test_nobody_controls_the_server_from_outside_not_even_with_the_key(proxy: Proxy) -> None:
+    key = proxy.key_file.read_text().split()[1]
+    headers = {"Authorization": f"Bearer {TOKEN}", "modelyard_key": key}
+    for path in ("/v2/repository/index", "/v2/logging", "/v2/models/sentence_embedding/trace/setting"):
+        assert proxy.ask(path, {}, **headers) == 403
+
+
+def test_the_largest_good_request_passes(proxy: Proxy) -> None:
+    # One word each: a million characters of many words take a second to tokenise.
+    texts = ["x" * 1_000_000] * 32
+    body = {"inputs": [GOOD["inputs"][0] | {"shape": [32, 1], "data": texts}]}
+    assert proxy.ask(INFER, body, Authorization=f"Bearer {TOKEN}") == 200
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_arrives(proxy: Proxy) -> None:
+    body = GOOD | {"padding": "x" * 35_000_000}
+    try:
+        assert proxy.ask(INFER, body, Authorization=f"Bearer {TOKEN}") == 413
+    # It may hang up while we still send.
+    except urllib.error.URLError as exc:
+        assert isinstance(exc.reason, ConnectionError | ssl.SSLError), exc
+
+
+def test_grpc_takes_the_same_tokens(proxy: Proxy) -> None:
+    tensor = tritonclient.grpc.InferInput("TEXT", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([["Hello"]], dtype=np.object_))
+    certificate = str(proxy.folder / "certificate.pem")
+    url = f"localhost:{proxy.grpc}"
+    with tritonclient.grpc.InferenceServerClient(url, ssl=True, root_certificates=certificate) as client:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        answer = client.infer("sentence_embedding", [tensor], headers=headers)
+        assert answer.as_numpy("EMBEDDING").shape == (1, 384)
+        with pytest.raises(InferenceServerException, match="UNAUTHENTICATED"):
+            client.infer("sentence_embedding", [tensor])
+        key = proxy.key_file.read_text().split()[1]
+        with pytest.raises(InferenceServerException, match="PERMISSION_DENIED"):
+            client.get_model_repository_index(headers=headers | {"triton-grpc-protocol-modelyard-key": key})
+
+
+def test_no_token_reaches_a_log(proxy: Proxy) -> None:
+    proxy.ask(INFER, GOOD, Authorization=f"Bearer {TOKEN}")
+    log = (proxy.folder / "access.log").read_text()
+    assert "tester" in log
+    assert TOKEN not in log
+
+
+def ask_as_a_client(proxy: Proxy, protocol: str, *options: str, text: str = "Hello") -> Finished:
+    port = getattr(proxy, protocol)
+    command = ["client/infer.py", "--protocol", protocol, "--url", f"https://localhost:{port}", "--timeout", "20"]
+    return run(*command, "--model", "sentence_embedding", "--json", "--text", text, *options)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_client_speaks_tls_and_takes_its_token_from_a_file(proxy: Proxy, protocol: str) -> None:
+    (proxy.folder / "token.txt").write_text(f"Authorization: Bearer {TOKEN}\n\n")
+    options = ["--ca", str(proxy.folder / "certificate.pem"), "--header", f"@{proxy.folder / 'token.txt'}"]
+    done = ask_as_a_client(proxy, protocol, *options)
+    assert done.code == 0, done.err
+    assert len(json.loads(done.out)["results"][0]["EMBEDDING"]) == 384
+    # The same without https:// in the URL.
+    url = ["--url", f"localhost:{getattr(proxy, protocol)}", "--tls"]
+    assert ask_as_a_client(proxy, protocol, *options, *url).code == 0
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_client_says_in_one_sentence_why_it_is_kept_out(proxy: Proxy, protocol: str, tmp_path: Path) -> None:
+    certificate = ["--ca", str(proxy.folder / "certificate.pem")]
+    (tmp_path / "none.pem").write_text("no certificate")
+    (tmp_path / "none.txt").write_text("secret")
+    url = f"localhost:{getattr(proxy, protocol)}"
+    cases = {
+        f"{url} lets nobody in without leave: expected a token that it knows": certificate,
+        f"{url} lets nobody in without leave: ": [*certificate, "--header", "Authorization: Bearer another"],
+        f"the server at {url} is not trusted: expected a certificate of that name from an authority in the default": [],
+        f"the server at 127.0.0.1:{getattr(proxy, protocol)} is not trusted: ": [
+            *certificate,
+            "--url",
+            f"https://127.0.0.1:{getattr(proxy, protocol)}",
+        ],
+        f"{tmp_path}/none.pem cannot be used: expected certificates in PEM": ["--ca", str(tmp_path / "none.pem")],
+        f"{tmp_path}/nowhere.pem cannot be used: ": ["--ca", str(tmp_path / "nowhere.pem")],
+        f"{tmp_path}/none.txt holds no header: expected NAME: VALUE": ["--header", f"@{tmp_path / 'none.txt'}"],
+        f"{tmp_path}/nowhere.txt cannot be read: ": ["--header", f"@{tmp_path / 'nowhere.txt'}"],
+        "--header holds no header: expected NAME: VALUE": ["--header", "secret"],
+    }
+    for sentence, options in cases.items():
+        done = ask_as_a_client(proxy, protocol, *options)
+        assert done.code == 1, sentence
+        assert done.err.startswith(f"error: {sentence}"), done.err
+        assert done.err.endswith(".\n") and done.err.count("\n") == 1, done.err
+        assert "secret" not in done.err and "<" not in done.err
+
+
+def test_without_tls_the_proxy_says_so_and_the_client_repeats_it(proxy: Proxy) -> None:
+    done = ask_as_a_client(proxy, "http", "--url", f"http://localhost:{proxy.http}")
+    assert done.code == 1
+    assert "The plain HTTP request was sent to HTTPS port" in done.err
+    assert done.err.count("\n") == 1

@@ -1,0 +1,60 @@
+"""`python -m server --doctor`: what is there, what is missing, and what to do about it."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import CHECKOUT, Published, run
+from launcher import find_ports
+
+from server.doctor import examine_cpu
+
+
+def port_options() -> list[str]:
+    options = ("--http-port", "--grpc-port", "--metrics-port", "--status-port")
+    return [word for option, port in zip(options, find_ports(), strict=True) for word in (option, str(port))]
+
+
+def test_a_machine_that_can_serve_is_told_so(published: Published) -> None:
+    done = run("-m", "server", "--doctor", "--json", "--repository", str(published.repository), *port_options())
+    assert done.code == 0, done.out
+    findings = {finding["what"]: finding for finding in json.loads(done.out)}
+    assert len(findings) == 8
+    assert not [finding for finding in findings.values() if finding["verdict"] == "broken"]
+    assert "sentence_embedding_model" in findings["model repository"]["found"]
+    # Every finding that is not well says what to do.
+    assert all(bool(finding["remedy"]) == (finding["verdict"] != "ok") for finding in findings.values())
+
+
+def test_what_keeps_it_from_serving_is_named_with_a_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = [*port_options(), "--grpc-port", str(taken.getsockname()[1])]
+        done = run("-m", "server", "--doctor", "--repository", str(tmp_path), *options)
+    assert done.code == 1
+    lines = done.out.splitlines()
+    for what, remedy in (("ports", "pass another --grpc-port"), ("model repository", "publish one with `make demo`")):
+        (index,) = [index for index, line in enumerate(lines) if line.startswith(f"broken   {what} ")]
+        assert remedy in lines[index + 1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a small /dev/shm of its own")
+def test_a_small_shared_memory_is_found(published: Published) -> None:
+    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -m server --doctor "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, sys.executable, "--repository", str(published.repository)]
+    done = subprocess.run([*command, *port_options()], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning  /dev/shm" in done.stdout
+    assert "1 MiB free" in done.stdout
+    assert "shm_size" in done.stdout
+
+
+def test_a_cpu_without_wide_registers_is_found() -> None:
+    finding = examine_cpu("processor : 0\nflags\t\t: fpu sse2 avx fma\n")
+    assert finding.verdict == "warning"
+    assert "without avx2" in finding.found
+    assert examine_cpu("flags\t\t: avx2 fma amx_bf16\n").found.endswith("avx2, fma, amx_bf16")

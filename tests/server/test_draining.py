@@ -1,0 +1,145 @@
+"""How it stops: what is in flight is answered, idle connections hold nothing up, and the exit code tells."""
+
+import http.client
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from harness import Published
+from launcher import Running, running
+
+from server.process import EXIT_TIMEOUT_S
+
+# Takes as many seconds over each request as it is told.
+SLOW = """
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        answers = []
+        for request in requests:
+            seconds = pb_utils.get_input_tensor_by_name(request, "SECONDS").as_numpy()
+            end = time.monotonic() + float(seconds[0])
+            while time.monotonic() < end:
+                time.sleep(0.05)
+            answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("DONE", seconds)]))
+        return answers
+"""
+SLOW_CONFIG = """
+name: "slow"
+backend: "python"
+max_batch_size: 0
+input [ { name: "SECONDS" data_type: TYPE_FP32 dims: [1] } ]
+output [ { name: "DONE" data_type: TYPE_FP32 dims: [1] } ]
+instance_group [ { kind: KIND_CPU count: 1 } ]
+"""
+
+
+@pytest.fixture
+def slow_repository(tmp_path: Path) -> Path:
+    (tmp_path / "models" / "slow" / "1").mkdir(parents=True)
+    (tmp_path / "models" / "slow" / "1" / "model.py").write_text(SLOW)
+    (tmp_path / "models" / "slow" / "config.pbtxt").write_text(SLOW_CONFIG)
+    return tmp_path / "models"
+
+
+def ask(library: object, port: int, seconds: float, outcomes: list[object]) -> None:
+    client = library.InferenceServerClient(f"127.0.0.1:{port}")  # type: ignore[attr-defined]
+    tensor = library.InferInput("SECONDS", [1], "FP32")  # type: ignore[attr-defined]
+    tensor.set_data_from_numpy(np.array([seconds], dtype=np.float32))
+    try:
+        outcomes.append(float(client.infer("slow", [tensor]).as_numpy("DONE").item()))
+    except Exception as exc:
+        outcomes.append(exc)
+
+
+def start_requests(server: Running, seconds: float) -> tuple[list[threading.Thread], list[object]]:
+    outcomes: list[object] = []
+    ports = [(tritonclient.http, server.http), (tritonclient.grpc, server.grpc)]
+    threads = [threading.Thread(target=ask, args=(*port, seconds, outcomes)) for port in ports]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    return threads, outcomes
+
+
+def test_an_idle_connection_does_not_hold_up_the_stop(published: Published) -> None:
+    with running(published.repository) as server:
+        server.read_until("serving HTTP")
+        idle = http.client.HTTPConnection("127.0.0.1", server.http)
+        idle.request("GET", "/v2/health/ready")
+        idle.getresponse().read()
+        start = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - start < EXIT_TIMEOUT_S / 2
+        idle.close()
+
+
+def test_readiness_goes_first_then_new_connections_and_the_waiting_are_answered(slow_repository: Path) -> None:
+    with running(slow_repository) as server:
+        server.read_until("serving HTTP")
+        ready = f"http://127.0.0.1:{server.status}/ready"
+        assert urllib.request.urlopen(ready, timeout=5).status == 200
+        # Two at once on one instance: the second waits in the queue for a second and a half.
+        threads, outcomes = start_requests(server, 1.5)
+        server.process.send_signal(signal.SIGTERM)
+        server.read_until("stopping")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(ready, timeout=5)
+        time.sleep(0.5)
+        # Refused, reset or closed without a word: never left waiting.
+        with pytest.raises((OSError, http.client.HTTPException)):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/ready", timeout=5)
+        assert server.finish() == 0
+        for thread in threads:
+            thread.join()
+    assert outcomes == [1.5, 1.5]
+
+
+def test_what_takes_longer_than_the_grace_period_is_cut_and_the_exit_code_says_so(slow_repository: Path) -> None:
+    with running(slow_repository) as server:
+        server.read_until("serving HTTP")
+        threads, outcomes = start_requests(server, 30.0)
+        start = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 4
+        assert time.monotonic() - start < EXIT_TIMEOUT_S + 15
+        assert server.lines[-1] == "stopped before everything in flight was answered"
+        for thread in threads:
+            thread.join()
+    assert all(isinstance(outcome, Exception) for outcome in outcomes)
+
+
+def test_a_second_signal_stops_it_at_once(slow_repository: Path) -> None:
+    with running(slow_repository) as server:
+        server.read_until("serving HTTP")
+        threads, _ = start_requests(server, 30.0)
+        server.process.send_signal(signal.SIGINT)
+        server.read_until("stopping")
+        start = time.monotonic()
+        assert server.stop() == 4
+        assert time.monotonic() - start < EXIT_TIMEOUT_S
+        for thread in threads:
+            thread.join()
+
+
+def test_the_check_tells_a_server_that_answers_from_one_that_does_not(published: Published) -> None:
+    with running(published.repository) as server:
+        server.read_until("serving HTTP")
+        done = server.check()
+        assert done.code == 0
+        assert done.err.startswith("sentence_embedding answers as verified within ")
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/models/sentence_embedding") as response:
+            assert json.load(response)["platform"] == "ensemble"
+    done = server.check()
+    assert done.code == 1
+    assert "does not serve" in done.err and "Connection refused" in done.err
+    assert done.err.count("\n") == 1

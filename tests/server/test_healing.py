@@ -1,0 +1,282 @@
+"""What dies comes back: backend processes killed, stopped or stuck, and tritonserver itself, under load.
+
+`make kills` kills each kind of process 20 times instead of twice.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http
+from benches.load import Load
+from harness import Published
+from launcher import Running, running
+from tritonclient.utils import InferenceServerException
+
+from server.healing import MAX_STREAK
+
+KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
+
+# Until the loss is reported, and from the kill to the first of eight answers in a row: held to by `make kills`, which
+# has the machine to itself. Elsewhere other work may keep the processes waiting, and only that it comes back is tested.
+FOUND_WITHIN_S, BACK_WITHIN_S = (2.0, 5.0) if "MODELYARD_KILLS" in os.environ else (60.0, 60.0)
+
+# Rarely (1 of 509 kills) tritonserver 2.51 aborts when a backend process dies, for an exception in its Python backend
+# (triton-inference-server/server issue 8882); docs/threat_model.md.
+ABORT = f"tritonserver was killed by signal {signal.SIGABRT:d}"
+
+STEPS = ("sentence_embedding_preprocess", "sentence_embedding_model")
+
+# Obeys its caller: ends, blocks, loops, or answers with the id of its process, some orders after a while.
+OBEDIENT = """
+import os, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            order = pb_utils.get_input_tensor_by_name(request, "ORDER").as_numpy().item().decode()
+            if order == "die":
+                os._exit(7)
+            if order == "block":
+                time.sleep(1000)
+            if order == "loop":
+                while True:
+                    pass
+            if order == "loop beside a thread":
+                threading.Thread(target=lambda: [time.sleep(0.01) for _ in range(1000)], daemon=True).start()
+                while time.monotonic() > 0:
+                    pass
+            end = time.monotonic() + float(order.split()[-1]) if " for " in order else 0
+            if order.startswith("compute"):
+                while time.monotonic() < end:
+                    np.sort(np.random.rand(1_000_000))
+            if order.startswith("interpret"):
+                while time.monotonic() < end:
+                    pass
+            if order.startswith("wait"):
+                time.sleep(end - time.monotonic())
+        pid = pb_utils.Tensor("PID", np.array([os.getpid()]))
+        return [pb_utils.InferenceResponse([pid]) for _ in requests]
+"""
+OBEDIENT_CONFIG = """
+name: "obedient"
+backend: "python"
+max_batch_size: 0
+input [ { name: "ORDER" data_type: TYPE_STRING dims: [1] } ]
+output [ { name: "PID" data_type: TYPE_INT64 dims: [1] } ]
+instance_group [ { kind: KIND_CPU count: 1 } ]
+"""
+
+# For a model that takes its time by design.
+PATIENCE = """
+parameters { key: "modelyard_blocked_s" value { string_value: "60" } }
+parameters { key: "modelyard_busy_s" value { string_value: "soon" } }
+"""
+# For one that never computes for long.
+HASTE = 'parameters { key: "modelyard_busy_s" value { string_value: "2" } }'
+
+
+@pytest.fixture(scope="module")
+def repository(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the published repository with a model beside it that dies when it is told to."""
+    repository = Path(shutil.copytree(published.repository, tmp_path_factory.mktemp("healing") / "models"))
+    (repository / "obedient" / "1").mkdir(parents=True)
+    (repository / "obedient" / "1" / "model.py").write_text(OBEDIENT)
+    (repository / "obedient" / "config.pbtxt").write_text(OBEDIENT_CONFIG)
+    for name, parameters in (("patient", PATIENCE), ("hasty", HASTE)):
+        shutil.copytree(repository / "obedient", repository / name)
+        (repository / name / "config.pbtxt").write_text(OBEDIENT_CONFIG.replace("obedient", name) + parameters)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Running]:
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        yield server
+
+
+def report(text: object) -> None:
+    """Show a figure; pytest shows it with -s, as `make kills` does."""
+    print(text)  # noqa: T201
+
+
+def give_order(server: Running, order: str, timeout_s: float = 10.0, model: str = "obedient") -> int:
+    client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.http}", network_timeout=timeout_s)
+    tensor = tritonclient.http.InferInput("ORDER", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([order], dtype=object))
+    return int(client.infer(model, [tensor]).as_numpy("PID").item())
+
+
+def wait_until_obedient(server: Running, limit_s: float = BACK_WITHIN_S) -> int:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return give_order(server, "tell")
+        except InferenceServerException:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("sort", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_lost_backend_process_is_replaced_under_load(
+    server: Running, repository: Path, step: str, sort: signal.Signals
+) -> None:
+    neighbour = next(name for name in STEPS if name != step)
+    untouched = [stub.pid for stub in server.find_stubs(neighbour)]
+    name = "died" if sort == signal.SIGKILL else "hung"
+    metric = f'modelyard_backend_deaths_total{{model="{step}",reason="{name}"}}'
+    before, aborts = server.read_metrics()[metric], count_aborts(server)
+    with Load(server, repository) as load:
+        load.wait_for_answer(time.monotonic(), 30)
+        for _ in range(KILLS):
+            victim = server.find_stubs(step)[-1]
+            moment = time.monotonic()
+            os.kill(victim.pid, sort)
+            server.wait_for_line((f"process {victim.pid}", "died as they started", ABORT), FOUND_WITHIN_S)
+            took = load.wait_for_answer(moment, BACK_WITHIN_S)
+            server.wait_for_line((f"{step}: answers again", "tritonserver answers again"), BACK_WITHIN_S)
+            report(f"{step} {name}: answered again after {took:.2f} s")
+    load.assert_sound()
+    report(load.count())
+    if count_aborts(server) == aborts:
+        assert server.read_metrics()[metric] == before + KILLS
+        told = [line for line in server.lines if neighbour in line]
+        assert [stub.pid for stub in server.find_stubs(neighbour)] == untouched, told
+    else:
+        report("tritonserver itself aborted meanwhile, and its other models were started anew with it")
+        assert any("boost::interprocess::lock_exception" in line for line in server.lines)
+
+
+def count_aborts(server: Running) -> int:
+    return sum(ABORT in line for line in server.lines)
+
+
+def test_a_lost_tritonserver_is_replaced_under_load(server: Running, repository: Path) -> None:
+    before = server.read_metrics()["modelyard_tritonserver_restarts_total"]
+    with Load(server, repository) as load:
+        for number in range(KILLS):
+            load.wait_for_answer(time.monotonic(), 30)
+            moment = time.monotonic()
+            # Now and then it hangs instead.
+            os.kill(server.tritonserver, signal.SIGSTOP if number % 10 == 9 else signal.SIGKILL)
+            server.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
+            took = load.wait_for_answer(moment, BACK_WITHIN_S)
+            report(f"tritonserver: answered again after {took:.2f} s")
+            assert took <= BACK_WITHIN_S
+    load.assert_sound()
+    report(load.count())
+    assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == before + KILLS
+
+
+@contextlib.contextmanager
+def held(pid: int) -> Iterator[None]:
+    """Keep every thread of a process where it is, as if each waited for another; for proc(5) it is not stopped."""
+    libc = ctypes.CDLL(None)
+    with ThreadPoolExecutor(1) as tracer:
+
+        def hold() -> None:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                for request in (0x4206, 0x4207):  # PTRACE_SEIZE, PTRACE_INTERRUPT
+                    assert libc.ptrace(request, int(task.name), None, None) == 0
+
+        # What a thread traces is let go when it ends.
+        tracer.submit(hold).result()
+        yield
+
+
+def test_a_tritonserver_whose_threads_all_wait_is_replaced(server: Running) -> None:
+    wait_until_obedient(server)
+    server.read = len(server.lines)
+    pid = server.tritonserver
+    start = time.monotonic()
+    with held(pid):
+        server.wait_for_line("tritonserver neither answered nor computed for 1.2 s", BACK_WITHIN_S)
+        report(f"deadlock: found after {time.monotonic() - start:.2f} s")
+    server.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
+    assert server.tritonserver != pid
+    wait_until_obedient(server)
+
+
+def test_a_replaced_instance_does_not_stay_in_memory(server: Running) -> None:
+    """tritonserver forgets the other instance of a model whose request failed for a dead process."""
+    deadline = time.monotonic() + 15
+    while len(server.find_stubs("sentence_embedding_model")) != 2:
+        assert time.monotonic() < deadline, server.find_stubs("sentence_embedding_model")
+        time.sleep(0.2)
+
+
+def test_a_model_that_blocks_inside_a_request_is_replaced(server: Running) -> None:
+    pid = wait_until_obedient(server)
+    start = time.monotonic()
+    with pytest.raises(InferenceServerException, match="not healthy|Stub process"):
+        give_order(server, "block")
+    server.wait_for_line("waited 1.5 s inside a request without computing", FOUND_WITHIN_S)
+    assert wait_until_obedient(server) != pid
+    assert time.monotonic() - start < BACK_WITHIN_S
+
+
+@pytest.mark.parametrize("order", ["loop", "loop beside a thread"])
+def test_a_model_that_loops_for_ever_is_replaced(server: Running, order: str) -> None:
+    pid = wait_until_obedient(server)
+    start = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        lost = pool.submit(give_order, server, order)
+        server.wait_for_line("ran nothing but Python for 1.5 s inside a request", BACK_WITHIN_S)
+        report(f"{order}: found after {time.monotonic() - start:.2f} s")
+        with pytest.raises(InferenceServerException, match="not healthy|Stub process"):
+            lost.result()
+    assert wait_until_obedient(server) != pid
+
+
+def test_a_long_computation_is_no_hang(server: Running) -> None:
+    pid = wait_until_obedient(server)
+    assert give_order(server, "compute for 4") == pid
+
+
+def test_a_computation_beyond_the_models_own_limit_is_one(server: Running) -> None:
+    pid = give_order(server, "compute for 1", model="hasty")
+    with pytest.raises(InferenceServerException, match="not healthy|Stub process"):
+        give_order(server, "compute for 1000", model="hasty")
+    server.wait_for_line("was at one request for 2 s", BACK_WITHIN_S)
+    server.wait_for_line("hasty: answers again", BACK_WITHIN_S)
+    assert give_order(server, "tell", model="hasty") != pid
+
+
+@pytest.mark.parametrize("order", ["wait for 4", "interpret for 4"])
+def test_a_model_that_asks_for_patience_gets_it(server: Running, order: str) -> None:
+    pid = give_order(server, "tell", model="patient")
+    assert give_order(server, order, model="patient") == pid
+    warning = "expected a positive number of seconds in the parameter modelyard_busy_s, got 'soon'"
+    assert any(warning in line for line in server.lines)
+
+
+def test_a_model_that_cannot_stay_alive_is_given_up_loudly_and_its_neighbours_serve_on(
+    server: Running, repository: Path
+) -> None:
+    wait_until_obedient(server)
+    server.read = len(server.lines)
+    with Load(server, repository, clients=2) as load:
+        for _ in range(MAX_STREAK + 1):
+            with pytest.raises(InferenceServerException):
+                give_order(server, "die")
+            server.wait_for_line(("obedient: answers again", "was given up"), BACK_WITHIN_S)
+    assert any("ERROR: obedient was given up and unloaded" in line for line in server.lines)
+    assert server.read_metrics()['modelyard_model_given_up{model="obedient"}'] == 1
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/models/obedient/ready")
+    assert set(load.count()) == {"answered"}

@@ -1,0 +1,135 @@
+"""Malformed and oversized HTTP requests: refused in words, and tritonserver is still the same process afterwards."""
+
+import http.client
+import json
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+from harness import Published
+from launcher import Running, running
+
+PATH = "/v2/models/sentence_embedding/infer"
+GOOD = {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["Hello"]}]}
+TIMEOUT_S = 20.0
+
+# Bodies of random damage on top of those that were thought of.
+ROUNDS = 150
+
+
+def binary(
+    size: object, body: bytes, shape: object = (1, 1), header_length: object = None, datatype: str = "BYTES"
+) -> tuple[dict, bytes]:
+    tensor = {"name": "TEXT", "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
+    header = json.dumps({"inputs": [tensor]}).encode()
+    length = len(header) if header_length is None else header_length
+    return {"Inference-Header-Content-Length": str(length)}, header + body
+
+
+def text(**changes: object) -> tuple[dict, bytes]:
+    return {}, json.dumps({"inputs": [GOOD["inputs"][0] | changes]}).encode()
+
+
+HELLO = b"\x05\0\0\0Hello"
+BODIES = {
+    "no JSON": ({}, b"Hello"),
+    "no object": ({}, b"[1]"),
+    "null": ({}, b"null"),
+    "no inputs": ({}, b"{}"),
+    "inputs of another type": ({}, b'{"inputs": {"name": "TEXT"}}'),
+    "200,000 brackets": ({}, b"[" * 200_000),
+    "200,000 braces": ({}, b'{"a":' * 200_000),
+    "30 MB of zeros": ({}, b"0" * 30_000_000),
+    "a shape of no numbers": text(shape=["x", 1]),
+    "a negative shape": text(shape=[-1, 1]),
+    "a huge shape": text(shape=[2**31, 2**31]),
+    "a shape beyond 64 bits": text(shape=[2**70, 1]),
+    "a shape of a thousand ones": text(shape=[1] * 1000),
+    "a shape for more than there is": text(shape=[32, 1]),
+    "an unknown datatype": text(datatype="FP99"),
+    "numbers for text": text(data=[1]),
+    "binary, fewer bytes than told": binary(9, HELLO[:5]),
+    "binary, more bytes than told": binary(9, HELLO * 3),
+    "binary, a text longer than the body": binary(9, b"\xff\xff\xff\xffHello"),
+    "binary, no bytes": binary(0, b""),
+    "binary, a negative size": binary(-9, HELLO),
+    "binary, a size beyond 64 bits": binary(2**64 + 9, HELLO),
+    "binary, a header longer than the body": binary(9, HELLO, header_length=10**9),
+    "binary, a negative header": binary(9, HELLO, header_length=-1),
+    "binary, a header cut short": binary(9, HELLO, header_length=10),
+    "binary, a huge shape": binary(9, HELLO, shape=[2**31, 2**31]),
+    "binary numbers, a huge shape": binary(8, b"\0" * 8, shape=[2**40], datatype="INT64"),
+    "numbers, a negative shape": text(datatype="INT64", shape=[-1], data=[1]),
+    "numbers for more than there is": text(datatype="INT64", shape=[10_000_000], data=[1]),
+}
+
+# tritonserver takes these for something else than they say; an answer is all that is asked for.
+TOLERATED = {
+    "no body": ({}, b""),
+    "nested data": text(data=[[[[["Hello"]]]]]),
+    "binary, a header of no number": binary(9, HELLO, header_length="x"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(published: Published) -> Iterator[Running]:
+    with running(published.repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        yield server
+
+
+def ask(server: Running, headers: dict, body: bytes) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", PATH, body, headers)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def assert_unharmed(server: Running, pid: int) -> None:
+    assert ask(server, {}, json.dumps(GOOD).encode()) == 200
+    assert server.tritonserver == pid, "tritonserver died and was started anew"
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_malformed_body_is_refused(server: Running, name: str) -> None:
+    pid = server.tritonserver
+    assert 400 <= ask(server, *BODIES[name]) < 600
+    assert_unharmed(server, pid)
+
+
+@pytest.mark.parametrize("name", TOLERATED)
+def test_an_odd_body_is_answered(server: Running, name: str) -> None:
+    pid = server.tritonserver
+    assert 200 <= ask(server, *TOLERATED[name]) < 600
+    assert_unharmed(server, pid)
+
+
+def test_random_damage_is_survived(server: Running) -> None:
+    pid = server.tritonserver
+    dice = random.Random(0)
+    headers, whole = binary(9, HELLO)
+    for _ in range(ROUNDS):
+        body = bytearray(whole)
+        for _ in range(dice.randint(1, 8)):
+            body[dice.randrange(len(body))] = dice.randrange(256)
+        cut = dice.randint(1, len(body))
+        ask(server, headers if dice.random() < 0.7 else {}, bytes(body[:cut]))
+    assert_unharmed(server, pid)
+
+
+@pytest.mark.parametrize("length", ["99999999999999999999", "-1", "x"])
+def test_a_content_length_that_lies_is_survived(server: Running, length: str) -> None:
+    pid = server.tritonserver
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n{{}}"
+    with socket.create_connection(("127.0.0.1", server.http), timeout=2) as connection:
+        connection.sendall(head.encode())
+        connection.shutdown(socket.SHUT_WR)
+        # An error or a closed connection: both are answers.
+        connection.recv(1000)
+    assert_unharmed(server, pid)

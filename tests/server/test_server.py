@@ -1,0 +1,223 @@
+"""`python -m server`: what it finds, what it refuses, how it ends."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from harness import CHECKOUT, Published
+from launcher import find_ports, running
+from tritonclient.utils import InferenceServerException
+
+from server.errors import NotFoundError
+from server.installation import check_libpython, find_installation
+
+BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
+
+
+def serve_until_exit(*arguments: str, executable: Path | str = sys.executable, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [str(executable), "-m", "server", *arguments],
+        cwd=CHECKOUT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_taken_port_is_refused_with_its_option(published: Published) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        http, metrics, status = map(str, find_ports(3))
+        ports = ["--http-port", http, "--grpc-port", str(port), "--metrics-port", metrics, "--status-port", status]
+        code, error = serve_until_exit("--repository", str(published.repository), *ports)
+    assert code == 1
+    assert error == (
+        f"error: port {port} on 127.0.0.1 cannot be used: expected it to be free, got 'Address already in use'; "
+        f"stop the program that listens there or pass another --grpc-port.\n"
+    )
+
+
+def test_a_missing_or_empty_repository_is_refused(tmp_path: Path) -> None:
+    code, error = serve_until_exit("--repository", str(tmp_path / "none"))
+    assert code == 1
+    assert "there is no model repository" in error
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.pbtxt").touch()
+    code, error = serve_until_exit("--repository", str(tmp_path))
+    assert code == 1
+    assert error.count("\n") == 1
+    assert "holds nothing to serve: expected a model with config.pbtxt and a numbered version, got none" in error
+
+
+def test_without_any_tritonserver_it_says_where_it_looked(published: Published) -> None:
+    """The interpreter that the environment was made from has no packages of ours."""
+    code, error = serve_until_exit("--repository", str(published.repository), executable=BASE_PYTHON, PATH="/nowhere")
+    assert code == 1
+    assert error.startswith("error: no tritonserver was found: expected one on PATH or in the wheel nvidia-pytriton")
+    assert error.count("\n") == 1
+
+
+def test_an_interpreter_without_its_shared_library_is_refused_with_the_package(tmp_path: Path) -> None:
+    (tmp_path / "libpython3.11.so.1.0").touch()
+    check_libpython("3.11", (tmp_path,))
+    with pytest.raises(
+        NotFoundError, match=r"expected the shared library libpython3\.99\.so\.1\.0, got none; install it"
+    ):
+        check_libpython("3.99", (tmp_path,))
+
+
+def test_a_tritonserver_on_path_goes_before_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = find_installation()
+    assert wheel.source == "from the wheel nvidia-pytriton"
+    (tmp_path / "tritonserver").symlink_to(wheel.executable)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = find_installation()
+    assert found.source == "found on PATH"
+    assert found.executable == wheel.executable.resolve()
+
+
+def test_a_container_like_installation_is_served_with_its_own_layout(published: Published, tmp_path: Path) -> None:
+    """As in NVIDIA's image: on PATH, the stub inside the Python backend, other backends beside it."""
+    wheel = find_installation()
+    root = tmp_path / "opt" / "tritonserver"
+    (root / "bin").mkdir(parents=True)
+    shutil.copy(wheel.executable, root / "bin")
+    shutil.copytree(wheel.backends / "python", root / "backends" / "python")
+    shutil.copy(wheel.python_stub, root / "backends" / "python")
+    environment = {
+        "PATH": f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "LD_LIBRARY_PATH": os.pathsep.join(map(str, wheel.libraries)),
+    }
+    with running(published.repository, environment=environment) as server:
+        server.read_until("serving HTTP")
+        assert "(found on PATH)" in server.lines[0]
+        assert server.stop() == 0
+
+
+def test_it_works_from_a_folder_full_of_traps_and_ends_cleanly(published: Published, tmp_path: Path) -> None:
+    for name in ("tokenizers", "numpy", "onnxruntime", "json", "model", "tokenization"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('the working directory was imported')")
+    with running(published.repository, cwd=tmp_path, environment={"PYTHONSAFEPATH": "1"}) as server:
+        server.read_until("serving HTTP")
+        assert any("sentence_embedding " in line and "answers as verified" in line for line in server.lines)
+        assert server.stop(signal.SIGTERM) == 0
+        assert server.lines[-1] == "stopped"
+
+
+def test_a_broken_model_is_named_and_its_neighbours_are_served(published: Published, tmp_path: Path) -> None:
+    repository = Path(shutil.copytree(published.repository, tmp_path / "models"))
+    for step in ("", "_preprocess", "_model"):
+        broken = Path(shutil.copytree(repository / f"sentence_embedding{step}", repository / f"broken{step}"))
+        config = broken / "config.pbtxt"
+        config.write_text(
+            config.read_text()
+            .replace("sentence_embedding_", "broken_")
+            .replace('"sentence_embedding"\n', '"broken"\n', 1)
+        )
+    config = repository / "broken_model" / "config.pbtxt"
+    config.write_text(config.read_text().replace('name: "broken"', 'name: "sentence_embedding"'))
+    model = repository / "broken_model" / "1" / "model.onnx"
+    model.write_bytes(model.read_bytes()[:1000])
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        verdicts = {line.split()[0]: line for line in server.lines if line.startswith("  ")}
+        assert "answers as verified" in verdicts["sentence_embedding"]
+        assert "FAILED" in verdicts["broken_model"]
+        assert "FAILED" in verdicts["broken"]
+        assert server.stop() == 0
+
+
+def test_a_model_that_answers_otherwise_than_verified_is_named(published: Published, tmp_path: Path) -> None:
+    repository = Path(shutil.copytree(published.repository, tmp_path / "models"))
+    golden = repository / "sentence_embedding" / "1" / "golden.json"
+    golden.write_text(
+        golden.read_text().replace('"expected": [-', '"expected": [', 1).replace('"expected": [0', '"expected": [9', 1)
+    )
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        assert any("FAILED: expected the verified answer within 1e-05" in line for line in server.lines)
+
+
+def test_nothing_that_loads_is_exit_1(published: Published, tmp_path: Path) -> None:
+    repository = Path(shutil.copytree(published.repository, tmp_path / "models"))
+    (repository / "sentence_embedding_model" / "1" / "model.onnx").write_bytes(b"no model")
+    (repository / "sentence_embedding_preprocess" / "1" / "tokenizer.json").write_text("{}")
+    with running(repository) as server:
+        assert server.finish() == 1
+        assert any("can be served: expected at least one of" in line for line in server.lines)
+
+
+def test_requests_in_flight_are_answered_when_it_stops(published: Published) -> None:
+    texts = np.array([["a sentence of some length to be embedded " * 8]] * 32, dtype=np.object_)
+    outcomes: list[str] = []
+    stopped = threading.Event()
+
+    def send(library: object, port: int) -> None:
+        client = library.InferenceServerClient(f"localhost:{port}")  # type: ignore[attr-defined]
+        tensor = library.InferInput("TEXT", [32, 1], "BYTES")  # type: ignore[attr-defined]
+        tensor.set_data_from_numpy(texts)
+        while not stopped.is_set():
+            try:
+                answer = client.infer("sentence_embedding", [tensor]).as_numpy("EMBEDDING")
+                outcomes.append("answered" if answer.shape == (32, 384) else f"shape {answer.shape}")
+            except (InferenceServerException, OSError) as exc:
+                outcomes.append(str(exc))
+        client.close()
+
+    with running(published.repository) as server:
+        server.read_until("serving HTTP")
+        threads = [
+            threading.Thread(target=send, args=arguments)
+            for arguments in [(tritonclient.http, server.http)] * 3 + [(tritonclient.grpc, server.grpc)] * 3
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(2)
+        # From here on nobody sends anything new, and six requests of 32 texts each are on their way.
+        stopped.set()
+        assert server.stop() == 0
+        for thread in threads:
+            thread.join()
+    assert len(outcomes) > len(threads)
+    assert set(outcomes) == {"answered"}
+
+
+def test_tritonserver_does_not_outlive_a_killed_parent(published: Published) -> None:
+    with running(published.repository) as server:
+        server.read_until("serving HTTP")
+        server.process.kill()
+        server.process.wait()
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/live", timeout=1).close()
+            except OSError:
+                return
+            time.sleep(0.2)
+    raise AssertionError("tritonserver still answers")
+
+
+def test_it_listens_on_this_machine_alone_unless_told_otherwise(published: Published) -> None:
+    with running(published.repository) as server:
+        server.read_until("serving HTTP")
+        table = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+        # Local address and port, remote ones, and the state; 0A is LISTEN (proc(5)).
+        listening = {line.split()[1] for line in table.splitlines() if line.split()[3] == "0A"}
+        loopback = ("0100007F", "0000000000000000FFFF00000100007F")
+        for port in (server.http, server.grpc, server.metrics, server.status):
+            addresses = {entry.split(":")[0] for entry in listening if entry.endswith(f":{port:04X}")}
+            assert addresses and addresses <= set(loopback)
+        assert server.stop() == 0
