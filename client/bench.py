@@ -11,8 +11,8 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from client.infer import DEFAULT_URLS, ClientError, Server
-from client.perf_analyzer import Measurement, find_perf_analyzer, measure_texts
+from .infer import DEFAULT_URLS, ClientError, Server
+from .perf_analyzer import Measurement, find_perf_analyzer, measure_texts
 
 _EXAMPLES = """
 examples:

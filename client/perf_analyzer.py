@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from client.infer import TEXT_INPUT, ClientError
+from .infer import TEXT_INPUT, ClientError
 
 # The last tritonclient whose wheel carries the program. It runs on every glibc that the server runs on, where the
 # distribution perf-analyzer needs glibc 2.38 and is below that, silently, an empty 0.1.0.

@@ -1,6 +1,6 @@
 """`python -m export`: the command line."""
 
-from export import interruption
+from . import interruption
 
 if __name__ == "__main__":
     # Loading the rest takes a while, of which nobody wants a traceback.
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from export.commands import consolidate, inspect_checkpoint
-from export.errors import ExportError, list_some
-from export.progress import Progress
-from export.request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
-from export.settings import build_request, read_settings
+from .commands import consolidate, inspect_checkpoint
+from .errors import ExportError, list_some
+from .progress import Progress
+from .request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
+from .settings import build_request, read_settings
 
 if TYPE_CHECKING:
-    from export.graph.precisions import PrecisionReport
-    from export.pipeline import ExportResult
-    from export.proof.verify import VerificationReport
-    from export.weights.vocabulary_rows import VocabularyRows
+    from .graph.precisions import PrecisionReport
+    from .pipeline import ExportResult
+    from .proof.verify import VerificationReport
+    from .weights.vocabulary_rows import VocabularyRows
 
 _EXAMPLES = """
 examples:
@@ -242,7 +242,7 @@ def _parse_added_token(text: str) -> AddedToken:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Takes seconds, for it imports torch and transformers.
-    from export.pipeline import count_steps, run_export
+    from .pipeline import count_steps, run_export
 
     console = Console(stderr=True)
     request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
@@ -255,7 +255,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(report: "VerificationReport", console: Console) -> None:
-    from export.tasks.comparison import describe_errors
+    from .tasks.comparison import describe_errors
 
     precision = report.precision["precision"] if report.precision else "fp32"
     engines = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
@@ -279,9 +279,9 @@ def _print_report(report: "VerificationReport", console: Console) -> None:
 
 
 def _print_summary(result: "ExportResult", repository: Path, console: Console) -> None:
-    from export.proof.report_page import PAGE_FILE
-    from export.signature import TextSignature
-    from export.tasks.comparison import describe_errors
+    from .proof.report_page import PAGE_FILE
+    from .signature import TextSignature
+    from .tasks.comparison import describe_errors
 
     source, publication, worst = result.source, result.publication, result.report.worst
     written = {
@@ -350,7 +350,7 @@ def _describe_rows(rows: "VocabularyRows") -> str:
 
 
 def _to_json(result: "ExportResult") -> dict[str, Any]:
-    from export.signature import TextSignature
+    from .signature import TextSignature
 
     source, publication = result.source, result.publication
     task, rows = source.task, source.rows

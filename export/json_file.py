@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.storage import paths
+from .checkpoints.storage import paths
 
 
 def read_json(path: Path) -> Mapping[str, Any] | list[Any] | None:

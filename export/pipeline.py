@@ -12,32 +12,32 @@ from pathlib import Path
 
 import torch
 
-from export.artefacts import Artefacts
-from export.checkpoints import StateDict, open_checkpoint
-from export.engines.tensorrt_build import PlanRunner, build_engine, find_version
-from export.engines.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
-from export.errors import GraphError, RuntimeFailure, SettingsError, VerificationError, VocabularyError
-from export.graph.onnx_export import export_onnx
-from export.graph.precisions import PrecisionReport
-from export.progress import Progress
-from export.proof.quality import convert, list_quality_feeds
-from export.proof.report_page import PAGE_FILE, render_report_page
-from export.proof.tolerances import Tolerances, choose_tolerances
-from export.proof.verify import VerificationReport, hash_file, verify
-from export.repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
-from export.repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, ModelNames
-from export.repository.publication import Publication, check_contract, check_name, publish
-from export.request import ExportRequest
-from export.targets import Target, find_target
-from export.tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
-from export.tasks.comparison import describe_errors
-from export.tasks.own_module import FactoryTask, build_factory_task
-from export.tasks.tensors import TensorTask
-from export.weights.lora import merge_adapters
-from export.weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
-from export.weights.torch_model import load_config
-from export.weights.transforms import CastToFloat32
-from export.weights.vocabulary_rows import VocabularyRows, fit_vocabulary
+from .artefacts import Artefacts
+from .checkpoints import StateDict, open_checkpoint
+from .engines.tensorrt_build import PlanRunner, build_engine, find_version
+from .engines.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
+from .errors import GraphError, RuntimeFailure, SettingsError, VerificationError, VocabularyError
+from .graph.onnx_export import export_onnx
+from .graph.precisions import PrecisionReport
+from .progress import Progress
+from .proof.quality import convert, list_quality_feeds
+from .proof.report_page import PAGE_FILE, render_report_page
+from .proof.tolerances import Tolerances, choose_tolerances
+from .proof.verify import VerificationReport, hash_file, verify
+from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
+from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, ModelNames
+from .repository.publication import Publication, check_contract, check_name, publish
+from .request import ExportRequest
+from .targets import Target, find_target
+from .tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
+from .tasks.comparison import describe_errors
+from .tasks.own_module import FactoryTask, build_factory_task
+from .tasks.tensors import TensorTask
+from .weights.lora import merge_adapters
+from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
+from .weights.torch_model import load_config
+from .weights.transforms import CastToFloat32
+from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
 
 # Timings and calibration, which a second build of the same need not measure again.
 _ENGINE_CACHE = Path("~/.cache/modelyard/tensorrt").expanduser()

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from export.errors import SettingsError
-from export.request import (
+from .errors import SettingsError
+from .request import (
     AGGREGATIONS,
     DEFAULT_RELEASE,
     ENGINES,

@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from export.errors import TargetError
+from .errors import TargetError
 
 
 @dataclass(frozen=True, kw_only=True)

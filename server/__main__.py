@@ -7,15 +7,15 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
-from server.control_key import open_key
-from server.doctor import examine, render
-from server.errors import ServerError
-from server.health import check_ensembles
-from server.installation import assemble_backends, find_installation
-from server.models import list_models
-from server.process import Endpoints, check_ports_free
-from server.status import Status, serve_status
-from server.supervisor import Settings, Supervisor
+from .control_key import open_key
+from .doctor import examine, render
+from .errors import ServerError
+from .health import check_ensembles
+from .installation import assemble_backends, find_installation
+from .models import list_models
+from .process import Endpoints, check_ports_free
+from .status import Status, serve_status
+from .supervisor import Settings, Supervisor
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 

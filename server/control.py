@@ -8,8 +8,8 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from server.control_key import ControlKey
-from server.errors import ControlError
+from .control_key import ControlKey
+from .errors import ControlError
 
 # A parameter that no backend reads. tritonserver 2.51 takes a load with an unchanged configuration for done.
 _REVIVAL_PARAMETER = "modelyard_revival"

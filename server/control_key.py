@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.errors import KeyFileError
+from .errors import KeyFileError
 
 HEADER = "modelyard-key"
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from server.errors import ServerError
-from server.installation import Installation, build_environment, find_installation
-from server.models import list_models
-from server.process import Endpoints, check_ports_free
+from .errors import ServerError
+from .installation import Installation, build_environment, find_installation
+from .models import list_models
+from .process import Endpoints, check_ports_free
 
 Verdict = Literal["ok", "warning", "broken"]
 

@@ -11,8 +11,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from server.process import EXIT_TIMEOUT_S, Endpoints, TritonServer
-from server.stubs import StubTable
+from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .stubs import StubTable
 
 # Between two steps of an ensemble a request is nowhere to be seen, for well under a millisecond.
 _QUIET_S = 0.3

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
 
-from server.control import Control
-from server.errors import ControlError
-from server.status import Status
-from server.stubs import Limits, Stub, StubTable
+from .control import Control
+from .errors import ControlError
+from .status import Status
+from .stubs import Limits, Stub, StubTable
 
 # Deaths without one answered request in between, and deaths in all, after which a model is given up.
 MAX_STREAK = 5

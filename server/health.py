@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from server.errors import CheckError
+from .errors import CheckError
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0

@@ -10,7 +10,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.errors import NotFoundError
+from .errors import NotFoundError
 
 
 @dataclass(frozen=True, kw_only=True)

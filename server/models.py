@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from server.errors import NotFoundError
+from .errors import NotFoundError
 
 
 def list_models(repository: Path) -> list[str]:

@@ -11,9 +11,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.control_key import ControlKey
-from server.errors import PortTakenError
-from server.installation import Installation, build_environment
+from .control_key import ControlKey
+from .errors import PortTakenError
+from .installation import Installation, build_environment
 
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
 EXIT_TIMEOUT_S = 10

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.sampling import find_library
+from .sampling import find_library
 
 _STUB = "triton_python_backend_stub"
 

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.control import Control, ModelState
-from server.control_key import ControlKey, hide_key
-from server.draining import drain
-from server.errors import GaveUpError, StartError
-from server.healing import Healer
-from server.health import check_answer, is_live
-from server.installation import Installation
-from server.process import EXIT_TIMEOUT_S, Endpoints, TritonServer
-from server.status import Status
-from server.stubs import list_children
+from .control import Control, ModelState
+from .control_key import ControlKey, hide_key
+from .draining import drain
+from .errors import GaveUpError, StartError
+from .healing import Healer
+from .health import check_answer, is_live
+from .installation import Installation
+from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .status import Status
+from .stubs import list_children
 
 # Dead and hung processes are looked for this often.
 _INTERVAL_S = 0.1

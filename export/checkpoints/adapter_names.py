@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from export.errors import list_some
+from ..errors import list_some
 
 PEFT_PREFIX = "base_model.model."
 # peft 0.21, tuners/lora/layer.py: the two factors of a linear layer and of an embedding.

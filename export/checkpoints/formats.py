@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from export.checkpoints.adapter_names import describe_missing_base
-from export.checkpoints.deepspeed import zero as deepspeed_zero
-from export.checkpoints.fsdp import folder as fsdp
-from export.checkpoints.plain import huggingface, torch_file
-from export.checkpoints.stored_checkpoint import StoredCheckpoint
-from export.errors import CheckpointError, list_some
+from ..errors import CheckpointError, list_some
+from .adapter_names import describe_missing_base
+from .deepspeed import zero as deepspeed_zero
+from .fsdp import folder as fsdp
+from .plain import huggingface, torch_file
+from .stored_checkpoint import StoredCheckpoint
 
 
 class Reader(Protocol):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export.checkpoints.state_dict import TensorSpec
-from export.checkpoints.storage import integrity
-from export.checkpoints.storage.second_copies import Copy
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.storage.zip_archive import StoredBlock, ZipArchive
-from export.errors import CheckpointError, list_some
+from ..errors import CheckpointError, list_some
+from .state_dict import TensorSpec
+from .storage import integrity
+from .storage.second_copies import Copy
+from .storage.stored_tensor import StoredTensor
+from .storage.zip_archive import StoredBlock, ZipArchive
 
 if TYPE_CHECKING:
     import torch

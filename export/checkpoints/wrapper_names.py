@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from export.errors import CheckpointError, list_some
+from ..errors import CheckpointError, list_some
 
 # DDP and DataParallel, Lightning Fabric, and `_INNER`: taken off where every name begins so.
 _OUTER = ("module", "_forward_module")

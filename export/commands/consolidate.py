@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints import StoredCheckpoint, open_checkpoint
-from export.checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
-from export.checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from export.checkpoints.storage.paths import check_inside, open_regular, read_json
-from export.consolidation.safetensors_output import SafetensorsOutput, refuse_inflated
-from export.consolidation.staging import stage_folder
-from export.errors import CheckpointError, escape_controls, list_some
+from ..checkpoints import StoredCheckpoint, open_checkpoint
+from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
+from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from ..checkpoints.storage.paths import check_inside, open_regular, read_json
+from ..consolidation.safetensors_output import SafetensorsOutput, refuse_inflated
+from ..consolidation.staging import stage_folder
+from ..errors import CheckpointError, escape_controls, list_some
 
 _DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16)}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from export.checkpoints import StoredCheckpoint, open_checkpoint
-from export.errors import escape_controls
+from ..checkpoints import StoredCheckpoint, open_checkpoint
+from ..errors import escape_controls
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.

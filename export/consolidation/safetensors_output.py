@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from export.checkpoints.storage.cast import can_cast, cast_bytes, count_non_finite
-from export.checkpoints.storage.dtypes import ElementType
-from export.checkpoints.storage.safetensors_file import METADATA_KEY
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.errors import CheckpointError, list_some
+from ..checkpoints.storage.cast import can_cast, cast_bytes, count_non_finite
+from ..checkpoints.storage.dtypes import ElementType
+from ..checkpoints.storage.safetensors_file import METADATA_KEY
+from ..checkpoints.storage.stored_tensor import StoredTensor
+from ..errors import CheckpointError, list_some
 
 # The README of the format asks for 8; the page cache and vector loads like 64.
 _HEADER_ALIGNMENT = 64

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from export.errors import CheckpointError
+from ..errors import CheckpointError
 
 
 @contextlib.contextmanager

@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from export.engines.tensorrt_plan import (
+from ..errors import EngineError
+from ..graph.files import Feed, find_files
+from .tensorrt_plan import (
     PLAN_FILE,
     BuildPlan,
     PlanMetadata,
@@ -26,8 +28,6 @@ from export.engines.tensorrt_plan import (
     check_operators,
     describe_profiles,
 )
-from export.errors import EngineError
-from export.graph.files import Feed, find_files
 
 if TYPE_CHECKING:
     import tensorrt as trt

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import onnx
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.errors import EngineError, list_some
-from export.graph.files import Feed
-from export.signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TextSignature
+from ..errors import EngineError, list_some
+from ..graph.files import Feed
+from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TextSignature
 
 PLAN_FILE = "model.plan"
 PLAN_BACKEND = "tensorrt"

@@ -11,8 +11,8 @@ import onnx_ir as ir
 import onnxruntime
 from onnx_ir.passes import common
 
-from export.errors import PrecisionError
-from export.graph.onnx_export import EXTERNAL_ABOVE_BYTES
+from ..errors import PrecisionError
+from .onnx_export import EXTERNAL_ABOVE_BYTES
 
 # Input name → values, as ONNX Runtime takes them.
 Feed = Mapping[str, npt.NDArray[Any]]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from export.graph.files import load_graph, save_graph
-from export.graph.islands import is_fp32
-from export.graph.onnx_export import EXTERNAL_ABOVE_BYTES
+from .files import load_graph, save_graph
+from .islands import is_fp32
+from .onnx_export import EXTERNAL_ABOVE_BYTES
 
 
 def write_float16(

@@ -22,10 +22,10 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from export.errors import PrecisionError
-from export.graph.files import Feed, count_bytes, load_graph, open_session, run_feeds, save_graph
-from export.graph.onnx_export import EXTERNAL_ABOVE_BYTES
-from export.graph.speed import Measure, Quality
+from ..errors import PrecisionError
+from .files import Feed, count_bytes, load_graph, open_session, run_feeds, save_graph
+from .onnx_export import EXTERNAL_ABOVE_BYTES
+from .speed import Measure, Quality
 
 # What the quantizer is given: products with a constant matrix, and tables. Its convolutions take unsigned weights
 # only on a CPU, and are slower there than fp32.

@@ -13,9 +13,9 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
-from export.errors import GraphError
-from export.signature import ModelSignature, TensorSignature
-from export.targets import Target, require_fits
+from ..errors import GraphError
+from ..signature import ModelSignature, TensorSignature
+from ..targets import Target, require_fits
 
 # Every target from Triton 24.03 on loads opset 18, and it is the lowest that the exporter writes natively.
 OPSET = 18

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from export.errors import PrecisionError
-from export.graph.files import Feed, count_bytes, load_graph, measure_ranges
-from export.graph.float16 import write_bfloat16, write_float16
-from export.graph.int8 import write_int8
-from export.graph.islands import find_islands
-from export.graph.onnx_export import EXTERNAL_ABOVE_BYTES
-from export.graph.speed import (
+from ..errors import PrecisionError
+from .files import Feed, count_bytes, load_graph, measure_ranges
+from .float16 import write_bfloat16, write_float16
+from .int8 import write_int8
+from .islands import find_islands
+from .onnx_export import EXTERNAL_ABOVE_BYTES
+from .speed import (
     COSINE,
     LABEL_AGREEMENT,
     Measure,

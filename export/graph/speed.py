@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from export.graph.files import Feed, find_files, open_session, run_feeds
+from .files import Feed, find_files, open_session, run_feeds
 
 COSINE = "cosine"
 LABEL_AGREEMENT = "label_agreement"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from export.artefacts import Artefacts
-from export.graph.precisions import Feed, Measure, PrecisionReport, Quality, write_precision
-from export.proof.target_runtime import open_runtime
-from export.proof.tolerances import QUALITY_KEYS, find_quality_key
-from export.proof.verify import Reference
-from export.targets import Target
-from export.tasks import Task
-from export.tasks.cases import Case, Outputs, join_rows
+from ..artefacts import Artefacts
+from ..graph.precisions import Feed, Measure, PrecisionReport, Quality, write_precision
+from ..targets import Target
+from ..tasks import Task
+from ..tasks.cases import Case, Outputs, join_rows
+from .target_runtime import open_runtime
+from .tolerances import QUALITY_KEYS, find_quality_key
+from .verify import Reference
 
 
 def convert(

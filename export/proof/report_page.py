@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from export.proof import histogram
-from export.proof.histogram import Histogram, build_histogram, group_digits
+from . import histogram
+from .histogram import Histogram, build_histogram, group_digits
 
 PAGE_FILE = "verification.html"
 

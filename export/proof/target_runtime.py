@@ -21,10 +21,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from export.errors import RuntimeFailure, list_some
-from export.proof import target_worker
-from export.proof.target_worker import read_message, write_message
-from export.targets import Target
+from ..errors import RuntimeFailure, list_some
+from ..targets import Target
+from . import target_worker
+from .target_worker import read_message, write_message
 
 # Where the wheels of other versions are kept: in the checkout, or where that cannot be written, in the home folder.
 _CACHES = (Path(__file__).resolve().parent.parent.parent / ".cache", Path("~/.cache/modelyard"))

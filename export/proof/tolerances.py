@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export.errors import SettingsError
-from export.graph.precisions import COSINE, LABEL_AGREEMENT, THRESHOLDS
+from ..errors import SettingsError
+from ..graph.precisions import COSINE, LABEL_AGREEMENT, THRESHOLDS
 
 # Precision → what a largest error of fp32 is multiplied by. fp16 has 11 bits and bf16 8 where fp32 has 24; the sums of
 # a whole model make up for some of it. A wrong weight, mask or pooling is still far beyond.

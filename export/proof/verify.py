@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from export.artefacts import Artefacts
-from export.errors import EngineError, RuntimeFailure, VerificationError
-from export.proof.target_runtime import open_runtime
-from export.proof.tolerances import Tolerances
-from export.targets import Target
-from export.tasks import Task
-from export.tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
-from export.tasks.comparison import Distribution, is_within, measure_outputs
+from ..artefacts import Artefacts
+from ..errors import EngineError, RuntimeFailure, VerificationError
+from ..targets import Target
+from ..tasks import Task
+from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
+from ..tasks.comparison import Distribution, is_within, measure_outputs
+from .target_runtime import open_runtime
+from .tolerances import Tolerances
 
 # How much further off than in any case a server may be, whose batches are others.
 _MARGIN = 1.5

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from export.errors import CheckpointError, RepositoryError, list_some
-from export.targets import Target
+from ..errors import CheckpointError, RepositoryError, list_some
+from ..targets import Target
 
 LOCK_FILE = "modelyard.lock.json"
 

@@ -10,8 +10,8 @@ import torch
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.engines.tensorrt_plan import PLAN_BACKEND, configure_plan
-from export.signature import BATCH, PAST_LEN, SEQ_LEN, STRING, ModelSignature, TensorSignature, TextSignature
+from ..engines.tensorrt_plan import PLAN_BACKEND, configure_plan
+from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, ModelSignature, TensorSignature, TextSignature
 
 PREPROCESS_BACKEND = "python_preprocess"
 POSTPROCESS_BACKEND = "python_postprocess"

@@ -29,12 +29,12 @@ from typing import Literal
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.artefacts import Artefacts
-from export.errors import RepositoryError
-from export.proof.verify import VerificationReport, hash_file
-from export.repository.model_config import MODEL_BACKEND, ModelNames, build_configs, parse_config, render_config
-from export.signature import ModelSignature
-from export.tasks.comparison import describe_errors
+from ..artefacts import Artefacts
+from ..errors import RepositoryError
+from ..proof.verify import VerificationReport, hash_file
+from ..signature import ModelSignature
+from ..tasks.comparison import describe_errors
+from .model_config import MODEL_BACKEND, ModelNames, build_configs, parse_config, render_config
 
 REPORT_FILE = "verification.json"
 GOLDEN_FILE = "golden.json"

@@ -6,25 +6,25 @@ from pathlib import Path
 import transformers
 from transformers import PretrainedConfig
 
-from export.checkpoints import TensorSpec
-from export.errors import ModelError
-from export.json_file import read_json
-from export.request import TASKS
-from export.tasks.base import Task, TaskSource
-from export.tasks.classification import VALUE_HEAD, Reward, TextClassification, TextPairClassification
-from export.tasks.generation import GenerationTask, Text2TextGeneration, TextGeneration, TextGenerationWithPast
-from export.tasks.masks import FillMask
-from export.tasks.pooling import FeatureExtraction
-from export.tasks.signals import (
+from ..checkpoints import TensorSpec
+from ..errors import ModelError
+from ..json_file import read_json
+from ..request import TASKS
+from .base import Task, TaskSource
+from .classification import VALUE_HEAD, Reward, TextClassification, TextPairClassification
+from .generation import GenerationTask, Text2TextGeneration, TextGeneration, TextGenerationWithPast
+from .masks import FillMask
+from .pooling import FeatureExtraction
+from .signals import (
     AudioClassification,
     AudioFeatureExtraction,
     ImageClassification,
     ImageFeatureExtraction,
     SpeechRecognition,
 )
-from export.tasks.spans import QuestionAnswering
-from export.tasks.text import Answer, TextTask
-from export.tasks.tokens import TokenClassification
+from .spans import QuestionAnswering
+from .text import Answer, TextTask
+from .tokens import TokenClassification
 
 __all__ = [
     "Answer",

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.artefacts import Artefacts
-from export.checkpoints import StateDict
-from export.errors import ModelError
-from export.request import TaskOptions
-from export.signature import BATCH, SEQ_LEN, TEXT, TEXT_PAIR, ModelSignature, TensorSignature
-from export.tasks.cases import Case, Outputs
+from ..artefacts import Artefacts
+from ..checkpoints import StateDict
+from ..errors import ModelError
+from ..request import TaskOptions
+from ..signature import BATCH, SEQ_LEN, TEXT, TEXT_PAIR, ModelSignature, TensorSignature
+from .cases import Case, Outputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from export.signature import BATCH, WINDOWS, ModelSignature, TensorSignature
+from ..signature import BATCH, WINDOWS, ModelSignature, TensorSignature
 
 Array = npt.NDArray[Any]
 

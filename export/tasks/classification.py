@@ -14,13 +14,13 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.errors import ModelError
-from export.signature import BATCH, STRING, Contract, TensorSignature, TextSignature
-from export.tasks.base import HeadModule, TaskSource, build_inputs, name_texts
-from export.tasks.encoding import Question
-from export.tasks.text import Answer, TextTask
-from export.weights.torch_model import load_model
-from export.weights.transforms import SelectPrefix
+from ..errors import ModelError
+from ..signature import BATCH, STRING, Contract, TensorSignature, TextSignature
+from ..weights.torch_model import load_model
+from ..weights.transforms import SelectPrefix
+from .base import HeadModule, TaskSource, build_inputs, name_texts
+from .encoding import Question
+from .text import Answer, TextTask
 
 LABEL = "LABEL"
 SCORE = "SCORE"

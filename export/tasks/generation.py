@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
 
-from export.errors import ModelError
-from export.signature import BATCH, DECODER_LEN, PAST_LEN, SEQ_LEN, ModelSignature, TensorSignature
-from export.tasks.base import TaskSource
-from export.tasks.cases import Outputs, Row
-from export.tasks.comparison import LOGIT_TOLERANCES, TENSOR_TOLERANCES, compare_logits, compare_tensors
-from export.tasks.encoding import Question, QuestionEncoder
-from export.tasks.tensors import SizeRange, Tensors, TensorTask, ValueRule
-from export.tasks.text import read_verification_texts
-from export.weights.torch_model import load_model
+from ..errors import ModelError
+from ..signature import BATCH, DECODER_LEN, PAST_LEN, SEQ_LEN, ModelSignature, TensorSignature
+from ..weights.torch_model import load_model
+from .base import TaskSource
+from .cases import Outputs, Row
+from .comparison import LOGIT_TOLERANCES, TENSOR_TOLERANCES, compare_logits, compare_tensors
+from .encoding import Question, QuestionEncoder
+from .tensors import SizeRange, Tensors, TensorTask, ValueRule
+from .text import read_verification_texts
 
 # Where nothing says how long a text may be.
 _DEFAULT_LENGTH = 512

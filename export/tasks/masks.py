@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, FillMaskPipeline, PreTrainedModel
 
-from export.errors import ModelError
-from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
-from export.tasks.base import TaskSource, build_inputs, name_texts
-from export.tasks.cases import Outputs
-from export.tasks.classification import SCORE
-from export.tasks.comparison import MAX_LOGIT_ERROR, compare_rankings
-from export.tasks.encoding import Question
-from export.tasks.text import Answer, TextTask
-from export.weights.torch_model import load_model
+from ..errors import ModelError
+from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
+from ..weights.torch_model import load_model
+from .base import TaskSource, build_inputs, name_texts
+from .cases import Outputs
+from .classification import SCORE
+from .comparison import MAX_LOGIT_ERROR, compare_rankings
+from .encoding import Question
+from .text import Answer, TextTask
 
 TOKEN = "TOKEN"
 

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.checkpoints import StateDict
-from export.errors import ModelError, SettingsError, list_some
-from export.signature import BATCH, ModelSignature, TensorSignature
-from export.tasks.cases import Outputs, Row, Side, join_rows
-from export.tasks.comparison import TENSOR_TOLERANCES, compare_tensors, is_within
-from export.tasks.tensors import KSERVE_DTYPES, SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
+from ..checkpoints import StateDict
+from ..errors import ModelError, SettingsError, list_some
+from ..signature import BATCH, ModelSignature, TensorSignature
+from .cases import Outputs, Row, Side, join_rows
+from .comparison import TENSOR_TOLERANCES, compare_tensors, is_within
+from .tensors import KSERVE_DTYPES, SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
 
 # What the batch is called where rows depend on one another: an axis like any other, which Triton must not join.
 _ROWS = "rows"

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 
-from export.checkpoints import open_checkpoint
-from export.errors import ModelError
-from export.json_file import read_json
-from export.signature import BATCH, TEXT, Contract, TensorSignature, TextSignature
-from export.tasks.base import TaskSource, build_inputs
-from export.tasks.cases import Outputs
-from export.tasks.comparison import EMBEDDING_TOLERANCES, compare_embeddings
-from export.tasks.encoding import Question
-from export.tasks.text import Answer, TextTask
-from export.weights.torch_model import load_model
+from ..checkpoints import open_checkpoint
+from ..errors import ModelError
+from ..json_file import read_json
+from ..signature import BATCH, TEXT, Contract, TensorSignature, TextSignature
+from ..weights.torch_model import load_model
+from .base import TaskSource, build_inputs
+from .cases import Outputs
+from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
+from .encoding import Question
+from .text import Answer, TextTask
 
 EMBEDDING = "EMBEDDING"
 

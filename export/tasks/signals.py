@@ -15,11 +15,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from export.json_file import read_json
-from export.signature import BATCH, ModelSignature, TensorSignature
-from export.tasks.base import HeadModule, TaskSource
-from export.tasks.tensors import SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
-from export.weights.torch_model import load_model
+from ..json_file import read_json
+from ..signature import BATCH, ModelSignature, TensorSignature
+from ..weights.torch_model import load_model
+from .base import HeadModule, TaskSource
+from .tensors import SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
 
 # The samples of a waveform.
 SAMPLES = "samples"

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from transformers.pipelines.document_question_answering import select_starts_ends
 
-from export.errors import ModelError
-from export.signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, TensorSignature, TextSignature
-from export.tasks.base import TaskSource, build_inputs, name_texts
-from export.tasks.cases import Outputs
-from export.tasks.classification import SCORE
-from export.tasks.comparison import MAX_LOGIT_ERROR, compare_logits
-from export.tasks.encoding import Question, QuestionEncoder
-from export.tasks.text import Answer, TextTask
-from export.tasks.tokens import END, START
-from export.weights.torch_model import load_model
+from ..errors import ModelError
+from ..signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, TensorSignature, TextSignature
+from ..weights.torch_model import load_model
+from .base import TaskSource, build_inputs, name_texts
+from .cases import Outputs
+from .classification import SCORE
+from .comparison import MAX_LOGIT_ERROR, compare_logits
+from .encoding import Question, QuestionEncoder
+from .text import Answer, TextTask
+from .tokens import END, START
 
 ANSWER = "ANSWER"
 

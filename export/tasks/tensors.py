@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.errors import ModelError
-from export.signature import BATCH, ModelSignature, TensorSignature
-from export.tasks.base import Task
-from export.tasks.cases import SIZES, Case, Outputs, Row, Side, join_rows
-from export.tasks.comparison import TENSOR_TOLERANCES, compare_tensors
+from ..errors import ModelError
+from ..signature import BATCH, ModelSignature, TensorSignature
+from .base import Task
+from .cases import SIZES, Case, Outputs, Row, Side, join_rows
+from .comparison import TENSOR_TOLERANCES, compare_tensors
 
 # Sizes that are traced: distinct, and none of them 1, which may be taken for a constant.
 _EXAMPLE_BATCH = 2

@@ -10,12 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.artefacts import Artefacts
-from export.signature import BATCH, SEQ_LEN, TEXT, WINDOWS, TextSignature
-from export.tasks.base import Task, TaskSource
-from export.tasks.cases import SIZES, Case, Outputs, Row, Side
-from export.tasks.comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
-from export.tasks.encoding import Question, QuestionEncoder, TokenRow
+from ..artefacts import Artefacts
+from ..signature import BATCH, SEQ_LEN, TEXT, WINDOWS, TextSignature
+from .base import Task, TaskSource
+from .cases import SIZES, Case, Outputs, Row, Side
+from .comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from .encoding import Question, QuestionEncoder, TokenRow
 
 # Output name → the values that one question is answered with, as the ensemble gives them.
 Answer = Mapping[str, list[Any]]

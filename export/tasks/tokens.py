@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForTokenClassification, TokenClassificationPipeline
 
-from export.signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
-from export.tasks.base import HeadModule, TaskSource, build_inputs, name_texts
-from export.tasks.classification import LABEL, SCORE, read_labels
-from export.tasks.encoding import Question
-from export.tasks.text import Answer, TextTask
-from export.weights.torch_model import load_model
+from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
+from ..weights.torch_model import load_model
+from .base import HeadModule, TaskSource, build_inputs, name_texts
+from .classification import LABEL, SCORE, read_labels
+from .encoding import Question
+from .text import Answer, TextTask
 
 START = "START"
 END = "END"

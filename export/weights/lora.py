@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from export.checkpoints import StateDict, TensorSpec
-from export.checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.errors import AdapterError, list_some
-from export.json_file import read_json
+from ..checkpoints import StateDict, TensorSpec
+from ..checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
+from ..checkpoints.pickles.torch_zip import open_torch_zip
+from ..checkpoints.storage.stored_tensor import StoredTensor
+from ..errors import AdapterError, list_some
+from ..json_file import read_json
 
 # Initialisations that change the base weights as well, so that the adapter belongs to none that is on disk.
 _CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.errors import VocabularyError
-from export.request import AddedToken
+from ..errors import VocabularyError
+from ..request import AddedToken
 
 _WHOLE_WORDS = ("zeros", "mean", "random")
 

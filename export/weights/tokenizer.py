@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.errors import CheckpointError, VocabularyError
-from export.json_file import read_json
-from export.request import AddedToken
-from export.weights.new_rows import check_initializer
+from ..errors import CheckpointError, VocabularyError
+from ..json_file import read_json
+from ..request import AddedToken
+from .new_rows import check_initializer
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
 # (transformers, modeling_roberta.py, create_position_ids_from_input_ids).

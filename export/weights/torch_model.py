@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from export.checkpoints import StateDict, TensorSpec
-from export.errors import CheckpointError, ModelError, list_some
+from ..checkpoints import StateDict, TensorSpec
+from ..errors import CheckpointError, ModelError, list_some
 
 # What a checkpoint may hold beyond the model that is exported: the heads of another task, the pooler of a model whose
 # embedding is not pooled by it, and buffers that older transformers releases saved and newer ones compute.

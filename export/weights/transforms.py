@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from export.checkpoints import StateDict, TensorSpec
+from ..checkpoints import StateDict, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ import torch
 from transformers import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from export.checkpoints import StateDict
-from export.errors import VocabularyError
-from export.request import AddedToken, VocabularyOptions
-from export.weights.new_rows import DEFAULT_SPREAD, build_row
-from export.weights.tokenizer import add_tokens, check_ids_have_rows, hash_vocabulary
-from export.weights.torch_model import find_input_embedding, find_output_tables
-from export.weights.transforms import AssignRows, CutRows
+from ..checkpoints import StateDict
+from ..errors import VocabularyError
+from ..request import AddedToken, VocabularyOptions
+from .new_rows import DEFAULT_SPREAD, build_row
+from .tokenizer import add_tokens, check_ids_have_rows, hash_vocabulary
+from .torch_model import find_input_embedding, find_output_tables
+from .transforms import AssignRows, CutRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,20 @@
+"""The floor plan: what each room may import. A line that needs more than its room may have stands in the wrong room."""
+
 import ast
+import graphlib
 import sys
 from pathlib import Path
 
 import pytest
 from harness import CHECKOUT
 
-# What each room may import besides the standard library and itself.
-ALLOWED = {
+# What each top-level room may import besides the standard library and itself. Between them are files and the wire.
+LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng",
     },
-    "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
+    "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     "server": set(),
@@ -19,28 +22,132 @@ ALLOWED = {
     "demo": set(),
 }  # fmt: skip
 
+# A folder of `export/` → the folders that it may import, and the modules beside them by name. Each line may name only
+# lines above it, so the table is the order of the floors as well.
+FLOORS = {
+    "export/errors": (),
+    "export/interruption": (),
+    "export/progress": (),
+    "export/artefacts": (),
+    "export/signature": (),
+    "export/request": (),
+    "export/settings": ("errors", "request"),
+    "export/targets": ("errors",),
+    "export/checkpoints": ("errors",),
+    "export/json_file": ("checkpoints",),
+    "export/consolidation": ("checkpoints", "errors"),
+    "export/graph": ("errors", "signature", "targets"),
+    "export/engines": ("errors", "graph", "signature"),
+    "export/weights": ("checkpoints", "errors", "json_file", "request"),
+    "export/tasks": ("artefacts", "checkpoints", "errors", "json_file", "request", "signature", "weights"),
+    "export/proof": ("artefacts", "errors", "graph", "targets", "tasks"),
+    "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
+    "export/commands": ("checkpoints", "consolidation", "errors"),
+    "export/checkpoints/state_dict": (),
+    "export/checkpoints/wrapper_names": (),
+    "export/checkpoints/adapter_names": (),
+    "export/checkpoints/storage": (),
+    "export/checkpoints/stored_checkpoint": ("state_dict", "storage"),
+    "export/checkpoints/pickles": ("storage",),
+    "export/checkpoints/plain": ("pickles", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/deepspeed": ("pickles", "plain", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/fsdp": ("pickles", "plain", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/megatron": ("deepspeed", "pickles", "storage", "stored_checkpoint"),
+}
 
-def imported_names(path: Path) -> set[str]:
-    names = set()
+
+def find_rooms() -> dict[str, list[Path]]:
+    return {room: sorted((CHECKOUT / room).rglob("*.py")) for room in LIBRARIES}
+
+
+def imported_modules(path: Path) -> set[tuple[str, ...]]:
+    """Return what a file imports, as parts of a module's full name; what is imported from a package counts as well."""
+    package = path.relative_to(CHECKOUT).parent.parts
+    found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {tuple(alias.name.split(".")) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively, which fails inside Triton"
-            names.add((node.module or "").split(".")[0])
-    return names
+            start = package[: len(package) - node.level + 1] if node.level else ()
+            module = (*start, *(node.module.split(".") if node.module else ()))
+            found |= {(*module, alias.name) for alias in node.names} if node.level else {module}
+    return found
 
 
-@pytest.mark.parametrize("room", ALLOWED)
+def find_file(module: tuple[str, ...]) -> Path | None:
+    """Return the file of ours that an imported name lies in."""
+    for parts in (module, module[:-1]):
+        path = CHECKOUT.joinpath(*parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if parts and file.is_file():
+                return file
+    return None
+
+
+@pytest.mark.parametrize("room", LIBRARIES)
 def test_a_room_imports_only_what_it_may(room: str) -> None:
-    files = sorted((CHECKOUT / room).rglob("*.py"))
+    files = find_rooms()[room]
     assert files
     own = {room.split("/")[0]} if "/" not in room else {path.stem for path in files}
     for path in files:
-        foreign = imported_names(path) - set(sys.stdlib_module_names) - own - ALLOWED[room]
+        names = {module[0] for module in imported_modules(path)}
+        foreign = names - set(sys.stdlib_module_names) - own - LIBRARIES[room]
         assert not foreign, f"{path.relative_to(CHECKOUT)} imports {sorted(foreign)}"
 
 
 def test_every_folder_with_code_is_a_known_room() -> None:
     folders = {path.relative_to(CHECKOUT).parts[0] for path in CHECKOUT.glob("*/**/*.py") if ".venv" not in path.parts}
-    assert folders - {"build", ".cache"} == {room.split("/")[0] for room in ALLOWED} | {"tests"}
+    assert folders - {"build", ".cache"} == {room.split("/")[0] for room in LIBRARIES} | {"tests"}
+
+
+def test_what_triton_loads_imports_nothing_relatively_and_our_packages_nothing_of_their_own_otherwise() -> None:
+    # Inside Triton a backend's files are top-level modules; installed, `export` is `modelyard.export`.
+    for room, files in find_rooms().items():
+        for path in files:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ImportFrom):
+                    continue
+                where = f"{path.relative_to(CHECKOUT)}:{node.lineno}"
+                if room.startswith("backends/"):
+                    assert node.level == 0, where
+                # The demo is no part of what is installed.
+                elif room != "demo":
+                    assert node.level or (node.module or "").split(".")[0] != room, where
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
+    base = Path(floor).parent
+    allowed = {(base / name).as_posix() for name in FLOORS[floor]}
+    known = list(FLOORS)
+    assert allowed <= set(known[: known.index(floor)]), "a line may name only lines above it"
+    path = CHECKOUT / floor
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    used = set()
+    for file in files:
+        for module in imported_modules(file):
+            target = find_file(module)
+            inside = target and target.is_relative_to(CHECKOUT / base) and not target.is_relative_to(path)
+            if target and inside and target != file and target != path.with_suffix(".py"):
+                part = target.relative_to(CHECKOUT / base).parts[0]
+                used.add((base / part).with_suffix("").as_posix())
+    # A folder's face hands on what lies below it.
+    used -= {(base / "__init__").as_posix()}
+    assert used == allowed, f"{floor} imports {sorted(used)}"
+
+
+def test_every_floor_is_in_the_table() -> None:
+    free = {"__init__", "__main__", "__pycache__", "pipeline", "formats"}
+    for folder in ("export", "export/checkpoints"):
+        there = {entry.stem for entry in (CHECKOUT / folder).iterdir()} - free
+        assert {f"{folder}/{name}" for name in there} == {name for name in FLOORS if str(Path(name).parent) == folder}
+
+
+def test_no_two_files_import_each_other_in_a_circle() -> None:
+    graph = {}
+    for files in find_rooms().values():
+        for path in files:
+            targets = {find_file(module) for module in imported_modules(path)}
+            # A face may hand on the names of files that import another of them through it.
+            graph[path] = {target for target in targets if target and target.name != "__init__.py"} - {path}
+    graphlib.TopologicalSorter(graph).prepare()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from export.checkpoints.deepspeed.files import DeepSpeedFiles
-from export.checkpoints.deepspeed.partitions import join_sliced_group
-from export.checkpoints.deepspeed.states import ModelStates
-from export.checkpoints.plain.gathered_copy import match_gathered
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..plain.gathered_copy import match_gathered
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
+from .files import DeepSpeedFiles
+from .partitions import join_sliced_group
+from .states import ModelStates
 
 # Never an attribute of anybody's own model: Fabric's and older Lightning's wrappers name the model within them so.
 _LIGHTNING_PREFIX = "_forward_module."

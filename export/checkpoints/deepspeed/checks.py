@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from export.checkpoints.deepspeed.files import DeepSpeedFiles
-from export.checkpoints.deepspeed.partitions import Shapes, find_slice_padding, map_fragments, slice_numel
-from export.checkpoints.deepspeed.states import ModelStates, OptimizerStates
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..storage.stored_tensor import StoredTensor
+from .files import DeepSpeedFiles
+from .partitions import Shapes, find_slice_padding, map_fragments, slice_numel
+from .states import ModelStates, OptimizerStates
 
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 _COUNTS_TOGETHER = "since a universal checkpoint was loaded, all sub-groups count in one number"

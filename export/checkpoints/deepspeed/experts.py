@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.deepspeed.files import DeepSpeedFiles
-from export.checkpoints.deepspeed.partitions import Shapes, join_contiguous_group
-from export.checkpoints.deepspeed.states import OptimizerStates
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip
+from ..storage.stored_tensor import StoredTensor
+from .files import DeepSpeedFiles
+from .partitions import Shapes, join_contiguous_group
+from .states import OptimizerStates
 
 _LOCAL_EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)")
 

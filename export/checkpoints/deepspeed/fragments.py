@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from export.checkpoints.deepspeed.partitions import map_fragments
-from export.checkpoints.deepspeed.states import OptimizerStates
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from .partitions import map_fragments
+from .states import OptimizerStates
 
 
 def derive_groups(states: Sequence[OptimizerStates]) -> list[dict[str, tuple[int, ...]]]:

@@ -15,12 +15,12 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from export.checkpoints.deepspeed.states import ModelStates
-from export.checkpoints.storage.cast import cast_bytes, count_non_finite
-from export.checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import find_tied
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..storage.cast import cast_bytes, count_non_finite
+from ..storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import find_tied
+from .states import ModelStates
 
 # Elements that are read of each tensor: those that chance initialised differ within the first few.
 _HEAD = 64

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from export.checkpoints.storage.stored_tensor import StoredTensor, cut_ranges
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from ..storage.stored_tensor import StoredTensor, cut_ranges
 
 Shapes = Mapping[str, tuple[int, ...]]
 

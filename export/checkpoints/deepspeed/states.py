@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from export.checkpoints.pickles.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.wrapper_names import plain_name
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
+from ..storage.stored_tensor import StoredTensor
+from ..wrapper_names import plain_name
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 

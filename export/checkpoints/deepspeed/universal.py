@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from export.checkpoints.deepspeed.files import DeepSpeedFiles
-from export.checkpoints.deepspeed.states import ModelStates
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage.paths import check_inside
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.wrapper_names import plain_name
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip
+from ..storage.paths import check_inside
+from ..storage.stored_tensor import StoredTensor
+from ..wrapper_names import plain_name
+from .files import DeepSpeedFiles
+from .states import ModelStates
 
 
 def read_universal(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict[str, StoredTensor]:

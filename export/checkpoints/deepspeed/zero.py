@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from export.checkpoints.deepspeed.assembly import assemble
-from export.checkpoints.deepspeed.checks import (
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from .assembly import assemble
+from .checks import (
     check_contiguous_owners,
     check_model_states,
     check_optimizer_states,
@@ -18,17 +22,13 @@ from export.checkpoints.deepspeed.checks import (
     check_sliced_owners,
     describe_unproven,
 )
-from export.checkpoints.deepspeed.experts import is_expert_group, join_expert_group, read_experts
-from export.checkpoints.deepspeed.files import DeepSpeedFiles, find_files, recognises_folder
-from export.checkpoints.deepspeed.fragments import derive_groups
-from export.checkpoints.deepspeed.masters import name_masters
-from export.checkpoints.deepspeed.partitions import Shapes, join_contiguous_group, join_sliced_group
-from export.checkpoints.deepspeed.states import ModelStates, OptimizerStates, read_model_states, read_optimizer_states
-from export.checkpoints.deepspeed.universal import read_universal
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.errors import CheckpointError, list_some
+from .experts import is_expert_group, join_expert_group, read_experts
+from .files import DeepSpeedFiles, find_files, recognises_folder
+from .fragments import derive_groups
+from .masters import name_masters
+from .partitions import Shapes, join_contiguous_group, join_sliced_group
+from .states import ModelStates, OptimizerStates, read_model_states, read_optimizer_states
+from .universal import read_universal
 
 LOOKED_FOR = "DeepSpeed's latest and *_model_states.pt"
 
@@ -52,7 +52,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     _refuse_without_models(files)
     if _is_megatron(files):
         # Only then: the verbs that copy bytes take as long to start as to copy.
-        from export.checkpoints.megatron import reader as megatron_deepspeed
+        from ..megatron import reader as megatron_deepspeed
 
         return megatron_deepspeed.open_files(files, _read_trained)
     models = [read_model_states(path) for path in files.models.values()]

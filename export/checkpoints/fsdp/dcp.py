@@ -14,7 +14,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.fsdp.dcp_metadata import (
+from ...errors import CheckpointError, ExportError, list_some
+from ..pickles.torch_zip import open_torch_zip
+from ..storage.assembled_tensor import Box, assemble
+from ..storage.paths import check_inside
+from ..storage.stored_tensor import ByteRange, StoredTensor, read_range
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from .dcp_metadata import (
     METADATA_FILE,
     DcpMetadata,
     DcpTensor,
@@ -22,13 +28,7 @@ from export.checkpoints.fsdp.dcp_metadata import (
     merge_metadata,
     read_metadata,
 )
-from export.checkpoints.fsdp.dcp_subtree import select_model
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage.assembled_tensor import Box, assemble
-from export.checkpoints.storage.paths import check_inside
-from export.checkpoints.storage.stored_tensor import ByteRange, StoredTensor, read_range
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.errors import CheckpointError, ExportError, list_some
+from .dcp_subtree import select_model
 
 # torch 2.13, torch/distributed/checkpoint/filesystem.py: `_StoragePrefix(f"__{rank}_")`, then a number per file.
 _SHARD = re.compile(r"__(\d+)_(\d+)\.distcp")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.pickles.torch_zip import GlobalName, Record, read_bare_pickle
-from export.checkpoints.storage.dtypes import ElementType
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import GlobalName, Record, read_bare_pickle
+from ..storage.dtypes import ElementType
 
 METADATA_FILE = ".metadata"
 

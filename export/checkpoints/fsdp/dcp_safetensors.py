@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.plain.model_shapes import read_vocab_size
-from export.checkpoints.storage.assembled_tensor import Box, assemble
-from export.checkpoints.storage.paths import check_inside
-from export.checkpoints.storage.safetensors_file import read_safetensors
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..plain.model_shapes import read_vocab_size
+from ..storage.assembled_tensor import Box, assemble
+from ..storage.paths import check_inside
+from ..storage.safetensors_file import read_safetensors
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 
 _SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _INFO_KEY = "DCP_SHARDING_INFO"

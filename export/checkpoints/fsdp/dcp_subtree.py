@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from export.checkpoints.fsdp.dcp_metadata import DcpTensor
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from .dcp_metadata import DcpTensor
 
 # The keys under which applications keep the model, and its optimizer.
 _MODEL_KEYS = frozenset(

@@ -18,18 +18,18 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from export.checkpoints.fsdp import dcp, dcp_safetensors
-from export.checkpoints.fsdp.dcp_metadata import METADATA_FILE
-from export.checkpoints.fsdp.full import open_full_file
-from export.checkpoints.fsdp.rank_files import Shapes, open_rank_files
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.plain import huggingface
-from export.checkpoints.plain.gathered_copy import match_gathered
-from export.checkpoints.plain.model_shapes import read_model_shapes, read_model_ties
-from export.checkpoints.storage.paths import check_inside
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.checkpoints.wrapper_names import strip_wrappers
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip
+from ..plain import huggingface
+from ..plain.gathered_copy import match_gathered
+from ..plain.model_shapes import read_model_shapes, read_model_ties
+from ..storage.paths import check_inside
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from ..wrapper_names import strip_wrappers
+from . import dcp, dcp_safetensors
+from .dcp_metadata import METADATA_FILE
+from .full import open_full_file
+from .rank_files import Shapes, open_rank_files
 
 LOOKED_FOR = "torch.distributed.checkpoint's .metadata, or FSDP's pytorch_model_fsdp*"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from export.checkpoints.pickles.torch_zip import open_torch_zip, refuse_foreign_tensors
-from export.checkpoints.storage.paths import check_inside
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import StoredCheckpoint, find_tied
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip, refuse_foreign_tensors
+from ..storage.paths import check_inside
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import StoredCheckpoint, find_tied
 
 # What a module keeps beside its tensors, of any type (torch.nn.Module.get_extra_state).
 EXTRA_STATE = "_extra_state"

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.pickles.inert_pickle import Record
-from export.checkpoints.storage.assembled_tensor import Box
-from export.checkpoints.storage.dtypes import ElementType
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from ..pickles.inert_pickle import Record
+from ..storage.assembled_tensor import Box
+from ..storage.dtypes import ElementType
+from ..storage.stored_tensor import StoredTensor
 
 _DTENSORS = (
     "torch.distributed.tensor.DTensor",

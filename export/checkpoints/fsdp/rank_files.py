@@ -13,15 +13,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.fsdp.full import EXTRA_STATE
-from export.checkpoints.fsdp.placements import RankTensor, find_boxes, is_sharded, read_rank_tensor
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage.assembled_tensor import Box, assemble
-from export.checkpoints.storage.paths import check_inside
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.storage.zip_archive import StoredBlock
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip
+from ..storage.assembled_tensor import Box, assemble
+from ..storage.paths import check_inside
+from ..storage.stored_tensor import StoredTensor
+from ..storage.zip_archive import StoredBlock
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
+from .full import EXTRA_STATE
+from .placements import RankTensor, find_boxes, is_sharded, read_rank_tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -13,8 +13,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.pickles.inert_pickle import GlobalName, Record
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.inert_pickle import GlobalName, Record
 
 # From this version on, rows of query_key_value are [head, 3, dim]; versions 0 and 1 have other orders, not proven here.
 _MIN_VERSION = 2.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from export.checkpoints.megatron.parts import Tensors, find_split_dim
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from .parts import Tensors, find_split_dim
 
 # Per tensor: its name within the layer, and per range the block's CRC-32 and the place in it.
 _Contents = tuple[tuple[str, tuple[tuple[int | None, int, int], ...]], ...]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.megatron.args import MegatronArgs
-from export.checkpoints.storage.paths import read_json_beside
-from export.errors import CheckpointError, VocabularyError
+from ...errors import CheckpointError, VocabularyError
+from ..storage.paths import read_json_beside
+from .args import MegatronArgs
 
 
 def find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int, str]:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.pickles.torch_zip import refuse_foreign_tensors
-from export.checkpoints.storage.assembled_tensor import Box, assemble
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import refuse_foreign_tensors
+from ..storage.assembled_tensor import Box, assemble
+from ..storage.stored_tensor import StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
 

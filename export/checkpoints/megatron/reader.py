@@ -20,14 +20,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.deepspeed.checks import check_model_states
-from export.checkpoints.deepspeed.files import DeepSpeedFiles
-from export.checkpoints.deepspeed.masters import name_masters
-from export.checkpoints.deepspeed.states import ModelStates, read_model_states
-from export.checkpoints.megatron.args import MegatronArgs, check_same_args, read_args
-from export.checkpoints.megatron.checks import describe_unproven, refuse_doubles
-from export.checkpoints.megatron.folder import check_config, find_vocab_size
-from export.checkpoints.megatron.parts import (
+from ...errors import CheckpointError, list_some
+from ..deepspeed.checks import check_model_states
+from ..deepspeed.files import DeepSpeedFiles
+from ..deepspeed.masters import name_masters
+from ..deepspeed.states import ModelStates, read_model_states
+from ..pickles.torch_zip import open_torch_zip
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from .args import MegatronArgs, check_same_args, read_args
+from .checks import describe_unproven, refuse_doubles
+from .folder import check_config, find_vocab_size
+from .parts import (
     Tensors,
     canonical_name,
     flatten,
@@ -35,11 +39,7 @@ from export.checkpoints.megatron.parts import (
     list_replicas,
     name_layers,
 )
-from export.checkpoints.megatron.to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from export.errors import CheckpointError, list_some
+from .to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
 
 # Given the files and model states of one model-parallel rank: its trained parameters, the stage, and the ranks.
 ReadTrained = Callable[[DeepSpeedFiles, Sequence[ModelStates]], tuple[dict[str, StoredTensor], int, int]]

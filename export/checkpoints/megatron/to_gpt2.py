@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from export.checkpoints.megatron.args import MegatronArgs
-from export.checkpoints.storage.assembled_tensor import transpose
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from ..storage.assembled_tensor import transpose
+from ..storage.stored_tensor import StoredTensor
+from .args import MegatronArgs
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export.checkpoints.pickles.inert_globals import may_be_called, may_be_mentioned, normalise_global
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from .inert_globals import may_be_called, may_be_mentioned, normalise_global
 
 MAX_PICKLE_BYTES = 64 << 20
 # Opcodes, and pairs unpacked by builders. 3 million take some 3 s and, at worst, about 500 MB.

@@ -24,7 +24,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.pickles.inert_pickle import (
+from ...errors import CheckpointError, list_some
+from ..storage.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
+from ..storage.paths import open_regular, read_small
+from ..storage.stored_tensor import ByteRange, StoredTensor
+from ..storage.zip_archive import StoredBlock, ZipArchive
+from .inert_pickle import (
     MAX_PICKLE_BYTES,
     Builder,
     GlobalName,
@@ -32,11 +37,6 @@ from export.checkpoints.pickles.inert_pickle import (
     Record,
     hashable,
 )
-from export.checkpoints.storage.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
-from export.checkpoints.storage.paths import open_regular, read_small
-from export.checkpoints.storage.stored_tensor import ByteRange, StoredTensor
-from export.checkpoints.storage.zip_archive import StoredBlock, ZipArchive
-from export.errors import CheckpointError, list_some
 
 __all__ = [
     "ForeignTensor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
 
 # Accelerate 1.15, checkpointing.py, `save_accelerator_state`: `_1` before the suffix of the second, and so on.
 _LATER = re.compile(r"(model|pytorch_model)_\d+\.(safetensors|bin)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from export.checkpoints.plain import huggingface
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.wrapper_names import strip_wrappers
-from export.errors import list_some
+from ...errors import list_some
+from ..storage.stored_tensor import StoredTensor
+from ..wrapper_names import strip_wrappers
+from . import huggingface
 
 
 def match_gathered(directory: Path, names: Mapping[str, str]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.plain.accelerate_models import refuse_several_models
-from export.checkpoints.plain.torch_file import find_tensors
-from export.checkpoints.storage.paths import MAX_JSON_BYTES, check_inside, parse_json, read_json_beside, read_small
-from export.checkpoints.storage.safetensors_file import read_safetensors
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
-from export.checkpoints.wrapper_names import strip_wrappers
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip
+from ..storage.paths import MAX_JSON_BYTES, check_inside, parse_json, read_json_beside, read_small
+from ..storage.safetensors_file import read_safetensors
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
+from ..wrapper_names import strip_wrappers
+from .accelerate_models import refuse_several_models
+from .torch_file import find_tensors
 
 # In this order: safetensors is preferred where a folder holds both, as transformers does.
 WEIGHT_FILES = (

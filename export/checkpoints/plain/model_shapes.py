@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.storage.paths import read_json_beside
+from ..storage.paths import read_json_beside
 
 
 def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.pickles.torch_zip import Record, is_tensor, open_torch_zip, refuse_foreign_tensors
-from export.checkpoints.storage.paths import check_inside
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.checkpoints.stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
-from export.checkpoints.wrapper_names import strip_wrappers
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import Record, is_tensor, open_torch_zip, refuse_foreign_tensors
+from ..storage.paths import check_inside
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
+from ..wrapper_names import strip_wrappers
 
 SUFFIXES = (".pth", ".pt", ".ckpt")
 LOOKED_FOR = "one *.pth, *.pt or *.ckpt"

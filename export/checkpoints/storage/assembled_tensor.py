@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from export.checkpoints.storage.dtypes import ElementType
-from export.checkpoints.storage.stored_tensor import BAND_BYTES, CHUNK_BYTES, StoredTensor, reuse_memory
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from .dtypes import ElementType
+from .stored_tensor import BAND_BYTES, CHUNK_BYTES, StoredTensor, reuse_memory
 
 if TYPE_CHECKING:
     import numpy as np

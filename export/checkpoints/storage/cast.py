@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from export.checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from export.checkpoints.storage.stored_tensor import reuse_memory
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from .dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from .stored_tensor import reuse_memory
 
 _NUMPY_FLOATS: dict[str, Any] = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 

@@ -6,8 +6,8 @@ import threading
 
 from zlib_ng import zlib_ng
 
-from export.checkpoints.storage.zip_archive import StoredBlock
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from .zip_archive import StoredBlock
 
 
 class Checksums:

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 from zlib_ng import zlib_ng
 
-from export.checkpoints.storage.assembled_tensor import AssembledTensor, read_elements, transpose
-from export.checkpoints.storage.cast import count_non_finite
-from export.checkpoints.storage.crc32 import Checksums
-from export.checkpoints.storage.dtypes import ElementType
-from export.checkpoints.storage.second_copies import Copy, SecondCopies
-from export.checkpoints.storage.stored_tensor import (
+from ...errors import CheckpointError, list_some
+from .assembled_tensor import AssembledTensor, read_elements, transpose
+from .cast import count_non_finite
+from .crc32 import Checksums
+from .dtypes import ElementType
+from .second_copies import Copy, SecondCopies
+from .stored_tensor import (
     BAND_BYTES,
     CHUNK_BYTES,
     THREADS,
@@ -36,8 +37,7 @@ from export.checkpoints.storage.stored_tensor import (
     reuse_memory,
     strided_pieces,
 )
-from export.checkpoints.storage.zip_archive import StoredBlock
-from export.errors import CheckpointError, list_some
+from .zip_archive import StoredBlock
 
 # What one thread reads of a block before another may go on: small enough that none has nothing to do at the end.
 _SEGMENT_BYTES = 64 * CHUNK_BYTES

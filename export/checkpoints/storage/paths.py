@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from export.errors import CheckpointError
+from ...errors import CheckpointError
 
 # The largest that are known are tokenizers, of some 35 MB.
 MAX_JSON_BYTES = 64 << 20

@@ -12,11 +12,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from export.checkpoints.storage.dtypes import BY_SAFETENSORS_NAME
-from export.checkpoints.storage.paths import open_regular, parse_json
-from export.checkpoints.storage.stored_tensor import ByteRange, StoredTensor
-from export.checkpoints.storage.zip_archive import StoredBlock
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from .dtypes import BY_SAFETENSORS_NAME
+from .paths import open_regular, parse_json
+from .stored_tensor import ByteRange, StoredTensor
+from .zip_archive import StoredBlock
 
 METADATA_KEY = "__metadata__"
 # 15 MB describe 100,000 tensors.

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from export.checkpoints.storage.assembled_tensor import AssembledTensor
-from export.checkpoints.storage.cast import cast_bytes, equals_cast
-from export.checkpoints.storage.dtypes import ElementType
-from export.checkpoints.storage.stored_tensor import OpenFiles, StoredTensor, read_range, reuse_memory
-from export.errors import CheckpointError, list_some
+from ...errors import CheckpointError, list_some
+from .assembled_tensor import AssembledTensor
+from .cast import cast_bytes, equals_cast
+from .dtypes import ElementType
+from .stored_tensor import OpenFiles, StoredTensor, read_range, reuse_memory
 
 _WINDOW_ELEMENTS = 1 << 18
 

@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export.checkpoints.storage.dtypes import ElementType
-from export.checkpoints.storage.zip_archive import StoredBlock
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from .dtypes import ElementType
+from .zip_archive import StoredBlock
 
 if TYPE_CHECKING:
     import numpy as np

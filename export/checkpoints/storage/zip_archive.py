@@ -12,8 +12,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from export.checkpoints.storage.paths import open_regular
-from export.errors import CheckpointError
+from ...errors import CheckpointError
+from .paths import open_regular
 
 # A checkpoint has one entry per storage. 200,000 of them are parsed in about a second and 100 MB.
 MAX_ENTRIES = 200_000
