@@ -17,8 +17,9 @@ from .checkpoints import StateDict, open_checkpoint
 from .engines.tensorrt_build import PlanRunner, build_engine, find_version
 from .engines.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
 from .errors import GraphError, RuntimeFailure, SettingsError, VerificationError, VocabularyError
+from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
-from .graph.precisions import PrecisionReport
+from .graph.precisions import PRECISIONS
 from .progress import Progress
 from .proof.quality import convert, list_quality_feeds
 from .proof.report_page import PAGE_FILE, render_report_page
@@ -205,7 +206,9 @@ def run_export(
     tensorrt_version = find_version() if request.engine == "tensorrt" else None
     source = load_source(request, progress)
     task = source.task
-    tolerances = choose_tolerances(task.tolerances, request.precision, request.tolerances, request.accept_worse)
+    tolerances = choose_tolerances(
+        task.tolerances, PRECISIONS[request.precision], request.tolerances, request.accept_worse
+    )
     exact = tolerances if request.precision == "fp32" else Tolerances(bounds=task.tolerances)
     names = name_models(request.name, task)
     check_contract(request.repository, names, task.signature)
@@ -221,7 +224,7 @@ def run_export(
                 files, precision = convert(
                     task=task,
                     files=files,
-                    precision=request.precision,
+                    precision=PRECISIONS[request.precision],
                     bounds=tolerances.bounds,
                     target=target,
                     directory=Path(folder) / request.precision,
