@@ -26,8 +26,9 @@ from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import Tolerances, choose_tolerances
 from .proof.verify import VerificationReport, hash_file, verify
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
-from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, ModelNames
-from .repository.publication import Publication, check_contract, check_name, publish
+from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES
+from .repository.names import ModelNames, check_name
+from .repository.publication import Publication, check_contract, publish
 from .request import ExportRequest
 from .targets import Target, find_target
 from .tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
