@@ -1,4 +1,4 @@
-"""What a machine lacks to serve, before anyone waits for it: `python -m server --doctor`."""
+"""What a machine lacks to serve, before anyone waits for it: `python -m server doctor`."""
 
 import ctypes
 import json
