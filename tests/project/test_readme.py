@@ -46,7 +46,7 @@ PRINTS = {
     "asyncio": "(3, 384)",
     "client.parity": "HTTP binary",
     "repository/index": '"state":"READY"',
-    "server --check": "sentence_embedding answers as verified within",
+    "server check": "sentence_embedding answers as verified within",
     "grep -v '^#'": "modelyard_tritonserver_restarts_total 0",
     "client.bench": "texts/s",
 }
