@@ -242,7 +242,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import numpy as np
-from export.target_runtime import open_runtime
+from export.proof.target_runtime import open_runtime
 from export.targets import find_target
 
 with open_runtime(find_target("25.08")) as runtime:
