@@ -22,12 +22,13 @@ from rich.table import Table
 
 from .commands import consolidate, inspect_checkpoint
 from .errors import ExportError, list_some
+from .graph.precisions import PRECISIONS
 from .progress import Progress
-from .request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
+from .request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
 from .settings import build_request, read_settings
 
 if TYPE_CHECKING:
-    from .graph.precisions import PrecisionReport
+    from .graph.conversion import PrecisionReport
     from .pipeline import ExportResult
     from .proof.verify import VerificationReport
     from .weights.vocabulary_rows import VocabularyRows

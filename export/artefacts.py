@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# The steps of an ensemble around the graph; each is a Triton model of its own.
+PREPROCESS = "preprocess"
+POSTPROCESS = "postprocess"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Artefacts:

@@ -16,16 +16,18 @@ from .checkpoints import StateDict, open_checkpoint
 from .engines.tensorrt_build import PlanRunner, build_engine, find_version
 from .engines.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
 from .errors import GraphError, RuntimeFailure, SettingsError, VerificationError, VocabularyError
+from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
-from .graph.precisions import PrecisionReport
+from .graph.precisions import PRECISIONS
 from .progress import Progress
 from .proof.quality import convert, list_quality_feeds
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import Tolerances, choose_tolerances
 from .proof.verify import VerificationReport, hash_file, verify
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
-from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, ModelNames
-from .repository.publication import Publication, check_contract, check_name, publish
+from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, name_models
+from .repository.names import check_name
+from .repository.publication import Publication, check_contract, publish
 from .request import ExportRequest
 from .targets import Target, find_target
 from .tasks import Task, TaskSource, build_task, find_task_name, may_read_text, must_read_text
@@ -204,9 +206,11 @@ def run_export(
     tensorrt_version = find_version() if request.engine == "tensorrt" else None
     source = load_source(request, progress)
     task = source.task
-    tolerances = choose_tolerances(task.tolerances, request.precision, request.tolerances, request.accept_worse)
+    tolerances = choose_tolerances(
+        task.tolerances, PRECISIONS[request.precision], request.tolerances, request.accept_worse
+    )
     exact = tolerances if request.precision == "fp32" else Tolerances(bounds=task.tolerances)
-    names = ModelNames.of(request.name, task.signature)
+    names = name_models(request.name, task.signature)
     check_contract(request.repository, names, task.signature)
     plan = plan_engine(task, request.precision, tensorrt_version) if tensorrt_version else None
     # TensorRT finds the scales of int8 by itself, on the fp32 graph.
@@ -220,7 +224,7 @@ def run_export(
                 files, precision = convert(
                     task=task,
                     files=files,
-                    precision=request.precision,
+                    precision=PRECISIONS[request.precision],
                     bounds=tolerances.bounds,
                     target=target,
                     directory=Path(folder) / request.precision,

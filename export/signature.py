@@ -20,10 +20,6 @@ ANSWERS = "answers"
 # What a tensor holds that torch has no dtype for.
 STRING: Final = "string"
 
-# The steps of an ensemble around the graph; each is a Triton model of its own.
-PREPROCESS = "preprocess"
-POSTPROCESS = "postprocess"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSignature:
@@ -73,11 +69,6 @@ class Contract:
     preprocess: str
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """The steps around the graph, in their order."""
-        return (PREPROCESS,) if self.postprocess is None else (PREPROCESS, POSTPROCESS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,9 +138,9 @@ class Control:
                 return answer
         except urllib.error.HTTPError as exc:
             reason = exc.read(2000).decode(errors="replace")
-            raise ControlError(f"{path}: expected an answer, got HTTP {exc.code}: {' '.join(reason.split())}") from exc
+            raise ControlError(path, expected="an answer", got=f"HTTP {exc.code}: {reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
-            raise ControlError(f"{path}: expected an answer within {timeout_s:g} s, got '{exc}'") from exc
+            raise ControlError(path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'") from exc
 
 
 def _path(model: str) -> str:

@@ -12,9 +12,23 @@ ServerError                 exit code 1, one line on stderr
 
 
 class ServerError(Exception):
-    """A refusal in one sentence: what and where, expected, got, remedy."""
+    """A refusal in one sentence: what and where, expected, got, remedy.
+
+    Args:
+        what: What is wrong, naming the file, port, model or option.
+        expected: What would have been accepted.
+        got: What was found instead.
+        remedy: What the reader can do about it.
+    """
 
     exit_code = 1
+
+    def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
+        facts = [f"expected {_fit(expected)}"] if expected else []
+        facts += [f"got {_fit(got)}"] if got else []
+        self.fault = _fit(what) + (f": {', '.join(facts)}" if facts else "")
+        self.remedy = _fit(remedy)
+        super().__init__(self.fault + (f"; {self.remedy}" if remedy else "") + ".")
 
 
 class NotFoundError(ServerError):
@@ -45,3 +59,15 @@ class GaveUpError(ServerError):
     """Tritonserver died again and again."""
 
     exit_code = 3
+
+
+# A reason that tritonserver gives holds a path or two, and its end says most.
+_MAX_PART_CHARS = 1_000
+
+
+def _fit(part: str) -> str:
+    """Return `part` of a sentence on one line, bounded, and without what a terminal would obey."""
+    line = " ".join(part.split())
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+    kept = (_MAX_PART_CHARS - 5) // 2
+    return line if len(line) <= _MAX_PART_CHARS else f"{line[:kept]} ... {line[-kept:]}"

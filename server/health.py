@@ -113,8 +113,10 @@ def check_ensembles(url: str, repository: Path) -> dict[str, float]:
             failures.append(f"{name}: {exc}")
     if failures or not errors:
         raise CheckError(
-            f"{url} does not serve {repository} as verified: expected an answer of every ensemble, got "
-            f"{'; '.join(failures) or 'no ensemble with a golden.json'}; see the server's log."
+            f"{url} does not serve {repository} as verified",
+            expected="an answer of every ensemble",
+            got="; ".join(failures) or "no ensemble with a golden.json",
+            remedy="see the server's log",
         )
     return errors
 

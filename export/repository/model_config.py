@@ -4,24 +4,13 @@ Written through Triton's own protobuf messages: a field that does not exist cann
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
-from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines.tensorrt_plan import PLAN_BACKEND, configure_plan
-from ..signature import (
-    BATCH,
-    PAST_LEN,
-    POSTPROCESS,
-    PREPROCESS,
-    SEQ_LEN,
-    STRING,
-    Contract,
-    ModelSignature,
-    TensorSignature,
-)
+from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from .names import ModelNames
 
 MODEL_BACKEND = "onnxruntime"
 
@@ -55,54 +44,12 @@ _TRITON_DTYPES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelNames:
-    """The names under which one published model appears in the repository.
-
-    Attributes:
-        name: What clients ask for: the ensemble, or the graph itself where nothing stands around it.
-        is_ensemble: Whether there are steps of an ensemble.
-        has_postprocess: Whether one of them makes the answers.
-    """
-
-    name: str
-    is_ensemble: bool = True
-    has_postprocess: bool = False
-
-    @classmethod
-    def of(cls, name: str, signature: ModelSignature) -> "ModelNames":
-        """Return the names that a publication of a graph with this signature has."""
-        contract = signature.contract
-        if contract is None:
-            return cls(name=name, is_ensemble=False)
-        return cls(name=name, has_postprocess=contract.postprocess is not None)
-
-    def step(self, step: str) -> str:
-        """Return the name of a step around the graph."""
-        return f"{self.name}_{step}"
-
-    @property
-    def preprocess(self) -> str:
-        """The step that makes the graph's inputs of what clients send."""
-        return self.step(PREPROCESS)
-
-    @property
-    def model(self) -> str:
-        """What runs the ONNX file."""
-        return f"{self.name}_model" if self.is_ensemble else self.name
-
-    @property
-    def postprocess(self) -> str:
-        """The step that makes answers of the graph's outputs, where the task has one."""
-        return self.step(POSTPROCESS)
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """Every name, steps first, the ensemble last."""
-        if not self.is_ensemble:
-            return (self.name,)
-        postprocess = (self.postprocess,) if self.has_postprocess else ()
-        return (self.preprocess, self.model, *postprocess, self.name)
+def name_models(name: str, signature: ModelSignature) -> ModelNames:
+    """Return the names that a publication of a graph with this signature has."""
+    contract = signature.contract
+    if contract is None:
+        return ModelNames(name=name, is_ensemble=False)
+    return ModelNames(name=name, has_postprocess=contract.postprocess is not None)
 
 
 def build_configs(
@@ -125,21 +72,6 @@ def build_configs(
     if contract.postprocess is not None:
         configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
     return configs | {names.name: _build_ensemble(names, signature, contract, version)}
-
-
-def render_config(config: pb.ModelConfig) -> str:
-    """Return the text of a `config.pbtxt`."""
-    text: str = text_format.MessageToString(config, indent=0)
-    return text
-
-
-def parse_config(text: str) -> pb.ModelConfig:
-    """Return the configuration in the text of a `config.pbtxt`.
-
-    Raises:
-        google.protobuf.text_format.ParseError: It is none.
-    """
-    return text_format.Parse(text, pb.ModelConfig())
 
 
 def _build_preprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:

@@ -11,11 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..artefacts import Artefacts
+from ..artefacts import POSTPROCESS, PREPROCESS, Artefacts
 from ..signature import (
     BATCH,
-    POSTPROCESS,
-    PREPROCESS,
     SEQ_LEN,
     STRING,
     WINDOWS,

@@ -34,9 +34,10 @@ from export.engines.tensorrt_plan import (
 )
 from export.errors import EngineError
 from export.graph.files import Feed, load_graph
-from export.graph.float16 import write_float16
+from export.graph.fp16 import write_float16
 from export.graph.islands import find_islands
-from export.repository.model_config import MAX_BATCH_SIZE, parse_config
+from export.repository.config_file import parse_config
+from export.repository.model_config import MAX_BATCH_SIZE
 from export.signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TensorSignature
 
 STUBS = CHECKOUT / ".venv" / "stubs" / "tensorrt_bindings" / "tensorrt.pyi"

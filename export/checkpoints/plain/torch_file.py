@@ -44,7 +44,7 @@ _INNER_MODEL = "model."
 _HUGGING_FACE_SUFFIX = ".bin"
 
 
-def recognises(directory: Path) -> bool:
+def recognises(directory: Path, tag: str | None = None) -> bool:
     """Tell whether `directory` holds a file of one of the suffixes that may be a model."""
     return bool(_candidates(directory))
 
