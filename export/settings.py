@@ -7,12 +7,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from .engines import ENGINES
 from .errors import SettingsError
 from .graph.precisions import PRECISIONS
 from .request import (
     AGGREGATIONS,
     DEFAULT_RELEASE,
-    ENGINES,
     POOLINGS,
     TASKS,
     UNUSED_ROWS,
