@@ -12,20 +12,19 @@ from .doctor import examine, render
 from .errors import ServerError
 from .health import check_ensembles
 from .installation import assemble_backends, find_installation
+from .locations import BACKENDS, KEY_FILE, REPOSITORY, name_command
 from .models import list_models
 from .process import Endpoints, check_ports_free
 from .status import Status, serve_status
 from .supervisor import Settings, Supervisor
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
-
-_EXAMPLES = """
+_EXAMPLES = f"""
 examples:
-  python -m server
-  python -m server --repository /srv/models --host 0.0.0.0
-  python -m server --http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003
-  python -m server --check
-  python -m server --doctor
+  {name_command("serve")}
+  {name_command("serve")} --repository /srv/models --host 0.0.0.0
+  {name_command("serve")} --http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003
+  {name_command("check")}
+  {name_command("doctor")}
 
 exit codes: 0 stopped by Ctrl-C or SIGTERM and everything in flight was answered (--check: answers as verified;
 --doctor: can serve), 1 could not start (--check: does not answer as verified; --doctor: cannot serve), 2 wrong
@@ -89,7 +88,7 @@ def serve(arguments: argparse.Namespace, endpoints: Endpoints, stops: StopSignal
     with tempfile.TemporaryDirectory(prefix="modelyard-server-") as folder:
         backends = Path(folder, "backends")
         backends.mkdir()
-        assemble_backends(installation, _CHECKOUT / "backends", backends)
+        assemble_backends(installation, BACKENDS, backends)
         _say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
         settings = Settings(
             installation=installation,
@@ -129,7 +128,7 @@ def diagnose(repository: Path, endpoints: Endpoints, *, as_json: bool) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m server",
+        prog=name_command("serve"),
         description="Serve a model repository with the real tritonserver until Ctrl-C or SIGTERM.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -137,9 +136,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repository",
         type=Path,
-        default=_CHECKOUT / "model_repository",
+        default=REPOSITORY,
         metavar="DIR",
-        help="model repository (default: model_repository of this checkout)",
+        help="model repository (default: %(default)s)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="default: %(default)s")
@@ -151,9 +150,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--key-file",
         type=Path,
-        default=_CHECKOUT / ".cache" / "control.key",
+        default=KEY_FILE,
         metavar="FILE",
-        help="header that opens the control endpoints; made with mode 600 (default: .cache/control.key)",
+        help="header that opens the control endpoints; made with mode 600 (default: %(default)s)",
     )
     parser.add_argument("--check", action="store_true", help="ask a running server for its verified answers, and end")
     parser.add_argument("--doctor", action="store_true", help="tell what this machine lacks to serve, and end")

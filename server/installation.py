@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import NotFoundError
+from .locations import name_installation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ def find_installation() -> Installation:
             return _describe(executable, "from the wheel nvidia-pytriton")
     raise NotFoundError(
         "no tritonserver was found: expected one on PATH or in the wheel nvidia-pytriton, got neither; "
-        "run `make setup`, or `pip install nvidia-pytriton==0.7.0` for this Python."
+        f"run `{name_installation('server')}`, or put tritonserver on PATH."
     )
 
 

@@ -12,13 +12,14 @@ from harness import CHECKOUT
 LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
-        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng",
+        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng", "platformdirs",
     },
     "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
-    "server": set(),
-    "client": {"tritonclient", "numpy"},
+    "server": {"platformdirs"},
+    "client": {"tritonclient", "numpy", "platformdirs"},
+    "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
 
@@ -26,12 +27,13 @@ LIBRARIES = {
 # lines above it, so the table is the order of the floors as well.
 FLOORS = {
     "export/errors": (),
+    "export/locations": (),
     "export/interruption": (),
     "export/progress": (),
     "export/artefacts": (),
     "export/signature": (),
     "export/request": (),
-    "export/settings": ("errors", "request"),
+    "export/settings": ("errors", "locations", "request"),
     "export/targets": ("errors",),
     "export/checkpoints": ("errors",),
     "export/json_file": ("checkpoints",),
@@ -40,7 +42,7 @@ FLOORS = {
     "export/engines": ("errors", "graph", "signature"),
     "export/weights": ("checkpoints", "errors", "json_file", "request"),
     "export/tasks": ("artefacts", "checkpoints", "errors", "json_file", "request", "signature", "weights"),
-    "export/proof": ("artefacts", "errors", "graph", "targets", "tasks"),
+    "export/proof": ("artefacts", "errors", "graph", "locations", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
     "export/commands": ("checkpoints", "consolidation", "errors"),
     "export/checkpoints/state_dict": (),
