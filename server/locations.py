@@ -18,6 +18,8 @@ KEY_FILE = (_BESIDE / ".cache" if _IS_CHECKOUT else platformdirs.user_state_path
 
 _MODULES = {
     "serve": "python -m server",
+    "check": "python -m server --check",
+    "doctor": "python -m server --doctor",
     "run": "python -m export run",
     "infer": "python client/infer.py",
     "bench": "python -m client.bench",
