@@ -49,8 +49,10 @@ def find_installation() -> Installation:
         if executable.is_file():
             return _describe(executable, "from the wheel nvidia-pytriton")
     raise NotFoundError(
-        "no tritonserver was found: expected one on PATH or in the wheel nvidia-pytriton, got neither; "
-        f"run `{name_installation('server')}`, or put tritonserver on PATH."
+        "no tritonserver was found",
+        expected="one on PATH or in the wheel nvidia-pytriton",
+        got="neither",
+        remedy=f"run `{name_installation('server')}`, or put tritonserver on PATH",
     )
 
 
@@ -103,8 +105,10 @@ def _describe(executable: Path, source: str) -> Installation:
     stub = next((path for path in candidates if path.is_file()), None)
     if stub is None:
         raise NotFoundError(
-            f"the Python backend of {executable} does not run on Python {version}: expected a stub at "
-            f"{' or '.join(map(str, candidates))}, got neither; use Python 3.10, 3.11 or 3.12."
+            f"the Python backend of {executable} does not run on Python {version}",
+            expected=f"a stub at {' or '.join(map(str, candidates))}",
+            got="neither",
+            remedy="use Python 3.10, 3.11 or 3.12",
         )
     wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
     folders = [wheel_libraries, Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")]
@@ -138,6 +142,9 @@ def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
     known = subprocess.run([ldconfig, "-p"], stdout=subprocess.PIPE, text=True, check=False).stdout
     if name not in known:
         raise NotFoundError(
-            f"the Python backend cannot run: expected the shared library {name}, got none; install it "
-            f"(Debian, Ubuntu: apt-get install libpython{version}; pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared)."
+            "the Python backend cannot run",
+            expected=f"the shared library {name}",
+            got="none",
+            remedy=f"install it (Debian, Ubuntu: apt-get install libpython{version}; pyenv: "
+            f"PYTHON_CONFIGURE_OPTS=--enable-shared)",
         )

@@ -10,6 +10,7 @@ from ..errors import CheckpointError, list_some
 from .adapter_names import describe_missing_base
 from .deepspeed import zero as deepspeed_zero
 from .fsdp import folder as fsdp
+from .megatron import reader as megatron
 from .plain import huggingface, torch_file
 from .stored_checkpoint import StoredCheckpoint
 
@@ -17,11 +18,15 @@ from .stored_checkpoint import StoredCheckpoint
 class Reader(Protocol):
     """What each module of a format family offers."""
 
-    # In words, what makes the family known.
+    # In words, what makes the family known; readers of one trainer's files look for the same.
     LOOKED_FOR: str
 
-    def recognises(self, directory: Path) -> bool:
-        """Tell whether `directory` holds a checkpoint of the family."""
+    def recognises(self, directory: Path, tag: str | None = None) -> bool:
+        """Tell whether `directory` holds a checkpoint of the family.
+
+        Raises:
+            CheckpointError: It holds one of the trainer's, of which nothing more can be told.
+        """
         ...
 
     def open_folder(self, directory: Path, tag: str | None = None) -> StoredCheckpoint:
@@ -30,8 +35,8 @@ class Reader(Protocol):
 
 
 # Trainers' own formats: they hold the fp32 weights and may have a gathered 16-bit copy in one of `_PLAIN` beside them.
-# A folder is of one of them at most. Megatron-DeepSpeed is a DeepSpeed folder, which hands it on by its content.
-_SHARDED: tuple[Reader, ...] = (deepspeed_zero, fsdp)
+# A folder is of one trainer at most; of readers that look for the same files, the first that recognises it reads it.
+_SHARDED: tuple[Reader, ...] = (megatron, deepspeed_zero, fsdp)
 # Formats of a whole model, the first that fits: a folder of Hugging Face often has a `.pt` of other things beside.
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 
@@ -73,16 +78,17 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
             got="a file" if directory.exists() else "nothing",
             remedy="pass the folder that holds the weights",
         )
-    sharded = [reader for reader in _SHARDED if reader.recognises(directory)]
-    if len(sharded) > 1:
+    sharded = [reader for reader in _SHARDED if reader.recognises(directory, tag)]
+    trainers = list(dict.fromkeys(reader.LOOKED_FOR for reader in sharded))
+    if len(trainers) > 1:
         raise CheckpointError(
             f"{directory} holds checkpoints of several trainers",
             expected="one of them",
-            got=" and ".join(reader.LOOKED_FOR for reader in sharded),
+            got=" and ".join(trainers),
             remedy="pass the folder of the one to export",
         )
     for reader in (*sharded, *_PLAIN):
-        if reader.recognises(directory):
+        if reader in sharded or reader.recognises(directory, tag):
             return reader.open_folder(directory, tag)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
     # The usual slip is to name the folder above.
@@ -91,7 +97,8 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
     ]
     raise CheckpointError(
         f"{directory} holds no checkpoint",
-        expected="one of " + ", ".join(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:])),
+        expected="one of "
+        + ", ".join(dict.fromkeys(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:]))),
         got=list_some(found, 8) if found else "an empty folder",
         remedy=f"pass one of {list_some(inner, 4)}" if inner else "pass the folder that holds the weights",
     )
@@ -100,6 +107,9 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
 def _is_known(directory: Path) -> bool:
     try:
         return any(reader.recognises(directory) for reader in (*_SHARDED, *_PLAIN))
+    # It is one, and damaged: whoever passes it is told how.
+    except CheckpointError:
+        return True
     # It may not be read, so it is not what the user meant.
     except OSError:
         return False

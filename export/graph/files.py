@@ -142,3 +142,9 @@ def measure_ranges(
         answers = run_feeds(open_session(path), feeds)
     largest_of = np.max(np.nan_to_num(np.array(answers, dtype=np.float64), nan=np.inf, posinf=np.inf), axis=0)
     return {str(value.name): float(most) for value, most in zip(values, largest_of, strict=True)}
+
+
+def cast_lazily(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
+    """Return a tensor that is cast when it is written, so that one at a time is in memory. Rounds to nearest even."""
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.LazyTensor(lambda: ir.tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype), dtype=dtype, shape=shape)

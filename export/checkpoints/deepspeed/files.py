@@ -15,6 +15,8 @@ from pathlib import Path
 from ...errors import CheckpointError, list_some
 from ..storage.paths import check_inside, read_small
 
+LOOKED_FOR = "DeepSpeed's latest and *_model_states.pt"
+
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PARTITIONED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
-from ..pickles.torch_zip import open_torch_zip
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .assembly import assemble
@@ -23,17 +22,17 @@ from .checks import (
     describe_unproven,
 )
 from .experts import is_expert_group, join_expert_group, read_experts
-from .files import DeepSpeedFiles, find_files, recognises_folder
+from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from .fragments import derive_groups
 from .masters import name_masters
 from .partitions import Shapes, join_contiguous_group, join_sliced_group
 from .states import ModelStates, OptimizerStates, read_model_states, read_optimizer_states
 from .universal import read_universal
 
-LOOKED_FOR = "DeepSpeed's latest and *_model_states.pt"
+__all__ = ["LOOKED_FOR", "open_folder", "read_trained", "recognises"]
 
 
-def recognises(directory: Path) -> bool:
+def recognises(directory: Path, tag: str | None = None) -> bool:
     """Tell whether DeepSpeed saved a checkpoint in `directory`."""
     return recognises_folder(directory)
 
@@ -50,11 +49,6 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     """
     files = find_files(directory, tag)
     _refuse_without_models(files)
-    if _is_megatron(files):
-        # Only then: the verbs that copy bytes take as long to start as to copy.
-        from ..megatron import reader as megatron_deepspeed
-
-        return megatron_deepspeed.open_files(files, _read_trained)
     models = [read_model_states(path) for path in files.models.values()]
     check_model_states(files, models)
     experts = read_experts(files, models[0].num_experts)
@@ -84,13 +78,17 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     return assemble(files, models, trained, experts=experts, format_name=format_name, facts=facts, unproven=unproven)
 
 
-def _is_megatron(files: DeepSpeedFiles) -> bool:
-    """Tell whether the model was split over tensor or pipeline ranks, or has Megatron's arguments beside it."""
-    if files.pipeline_layers or any(rank for _, rank in (*files.models, *files.optimizers)):
-        return True
-    path = files.models.get((0, 0))
-    content = open_torch_zip(path).content if path is not None and not files.partitioned else None
-    return isinstance(content, dict) and "checkpoint_version" in content and "args" in content
+def read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
+    """Return name → fp32 tensor of all that the optimizer trained, joined from the pieces of every data-parallel rank.
+
+    Args:
+        files: Those of one model-parallel rank, with optimizer states and without experts.
+        models: Its model states, by rank.
+
+    Raises:
+        CheckpointError: Ranks are missing, or the pieces do not fit the parameters or each other.
+    """
+    return _join_groups(files, models[0], _read_states(files, models), {})
 
 
 def _name_trainer(model: ModelStates) -> str:
@@ -116,12 +114,6 @@ def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
             got="none",
             remedy="copy the whole checkpoint, from every node",
         )
-
-
-def _read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> tuple[dict[str, StoredTensor], int, int]:
-    """Return every trained parameter, the stage and the number of ranks."""
-    states = _read_states(files, models)
-    return _join_groups(files, models[0], states, {}), _find_stage(models[0], states), len(states)
 
 
 def _find_stage(model: ModelStates, states: Sequence[OptimizerStates]) -> int:

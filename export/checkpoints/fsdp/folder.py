@@ -49,7 +49,7 @@ _LIGHTNING_STATE = "meta.pt"
 _LIGHTNING_VERSION = "pytorch-lightning_version"
 
 
-def recognises(directory: Path) -> bool:
+def recognises(directory: Path, tag: str | None = None) -> bool:
     """Tell whether FSDP or `torch.distributed.checkpoint` saved a checkpoint in `directory`."""
     return bool(_find_kinds(directory))
 

@@ -15,16 +15,17 @@ What nothing shows is told among the facts: which tensor parallel rank is which,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..deepspeed.checks import check_model_states
-from ..deepspeed.files import DeepSpeedFiles
+from ..deepspeed.files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from ..deepspeed.masters import name_masters
 from ..deepspeed.states import ModelStates, read_model_states
+from ..deepspeed.zero import read_trained
 from ..pickles.torch_zip import open_torch_zip
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
@@ -41,8 +42,7 @@ from .parts import (
 )
 from .to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
 
-# Given the files and model states of one model-parallel rank: its trained parameters, the stage, and the ranks.
-ReadTrained = Callable[[DeepSpeedFiles, Sequence[ModelStates]], tuple[dict[str, StoredTensor], int, int]]
+__all__ = ["LOOKED_FOR", "open_folder", "recognises"]
 
 _RECOPY = "copy the whole checkpoint again, from every node"
 
@@ -69,23 +69,40 @@ class _TensorRank:
     names: Mapping[str, str]
 
 
-def open_files(files: DeepSpeedFiles, read_trained: ReadTrained) -> StoredCheckpoint:
+def recognises(directory: Path, tag: str | None = None) -> bool:
+    """Tell whether a DeepSpeed checkpoint's model was split over tensor or pipeline ranks, or has Megatron's arguments.
+
+    Raises:
+        CheckpointError: It is DeepSpeed's, and `tag` is not there, none is chosen, or its first file is damaged.
+    """
+    if not recognises_folder(directory):
+        return False
+    files = find_files(directory, tag)
+    if files.pipeline_layers or any(rank for _, rank in (*files.models, *files.optimizers)):
+        return True
+    path = files.models.get((0, 0))
+    content = _read_content(path) if path is not None and not files.partitioned else {}
+    return "checkpoint_version" in content and "args" in content
+
+
+def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     """Return a reader that gives Megatron's GPT-2 under Hugging Face's names, reading no tensor data.
 
     Args:
-        files: Those of one tag.
-        read_trained: Joins the ZeRO pieces of one model-parallel rank.
+        directory: The folder with `latest`, or the tag's own folder.
+        tag: Which checkpoint in it; the one that `latest` names where None.
 
     Raises:
         CheckpointError: The layout or architecture is not proven, files are missing or do not fit each other.
         VocabularyError: The tokenizer beside the checkpoint has more tokens than the embeddings have rows.
     """
+    files = find_files(directory, tag)
     paths = _list_models(files)
     all_args = [read_args(_read_content(path), path) for path in paths]
     check_same_args(all_args, paths)
     args = all_args[0]
     tensor_ranks = _count_tensor_ranks(files, args, len(paths))
-    ranks = [_read_rank(files, index, path, read_trained) for index, path in enumerate(paths)]
+    ranks = [_read_rank(files, index, path) for index, path in enumerate(paths)]
     _check_steps(files, ranks)
     low = _read_layers(files, args, tensor_ranks) if files.pipeline_layers else _read_modules(paths)
     ranks = _name_masters(ranks, low)
@@ -169,7 +186,7 @@ def _count_tensor_ranks(files: DeepSpeedFiles, args: MegatronArgs, models: int) 
     return tensor_ranks
 
 
-def _read_rank(files: DeepSpeedFiles, index: int, path: Path, read_trained: ReadTrained) -> _Rank:
+def _read_rank(files: DeepSpeedFiles, index: int, path: Path) -> _Rank:
     own = replace(
         files,
         models={(0, index): path},
@@ -178,8 +195,7 @@ def _read_rank(files: DeepSpeedFiles, index: int, path: Path, read_trained: Read
     states = read_model_states(path, nested=True)
     check_model_states(own, [states])
     if own.optimizers:
-        trained, _, _ = read_trained(own, [states])
-        return _Rank(states=states, trained=trained)
+        return _Rank(states=states, trained=read_trained(own, [states]))
     if states.stage or files.optimizers:
         raise CheckpointError(
             f"{files.folder} lacks the optimizer states that hold the fp32 weights of mp_rank_{index:02d}",

@@ -32,7 +32,7 @@ FORMAT_KEY = "format"
 ZERO_SIZE_KEY = "zero_size_parameters"
 
 
-def recognises(directory: Path) -> bool:
+def recognises(directory: Path, tag: str | None = None) -> bool:
     """Tell whether `directory` holds the weights of a Hugging Face folder."""
     return any((directory / name).is_file() for name in WEIGHT_FILES)
 

@@ -24,8 +24,8 @@ import numpy as np
 from ..errors import RuntimeFailure, list_some
 from ..locations import CACHE
 from ..targets import Target
-from . import target_worker
-from .target_worker import read_message, write_message
+from . import onnxruntime_worker
+from .onnxruntime_worker import read_message, write_message
 
 # How much of what a worker wrote to stderr is looked at for its last words, and how much of a message is quoted.
 _STDERR_BYTES = 16384
@@ -164,7 +164,7 @@ class _Worker:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         # Isolated: neither PYTHONPATH nor the folder of the script may put other modules in place of numpy's own.
-        command = [sys.executable, "-I", target_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
+        command = [sys.executable, "-I", onnxruntime_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
         try:
             self._process = subprocess.Popen(
                 command + ([str(folder)] if folder else []),
