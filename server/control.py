@@ -80,6 +80,14 @@ class Control:
         body = {"parameters": {"config": json.dumps(config)}}
         self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", body, timeout_s=_LOAD_TIMEOUT_S)
 
+    def load(self, model: str) -> None:
+        """Load `model` as its configuration says now; what was loaded of it before answers until then.
+
+        Raises:
+            ControlError: It cannot be loaded; what was loaded before stays.
+        """
+        self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", {}, timeout_s=_LOAD_TIMEOUT_S)
+
     def unload(self, model: str) -> None:
         """Stop serving `model`, so that nobody is told that it is ready.
 

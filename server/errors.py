@@ -6,6 +6,7 @@ ServerError                 exit code 1, one line on stderr
 ├── KeyFileError            the file of the control key cannot be used, or is open to others
 ├── StartError              tritonserver ended, or no model could be loaded
 ├── ControlError            a running tritonserver refused an order, or did not answer
+├── RolloutError            a version cannot be served in place of the one before it
 ├── CheckError              a running server does not answer as it was verified
 └── GaveUpError             exit code 3: tritonserver died again and again
 """
@@ -49,6 +50,10 @@ class StartError(ServerError):
 
 class ControlError(ServerError):
     """A running tritonserver refused an order, or did not answer."""
+
+
+class RolloutError(ServerError):
+    """A version cannot be served in place of the one before it."""
 
 
 class CheckError(ServerError):

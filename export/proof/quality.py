@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from ..artefacts import Artefacts
+from ..engines.onnxruntime_process import open_runtime
 from ..graph.conversion import Conversion, Measure, PrecisionReport, Quality, convert_graph
 from ..graph.files import Feed
 from ..graph.precisions import Precision
 from ..targets import Target
 from ..tasks import Task
 from ..tasks.cases import Case, Outputs, join_rows
-from .target_runtime import open_runtime
 from .tolerances import QUALITY_KEYS, find_quality_key
 from .verify import Reference
 

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from ..artefacts import POSTPROCESS, PREPROCESS
 from ..errors import RepositoryError
 
 # What a path component, a metrics label and a URL can all bear.
@@ -23,10 +24,14 @@ class ModelNames:
     is_ensemble: bool = True
     has_postprocess: bool = False
 
+    def step(self, step: str) -> str:
+        """Return the name of a step around the graph."""
+        return f"{self.name}_{step}"
+
     @property
     def preprocess(self) -> str:
-        """The step that makes token ids of texts."""
-        return f"{self.name}_preprocess"
+        """The step that makes the graph's inputs of what clients send."""
+        return self.step(PREPROCESS)
 
     @property
     def model(self) -> str:
@@ -36,7 +41,7 @@ class ModelNames:
     @property
     def postprocess(self) -> str:
         """The step that makes answers of the graph's outputs, where the task has one."""
-        return f"{self.name}_postprocess"
+        return self.step(POSTPROCESS)
 
     @property
     def all(self) -> tuple[str, ...]:

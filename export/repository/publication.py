@@ -110,10 +110,8 @@ def publish(
     _check_report(report, files.all)
     homes: dict[str, list[Path]] = {name: [] for name in names.all}
     homes[names.model] += files.model
-    if files.tokenizer:
-        homes[names.preprocess] += [files.tokenizer]
-    if files.postprocess:
-        homes[names.postprocess] += [files.postprocess]
+    for step, paths in files.steps.items():
+        homes[names.step(step)] += paths
     with contextlib.ExitStack() as undo:
         _make_directory(repository, undo)
         with _lock(repository):

@@ -194,7 +194,7 @@ def test_a_configuration_that_cannot_be_carried_over_is_refused(tmp_path: Path, 
 def start(source: Path, target: Path, *, pause_s: float) -> subprocess.Popen[bytes]:
     """A run of the verb that stops for `pause_s` after its first bytes."""
     script = (
-        "import sys, time, export.safetensors_output as output\n"
+        "import sys, time, export.consolidation.safetensors_output as output\n"
         "write = output.SafetensorsOutput.write\n"
         f"output.SafetensorsOutput.write = lambda *args: (write(*args), time.sleep({pause_s}))\n"
         "from export.__main__ import main\n"

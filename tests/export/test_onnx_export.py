@@ -9,14 +9,12 @@ from torch import nn
 
 from export.errors import GraphError, TargetError
 from export.graph.onnx_export import check_graph, export_onnx
-from export.signature import BATCH, SEQ_LEN, Contract, TensorSignature, TextSignature
+from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from export.targets import DEFAULT_TARGET
 
-SIGNATURE = TextSignature(
+SIGNATURE = ModelSignature(
     inputs=(TensorSignature(name="input_ids", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),),
     outputs=(TensorSignature(name="scores", dtype=torch.float32, dims=(BATCH, 3)),),
-    max_length=16,
-    contract=Contract(texts=("TEXT",), answers=()),
 )
 EXAMPLE = (torch.ones(2, 7, dtype=torch.int64),)
 
