@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
+from .graph.precisions import PRECISIONS
 from .request import (
     AGGREGATIONS,
     DEFAULT_RELEASE,
     ENGINES,
     POOLINGS,
-    PRECISIONS,
     TASKS,
     UNUSED_ROWS,
     AddedToken,

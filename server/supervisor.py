@@ -142,8 +142,10 @@ class Supervisor:
             code = self._server.poll()
             if code is not None:
                 raise StartError(
-                    f"tritonserver could not start: expected it to listen on {self._settings.endpoints.http_url}, got "
-                    f"exit code {code}; see its log above."
+                    "tritonserver could not start",
+                    expected=f"it to listen on {self._settings.endpoints.http_url}",
+                    got=f"exit code {code}",
+                    remedy="see its log above",
                 )
             if time.monotonic() - told > 5:
                 told = time.monotonic()
@@ -199,8 +201,10 @@ class Supervisor:
             self._say(f"tritonserver answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
         raise GaveUpError(
-            f"tritonserver was given up: expected it to start, got {MAX_FAILED_STARTS} failures in a row; "
-            f"see its log above."
+            "tritonserver was given up",
+            expected="it to start",
+            got=f"{MAX_FAILED_STARTS} failures in a row",
+            remedy="see its log above",
         )
 
     def _stop(self) -> bool:
@@ -240,8 +244,10 @@ class Supervisor:
             self._say(f"  {state.name:<{width}}  {'version ' + state.version if state.version else '-':<11}  {text}")
         if not any(answers for answers, _ in verdicts.values()):
             raise StartError(
-                f"no model of {repository} can be served: expected at least one of {', '.join(models)} to load, got "
-                f"none; see the log above."
+                f"no model of {repository} can be served",
+                expected=f"at least one of {', '.join(models)} to load",
+                got="none",
+                remedy="see the log above",
             )
         in_stubs = {stub.model for stub in self._healer.table.refresh()}
         ready = {state.name for state in states if state.ready}

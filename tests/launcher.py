@@ -83,7 +83,7 @@ class Running:
 
     def check(self) -> Finished:
         """Run the check that a container's health is judged by."""
-        return run("-m", "server", "--check", *self.options)
+        return run("-m", "server", "check", *self.options)
 
     @property
     def tritonserver(self) -> int:

@@ -4,17 +4,14 @@ Written through Triton's own protobuf messages: a field that does not exist cann
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
-from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines.tensorrt_plan import PLAN_BACKEND, configure_plan
-from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, ModelSignature, TensorSignature, TextSignature
+from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from .names import ModelNames
 
-PREPROCESS_BACKEND = "python_preprocess"
-POSTPROCESS_BACKEND = "python_postprocess"
 MODEL_BACKEND = "onnxruntime"
 
 # Rows in one execution. 32 rows keep the ONNX Runtime busy on every CPU and GPU; a request may bring as many itself.
@@ -24,8 +21,8 @@ MAX_BATCH_SIZE = 32
 # UNAVAILABLE at once. With four times as many, answers took five times as long and 70 MB instead of 18.
 MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 
-# The tokenizer runs in microseconds, so under load a short wait joins requests that arrive together; the model runs
-# in milliseconds, and while it does requests gather by themselves.
+# The step in front of the graph runs in microseconds, so under load a short wait joins requests that arrive together;
+# the model runs in milliseconds, and while it does requests gather by themselves.
 PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 
 # Two single-threaded sessions answer more on two cores than one session with two threads, and long texts in one of
@@ -47,42 +44,12 @@ _TRITON_DTYPES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelNames:
-    """The names under which one published model appears in the repository.
-
-    Attributes:
-        name: What clients ask for: the ensemble, or the graph itself where nothing stands around it.
-        is_ensemble: Whether there are steps of an ensemble.
-        has_postprocess: Whether one of them makes the answers.
-    """
-
-    name: str
-    is_ensemble: bool = True
-    has_postprocess: bool = False
-
-    @property
-    def preprocess(self) -> str:
-        """The step that makes token ids of texts."""
-        return f"{self.name}_preprocess"
-
-    @property
-    def model(self) -> str:
-        """What runs the ONNX file."""
-        return f"{self.name}_model" if self.is_ensemble else self.name
-
-    @property
-    def postprocess(self) -> str:
-        """The step that makes answers of the graph's outputs, where the task has one."""
-        return f"{self.name}_postprocess"
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """Every name, steps first, the ensemble last."""
-        if not self.is_ensemble:
-            return (self.name,)
-        postprocess = (self.postprocess,) if self.has_postprocess else ()
-        return (self.preprocess, self.model, *postprocess, self.name)
+def name_models(name: str, signature: ModelSignature) -> ModelNames:
+    """Return the names that a publication of a graph with this signature has."""
+    contract = signature.contract
+    if contract is None:
+        return ModelNames(name=name, is_ensemble=False)
+    return ModelNames(name=name, has_postprocess=contract.postprocess is not None)
 
 
 def build_configs(
@@ -98,57 +65,37 @@ def build_configs(
         engine: What runs the graph, `onnxruntime` or `tensorrt`.
     """
     served = sorted(set(served))
-    if not isinstance(signature, TextSignature):
-        return {names.model: _build_model(names.model, signature, served, engine)}
-    configs = {
-        names.preprocess: _build_preprocess(names.preprocess, signature, served),
-        names.model: _build_model(names.model, signature, served, engine),
-    }
-    if signature.contract.has_postprocess:
-        configs[names.postprocess] = _build_postprocess(names.postprocess, signature, served)
-    return configs | {names.name: _build_ensemble(names, signature, version)}
+    model, contract = _build_model(names.model, signature, served, engine), signature.contract
+    if contract is None:
+        return {names.model: model}
+    configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), names.model: model}
+    if contract.postprocess is not None:
+        configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
+    return configs | {names.name: _build_ensemble(names, signature, contract, version)}
 
 
-def render_config(config: pb.ModelConfig) -> str:
-    """Return the text of a `config.pbtxt`."""
-    text: str = text_format.MessageToString(config, indent=0)
-    return text
-
-
-def parse_config(text: str) -> pb.ModelConfig:
-    """Return the configuration in the text of a `config.pbtxt`.
-
-    Raises:
-        google.protobuf.text_format.ParseError: It is none.
-    """
-    return text_format.Parse(text, pb.ModelConfig())
-
-
-def _build_preprocess(name: str, signature: TextSignature, served: list[int]) -> pb.ModelConfig:
+def _build_preprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:
     return pb.ModelConfig(
         name=name,
-        backend=PREPROCESS_BACKEND,
+        backend=contract.preprocess,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
-        input=_text_inputs(signature),
-        output=[_output(tensor) for tensor in signature.inputs + signature.contract.carried],
+        input=[_input(tensor) for tensor in contract.inputs],
+        output=[_output(tensor) for tensor in signature.inputs + contract.carried],
         # tokenizers spreads one batch over all cores by itself.
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(PREPROCESS_QUEUE_DELAY_MICROSECONDS),
     )
 
 
-def _build_postprocess(name: str, signature: TextSignature, served: list[int]) -> pb.ModelConfig:
+def _build_postprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:
     return pb.ModelConfig(
         name=name,
-        backend=POSTPROCESS_BACKEND,
+        backend=contract.postprocess,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
-        input=[
-            *[_input(tensor) for tensor in signature.outputs + signature.contract.carried],
-            *_text_inputs(signature),
-        ],
-        output=[_output(tensor) for tensor in signature.contract.answers],
+        input=[_input(tensor) for tensor in signature.outputs + contract.carried + contract.inputs],
+        output=[_output(tensor) for tensor in contract.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(0),
     )
@@ -174,26 +121,25 @@ def _build_model(name: str, signature: ModelSignature, served: list[int], engine
     return config
 
 
-def _build_ensemble(names: ModelNames, signature: TextSignature, version: int) -> pb.ModelConfig:
-    contract = signature.contract
-    texts = {name: name for name in contract.texts}
-    answers = {tensor.name: tensor.name for tensor in contract.answers}
-    ids = {tensor.name: tensor.name for tensor in signature.inputs}
-    carried = {tensor.name: tensor.name for tensor in contract.carried}
+def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Contract, version: int) -> pb.ModelConfig:
+    asked, answered, carried = map(_same_names, (contract.inputs, contract.outputs, contract.carried))
+    inputs = _same_names(signature.inputs)
     # Without a postprocess step the graph's outputs are the answers, under the names that clients use.
-    inner = [tensor.name for tensor in (signature.outputs if contract.has_postprocess else contract.answers)]
-    outputs = {tensor.name: name for tensor, name in zip(signature.outputs, inner, strict=True)}
+    named = contract.outputs if contract.postprocess is None else signature.outputs
+    outputs = {tensor.name: other.name for tensor, other in zip(signature.outputs, named, strict=True)}
     steps = [
         pb.ModelEnsembling.Step(
-            model_name=names.preprocess, model_version=version, input_map=texts, output_map=ids | carried
+            model_name=names.preprocess, model_version=version, input_map=asked, output_map=inputs | carried
         ),
-        pb.ModelEnsembling.Step(model_name=names.model, model_version=version, input_map=ids, output_map=outputs),
+        pb.ModelEnsembling.Step(model_name=names.model, model_version=version, input_map=inputs, output_map=outputs),
     ]
-    if contract.has_postprocess:
-        inputs = outputs | carried | texts
+    if contract.postprocess is not None:
         steps.append(
             pb.ModelEnsembling.Step(
-                model_name=names.postprocess, model_version=version, input_map=inputs, output_map=answers
+                model_name=names.postprocess,
+                model_version=version,
+                input_map=outputs | carried | asked,
+                output_map=answered,
             )
         )
     return pb.ModelConfig(
@@ -201,8 +147,8 @@ def _build_ensemble(names: ModelNames, signature: TextSignature, version: int) -
         platform="ensemble",
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve([version]),
-        input=_text_inputs(signature),
-        output=[_output(tensor) for tensor in contract.answers],
+        input=[_input(tensor) for tensor in contract.inputs],
+        output=[_output(tensor) for tensor in contract.outputs],
         ensemble_scheduling=pb.ModelEnsembling(step=steps),
     )
 
@@ -221,8 +167,8 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
 
 
 def _warmups(signature: ModelSignature) -> list[pb.ModelWarmup]:
-    if isinstance(signature, TextSignature):
-        longest = signature.max_length
+    if SEQ_LEN in signature.longest:
+        longest = signature.longest[SEQ_LEN]
         return [
             _warmup("shortest, 1 tokens", {SEQ_LEN: 1}, signature),
             _warmup(f"longest, {longest} tokens", {SEQ_LEN: longest}, signature),
@@ -247,8 +193,9 @@ def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> 
     return pb.ModelWarmup(name=label, batch_size=1, inputs=inputs)
 
 
-def _text_inputs(signature: TextSignature) -> list[pb.ModelInput]:
-    return [pb.ModelInput(name=name, data_type=pb.TYPE_STRING, dims=[1]) for name in signature.contract.texts]
+def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
+    """Return how an ensemble passes on tensors that bear one name in and around a step."""
+    return {tensor.name: tensor.name for tensor in tensors}
 
 
 def _input(tensor: TensorSignature) -> pb.ModelInput:

@@ -18,7 +18,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..artefacts import Artefacts
@@ -34,15 +32,14 @@ from ..errors import RepositoryError
 from ..proof.verify import VerificationReport, hash_file
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
-from .model_config import MODEL_BACKEND, ModelNames, build_configs, parse_config, render_config
+from .config_file import CONFIG_FILE, read_config, render_config
+from .model_config import MODEL_BACKEND, build_configs
+from .names import ModelNames
 
 REPORT_FILE = "verification.json"
 GOLDEN_FILE = "golden.json"
-CONFIG_FILE = "config.pbtxt"
 
 _STAGING_PREFIX = "staging-"
-# What a path component, a metrics label and a URL can all bear.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +59,6 @@ class Publication:
     report_file: Path
 
 
-def check_name(name: str) -> None:
-    """Refuse a name that cannot be a model's.
-
-    Raises:
-        RepositoryError: It is empty, has a slash, begins with a dot, or holds another unsafe character.
-    """
-    if not _NAME.fullmatch(name):
-        raise RepositoryError(
-            "the model's name cannot be used",
-            expected="letters, digits, '_', '-' and '.', a letter or digit first, at most 200",
-            got=repr(name),
-            remedy="pass another --name",
-        )
-
-
 def check_contract(repository: Path, names: ModelNames, signature: ModelSignature) -> None:
     """Refuse a name that is taken by something else than an earlier version of this very contract.
 
@@ -88,19 +70,8 @@ def check_contract(repository: Path, names: ModelNames, signature: ModelSignatur
     """
     configs = build_configs(names, signature, version=1, served=[1])
     for model_name, new in configs.items():
-        path = repository / model_name / CONFIG_FILE
-        if not path.exists():
-            continue
-        try:
-            old = parse_config(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, text_format.ParseError) as exc:
-            raise RepositoryError(
-                f"{path} cannot be read",
-                expected="a Triton model configuration",
-                got=" ".join(str(exc).split()),
-                remedy="move it out of the repository or pass another --name",
-            ) from exc
-        if not _list_versions(repository / model_name):
+        old = read_config(repository / model_name)
+        if old is None or not _list_versions(repository / model_name):
             continue
         if _contract(old) != _contract(new):
             raise RepositoryError(
@@ -139,10 +110,8 @@ def publish(
     _check_report(report, files.all)
     homes: dict[str, list[Path]] = {name: [] for name in names.all}
     homes[names.model] += files.model
-    if files.tokenizer:
-        homes[names.preprocess] += [files.tokenizer]
-    if files.postprocess:
-        homes[names.postprocess] += [files.postprocess]
+    for step, paths in files.steps.items():
+        homes[names.step(step)] += paths
     with contextlib.ExitStack() as undo:
         _make_directory(repository, undo)
         with _lock(repository):
@@ -262,8 +231,7 @@ def _find_served_version(repository: Path, names: ModelNames) -> int:
 
     0 where there is none on disk.
     """
-    text = _read_config(repository / names.name)
-    config = parse_config(text) if text else pb.ModelConfig()
+    config = read_config(repository / names.name) or pb.ModelConfig()
     if not names.is_ensemble:
         return max({*config.version_policy.specific.versions} & {*_list_versions(repository / names.name)}, default=0)
     steps = config.ensemble_scheduling.step

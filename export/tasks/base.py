@@ -16,7 +16,7 @@ from ..artefacts import Artefacts
 from ..checkpoints import StateDict
 from ..errors import ModelError
 from ..request import TaskOptions
-from ..signature import BATCH, SEQ_LEN, TEXT, TEXT_PAIR, ModelSignature, TensorSignature
+from ..signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from .cases import Case, Outputs
 
 
@@ -76,9 +76,9 @@ class Task(ABC):
         return ""
 
     @property
-    def settings(self) -> Mapping[str, Any] | None:
-        """What the postprocess step must know, or None where there is no such step."""
-        return None
+    def step_files(self) -> Mapping[str, Mapping[str, bytes]]:
+        """Step of the ensemble → what its version folder holds, by file name; no two steps hold files of one name."""
+        return {}
 
     @abstractmethod
     def build_cases(self) -> Iterator[Case]:
@@ -151,8 +151,3 @@ def build_inputs(
             remedy="pass a text model",
         )
     return tuple(TensorSignature(name=name, dtype=torch.int64, dims=dims) for name in names)
-
-
-def name_texts(takes_pairs: bool) -> tuple[str, ...]:
-    """Return the names of the ensemble's inputs."""
-    return (TEXT, TEXT_PAIR) if takes_pairs else (TEXT,)

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 from ..checkpoints import open_checkpoint
 from ..errors import ModelError
 from ..json_file import read_json
-from ..signature import BATCH, TEXT, Contract, TensorSignature, TextSignature
+from ..signature import BATCH, TensorSignature
 from ..weights.torch_model import load_model
 from .base import TaskSource, build_inputs
 from .cases import Outputs
@@ -61,13 +61,11 @@ class FeatureExtraction(TextTask):
         ).eval()
         size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else source.config.hidden_size
         dims = (BATCH, size)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=(TEXT,), answers=(TensorSignature(name=EMBEDDING, dtype=torch.float32, dims=dims),)
-            ),
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
+            (TensorSignature(name=EMBEDDING, dtype=torch.float32, dims=dims),),
+            has_postprocess=False,
         )
 
     @property

@@ -17,8 +17,9 @@ from harness import Exported, fingerprint
 from demo.serving import serve
 from export.errors import RepositoryError
 from export.proof.verify import hash_file
-from export.repository.model_config import ModelNames, parse_config
-from export.repository.publication import Publication, check_contract, check_name, publish
+from export.repository.config_file import parse_config
+from export.repository.names import ModelNames, check_name
+from export.repository.publication import Publication, check_contract, publish
 
 NAMES = ModelNames(name="sentence_embedding")
 

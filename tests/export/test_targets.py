@@ -6,8 +6,8 @@ import pytest
 from benches.bench_targets import IR_VERSION, OPSET, loads
 from harness import CHECKOUT
 
+from export.engines.onnxruntime_process import open_runtime
 from export.errors import TargetError
-from export.proof.target_runtime import open_runtime
 from export.targets import DEFAULT_TARGET, TARGETS, Target, find_releases_for, find_target, require_fits
 
 # ONNX Runtime 1.24 and later has no wheel for Python 3.10.

@@ -9,7 +9,7 @@ import pytest
 from harness import CHECKOUT, Published
 
 from demo.serving import NAME, REPOSITORY
-from export.repository.model_config import ModelNames
+from export.repository.names import ModelNames
 
 
 def make(target: str) -> "subprocess.CompletedProcess[str]":

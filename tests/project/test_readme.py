@@ -1,4 +1,4 @@
-"""Every recipe of the README, run as a reader would run it."""
+"""Every recipe of README and of the pages in docs/, run as a reader would run it, and every link followed."""
 
 import os
 import re
@@ -8,13 +8,24 @@ from pathlib import Path
 
 import pytest
 from harness import CHECKOUT, Published, run
+from project.test_imports import FLOORS
 from trainers.task_checkpoints import build_adapted
 
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import Addresses
 
-BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```", (CHECKOUT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-RECIPES = [(kind, code) for kind, code in BLOCKS if not code.startswith("make ")]
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    (page.name, language, code) for page in PAGES for language, code in FENCE.findall(page.read_text(encoding="utf-8"))
+]
+
+# What runs is `bash` or `python`; a command that would not end, or needs what no test has, is `console`.
+RUN = ("bash", "python")
+SHOWN = ("console", "text")
+
+# A block that stands on two pages runs once. `make demo` and `make serve` have a test of their own.
+RECIPES = {code: (page, kind) for page, kind, code in BLOCKS if kind in RUN and not code.startswith("make ")}
 
 # What a recipe must have printed, by a word of its text.
 PRINTS = {
@@ -25,7 +36,9 @@ PRINTS = {
     "--factory model.py:build": "published  scores in my_models, version 1, new",
     "--precision int8": "times as fast on CPU",
     "--name entities": "30524 rows (30522 before; added [ENT_START], [ENT_END])",
-    "client/infer.py": '"results": [{"text": "Hello", "EMBEDDING": [',
+    "--name configured": "added [ENT_START], [USER], modelyard",
+    '"A kitten naps." --json': '"results": [{"text": "A cat sleeps.", "EMBEDDING": [',
+    '--text "Hello" --json': '"results": [{"text": "Hello", "EMBEDDING": [',
     "Grüße aus Köln": '"shape":[2,384]',
     "Inference-Header": '"shape":[1,384]',
     "sentence_embedding/ready": 'nv_inference_count{model="sentence_embedding",version="1"}',
@@ -33,6 +46,7 @@ PRINTS = {
     "asyncio": "(3, 384)",
     "client.parity": "HTTP binary",
     "repository/index": '"state":"READY"',
+    "server check": "sentence_embedding answers as verified within",
     "grep -v '^#'": "modelyard_tritonserver_restarts_total 0",
     "client.bench": "texts/s",
 }
@@ -59,29 +73,90 @@ def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory:
     return directory
 
 
-@pytest.mark.parametrize(("kind", "code"), RECIPES, ids=[code.splitlines()[0][:50] for _, code in RECIPES])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(kind, code) for code, (_, kind) in RECIPES.items()],
+    ids=[f"{page}: {code.splitlines()[0][:50]}" for code, (page, _) in RECIPES.items()],
+)
 def test_a_recipe_runs_and_prints_what_it_promises(
     kind: str, code: str, server: Addresses, checkout_copy: Path
 ) -> None:
-    for port, address in (
-        ("8000", server.http),
-        ("8001", server.grpc),
-        ("8002", server.metrics),
-        ("8003", server.status),
-    ):
-        code = code.replace(f"localhost:{port}", address)
+    ports = {"8000": server.http, "8001": server.grpc, "8002": server.metrics, "8003": server.status}
+    for port, address in ports.items():
+        code = code.replace(f"localhost:{port}", address).replace(f"-port {port}", f"-port {address.split(':')[1]}")
     command = ["bash", "-euo", "pipefail", "-c", code] if kind == "bash" else [sys.executable, "-c", code]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=checkout_copy, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (expected,) = [text for word, text in PRINTS.items() if word in code]
-    assert expected in done.stdout
+    assert expected in done.stdout + done.stderr
+
+
+def test_every_block_is_run_or_says_that_it_is_only_shown() -> None:
+    unknown = {(page, language) for page, language, _ in BLOCKS if language not in RUN + SHOWN}
+    assert not unknown, "a fence is one of " + ", ".join(RUN + SHOWN)
+
+
+def test_every_promise_belongs_to_a_recipe() -> None:
+    assert not [word for word in PRINTS if not any(word in code for code in RECIPES)]
 
 
 def test_the_two_commands_are_what_the_page_begins_with() -> None:
-    assert [code for _, code in BLOCKS[:2]] == ["make demo\n", "make serve\n"]
+    commands = [code for page, kind, code in BLOCKS if page == "README.md" and kind in RUN]
+    assert commands[:2] == ["make demo\n", "make serve\n"]
 
 
-def test_the_page_names_no_path_of_a_machine() -> None:
-    text = (CHECKOUT / "README.md").read_text()
-    assert not re.search(r"/(root|home|work|tmp)/", text)
+def test_the_first_page_is_short() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the fragments that lead to a page's headings, by the rule that GitHub makes them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    """Return where a page's links lead to."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in links(page):
+        name, _, fragment = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        assert file.is_relative_to(CHECKOUT), target
+        if fragment:
+            assert fragment in anchors(file), target
+
+
+def test_every_page_can_be_reached_from_the_first() -> None:
+    reached, waiting = set(), [PAGES[0]]
+    while waiting:
+        page = waiting.pop()
+        reached.add(page)
+        targets = {(page.parent / target.partition("#")[0]).resolve() for target in links(page)}
+        waiting += [file for file in targets if file.suffix == ".md" and file.is_file() and file not in reached]
+    assert not set(PAGES) - reached
+
+
+@pytest.mark.parametrize(("drawn", "folder"), [("export", "export"), ("checkpoints", "export/checkpoints")])
+def test_the_floors_are_drawn_as_the_code_imports_them(drawn: str, folder: str) -> None:
+    (drawing,) = [code for page, _, code in BLOCKS if page == "architecture.md" and code.startswith(f"{drawn} ")]
+    rows = [re.findall(r"\w+", line) for line in drawing.removeprefix(drawn).splitlines()]
+    row_of = {name: index for index, row in enumerate(rows) for name in row}
+    floors = {Path(floor).name: below for floor, below in FLOORS.items() if Path(floor).parent == Path(folder)}
+    assert set(floors) <= set(row_of), "every folder and module is drawn"
+    for name, below in floors.items():
+        assert all(row_of[other] > row_of[name] for other in below), f"{name} imports only what is drawn below it"
+
+
+@pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_a_page_names_no_path_of_a_machine_and_no_host(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"/(root|home|work|tmp|Users)/", text)
+    assert not re.findall(r"\b(?:[a-z0-9-]+\.)+(?:com|org|net|io|ai|dev|cloud|internal|local|lan)\b", text)

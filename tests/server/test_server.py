@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from harness import CHECKOUT, Published
+from harness import CHECKOUT, Published, run
 from launcher import find_ports, running
 from tritonclient.utils import InferenceServerException
 
@@ -68,6 +68,27 @@ def test_without_any_tritonserver_it_says_where_it_looked(published: Published) 
     assert code == 1
     assert error.startswith("error: no tritonserver was found: expected one on PATH or in the wheel nvidia-pytriton")
     assert error.count("\n") == 1
+
+
+def test_its_commands_are_listed_and_each_explains_itself() -> None:
+    done = run("-m", "server", "--help")
+    assert done.code == 0
+    for command in ("serve", "check", "doctor"):
+        assert f"    {command} " in done.out
+        explained = run("-m", "server", command, "--help")
+        assert explained.code == 0
+        assert f"examples:\n  python -m server {command}\n" in explained.out
+        assert "exit codes:\n  0  " in explained.out
+    wrong = run("-m", "server", "start")
+    assert wrong.code == 2
+    assert "invalid choice: 'start'" in wrong.err
+
+
+def test_options_without_a_command_are_those_of_serve(tmp_path: Path) -> None:
+    outcomes = [run("-m", "server", *command, "--repository", str(tmp_path)) for command in ([], ["serve"])]
+    assert outcomes[0].code == 1
+    assert "holds nothing to serve" in outcomes[0].err
+    assert outcomes[0] == outcomes[1]
 
 
 def test_an_interpreter_without_its_shared_library_is_refused_with_the_package(tmp_path: Path) -> None:

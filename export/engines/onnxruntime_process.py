@@ -23,8 +23,8 @@ import numpy as np
 
 from ..errors import RuntimeFailure, list_some
 from ..targets import Target
-from . import target_worker
-from .target_worker import read_message, write_message
+from . import onnxruntime_worker
+from .onnxruntime_worker import read_message, write_message
 
 # Where the wheels of other versions are kept: in the checkout, or where that cannot be written, in the home folder.
 _CACHES = (Path(__file__).resolve().parent.parent.parent / ".cache", Path("~/.cache/modelyard"))
@@ -166,7 +166,7 @@ class _Worker:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         # Isolated: neither PYTHONPATH nor the folder of the script may put other modules in place of numpy's own.
-        command = [sys.executable, "-I", target_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
+        command = [sys.executable, "-I", onnxruntime_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
         try:
             self._process = subprocess.Popen(
                 command + ([str(folder)] if folder else []),
