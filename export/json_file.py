@@ -12,7 +12,7 @@ def read_json(path: Path) -> Mapping[str, Any] | list[Any] | None:
     """Return what the JSON file holds, or None where there is no such file.
 
     Raises:
-        CheckpointError: The file is not JSON, is no regular file, or is too large.
+        CheckpointError: The file is not JSON, is not a regular file, or is too large.
     """
     if not os.path.lexists(path):
         return None
