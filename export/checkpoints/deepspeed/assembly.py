@@ -160,7 +160,7 @@ def _are_apart(tensor: StoredTensor | None, holder: StoredTensor | None) -> bool
     """Tell whether two whole tensors of a module differ in their elements: views of one storage, or empty ones."""
     if tensor is None or holder is None:
         return False
-    return tensor.numel == 0 or (tensor.shape, tensor.stride) != (holder.shape, holder.stride)
+    return tensor.numel == 0 or tensor.layout != holder.layout
 
 
 def _find_lost(model: ModelStates, found: Mapping[str, StoredTensor], tied: Mapping[str, str]) -> set[str]:

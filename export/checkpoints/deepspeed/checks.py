@@ -216,8 +216,7 @@ def _is_clean(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world
 
 
 def _is_zero(tensor: StoredTensor, start: int, stop: int) -> bool:
-    part = StoredTensor(dtype=tensor.dtype, shape=(stop - start,), ranges=tensor.cut(start, stop))
-    return not any(any(chunk) for chunk in part.chunks())
+    return not any(any(chunk) for chunk in tensor.take(start, (stop - start,)).chunks())
 
 
 def _refuse_replicas(files: DeepSpeedFiles, groups: Sequence[Shapes], numels: Sequence[Sequence[int]]) -> None:
@@ -272,7 +271,7 @@ def _cut_slices(shapes: Shapes, piece: StoredTensor, rank: int, world_size: int)
         step = slice_numel(shape, world_size)
         start, stop = position, min(piece.numel, position + max(0, min(step, prod(shape) - rank * step)))
         if start < stop:
-            yield StoredTensor(dtype=piece.dtype, shape=(stop - start,), ranges=piece.cut(start, stop))
+            yield piece.take(start, (stop - start,))
         position += step
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
-from ..storage.stored_tensor import StoredTensor
+from ..storage.stored_tensor import ContiguousTensor, StoredTensor
 from ..wrapper_names import plain_name
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
@@ -173,7 +173,7 @@ def _read_masters(optimizer: Any) -> tuple[tuple[tuple[StoredTensor, ...], ...],
     if not isinstance(groups, list):
         return (), False
     found = tuple((group,) if flat else tuple(group) if isinstance(group, list) else () for group in groups)
-    is_whole = all(isinstance(tensor, StoredTensor) and tensor.stride is None for group in found for tensor in group)
+    is_whole = all(isinstance(tensor, ContiguousTensor) for group in found for tensor in group)
     return (found, flat) if is_whole else ((), False)
 
 

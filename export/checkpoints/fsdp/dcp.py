@@ -17,8 +17,9 @@ from typing import Any
 from ...errors import CheckpointError, ExportError, list_some
 from ..pickles.torch_zip import open_torch_zip
 from ..storage.assembled_tensor import Box, assemble
+from ..storage.byte_ranges import ByteRange, read_range
 from ..storage.paths import check_inside
-from ..storage.stored_tensor import ByteRange, StoredTensor, read_range
+from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .dcp_metadata import (
     METADATA_FILE,

@@ -17,7 +17,7 @@ from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.paths import check_inside
-from ..storage.stored_tensor import StoredTensor
+from ..storage.stored_tensor import StoredTensor, join
 from ..storage.zip_archive import StoredBlock
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from .full import EXTRA_STATE
@@ -299,11 +299,9 @@ def _refuse_missing(directory: Path, found: set[str], shapes: Shapes, ties: Mapp
 
 def _join_slice(name: str, shape: tuple[int, ...], files: list[RankFile]) -> StoredTensor:
     parts = [file.plain[name] for file in files]
-    if sum(part.numel for part in parts) == prod(shape) and all(len(part.shape) == 1 for part in parts):
-        dtypes = {part.dtype for part in parts}
-        if len(dtypes) == 1:
-            ranges = tuple(window for part in parts for window in part.cut(0, part.numel))
-            return StoredTensor(dtype=dtypes.pop(), shape=shape, ranges=ranges)
+    is_sliced = all(len(part.shape) == 1 for part in parts) and len({part.dtype for part in parts}) == 1
+    if is_sliced and sum(part.numel for part in parts) == prod(shape):
+        return join(parts, shape)
     # Buffers, and parameters that FSDP was told to ignore, are whole on every rank.
     if all(part.shape == shape for part in parts):
         return parts[0]

@@ -267,7 +267,7 @@ def _choose_parts(
     """Return, for each tensor parallel rank, the fp32 pieces where there are any, else what is in `low`."""
     if not any(rank.trained for rank in ranks):
         return [dict(rank.tensors) for rank in low]
-    parts = []
+    parts: list[dict[str, StoredTensor]] = []
     for index, rank in enumerate(low):
         trained: dict[str, StoredTensor] = {}
         # Stages in order, the first that trains a name: the tied embeddings are the first stage's.
@@ -283,7 +283,7 @@ def _choose_parts(
                 remedy="files of two runs are mixed, or parameters were frozen, which is not proven",
             )
         # Where nothing but fragments told them, the pieces are still flat.
-        parts.append({name: trained[name].reshape(low.shape) for name, low in rank.tensors.items()})
+        parts.append({name: trained[name].reshape(own.shape) for name, own in rank.tensors.items()})
     return parts
 
 
