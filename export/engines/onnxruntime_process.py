@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..cache import find_cached, open_cache
 from ..errors import RuntimeFailure, list_some
+from ..locations import CACHE
 from ..targets import Target
 from . import onnxruntime_worker
 from .onnxruntime_worker import read_message, write_message
@@ -282,19 +282,21 @@ def fetch_runtime(target: Target, on_progress: Callable[[str], None] = lambda wh
             return None
     # A wheel is for one Python: environments of two share a checkout.
     name = f"onnxruntime-{version}-{sys.implementation.cache_tag}"
-    if folder := find_cached(name):
+    folder = CACHE / name
+    if folder.is_dir():
         return folder
     what = f"the ONNX Runtime {version} of Triton {target.release} cannot be fetched"
     try:
-        folder = open_cache() / name
+        CACHE.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{name}.")
     except OSError as exc:
         raise RuntimeFailure(what, expected="a folder that can be written", got=str(exc)) from exc
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{name}.") as temporary:
+    with temporary:
         on_progress(f"fetching ONNX Runtime {version}")
-        _install(version, Path(temporary, "wheel"), what)
+        _install(version, Path(temporary.name, "wheel"), what)
         # Renamed when complete: an interrupted download leaves no half of it. Whoever came first wins.
         with contextlib.suppress(OSError):
-            Path(temporary, "wheel").rename(folder)
+            Path(temporary.name, "wheel").rename(folder)
     return folder
 
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ..cache import open_cache
+from ..locations import CACHE
 from .engine import Engine, Runner, VerifiedGraph
 from .limits import INSTANCES, MAX_BATCH_SIZE
 
@@ -47,8 +47,8 @@ class TensorRT(Engine):
             instances=INSTANCES,
             ranges=graph.sizes,
         )
-        cache = open_cache() / self.name
-        cache.mkdir(exist_ok=True)
+        cache = CACHE / self.name
+        cache.mkdir(parents=True, exist_ok=True)
         build_engine(plan, graph.path, directory, onnx_sha256=graph.sha256, feeds=graph.feeds, cache=cache)
 
     @contextmanager

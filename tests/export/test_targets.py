@@ -57,7 +57,7 @@ def test_an_unknown_release_is_refused_with_the_nearest(release: str, got: str, 
     with pytest.raises(TargetError) as caught:
         find_target(release)
     assert str(caught.value) == (
-        f"the target {release!r} is no known Triton release: expected one from 24.10 to 26.07, got {got}; "
+        f"the target {release!r} is not a known Triton release: expected one from 24.10 to 26.07, got {got}; "
         f"the nearest is {nearest}."
     )
 
