@@ -7,8 +7,8 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..checkpoints import TensorSpec
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
-from ..json_file import read_json
 from ..request import TASKS
 from .base import Task, TaskSource
 from .classification import VALUE_HEAD, Reward, TextClassification, TextPairClassification
@@ -151,7 +151,7 @@ def build_task(name: str, source: TaskSource) -> Task:
 
 def _is_cross_encoder(directory: Path, config: PretrainedConfig) -> bool:
     """Tell whether Sentence-Transformers recorded that this model scores pairs."""
-    recorded = read_json(directory / "config_sentence_transformers.json")
+    recorded = read_json_if_any(directory / "config_sentence_transformers.json")
     named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
     keys = ("sentence_transformers", "sbert_ce_default_activation_function")
     return named or any(getattr(config, key, None) for key in keys)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 
 from ..checkpoints import open_checkpoint
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
-from ..json_file import read_json
 from ..signature import BATCH, TensorSignature
 from ..weights.torch_model import load_model
 from .base import TaskSource, build_inputs
@@ -156,7 +156,7 @@ def read_pooling(directory: Path) -> PoolingSettings:
     Raises:
         ModelError: A module or a pooling mode is recorded that is not exported.
     """
-    modules: Any = read_json(directory / "modules.json")
+    modules: Any = read_json_if_any(directory / "modules.json")
     if modules is None:
         return PoolingSettings(mode="mean", normalize=True, source="default, because there is no modules.json")
     kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
@@ -172,7 +172,7 @@ def read_pooling(directory: Path) -> PoolingSettings:
             got=", ".join(kinds),
             remedy="export a checkpoint made of these modules",
         )
-    settings: Any = read_json(directory / modules[1]["path"] / "config.json") or {}
+    settings: Any = read_json_if_any(directory / modules[1]["path"] / "config.json") or {}
     modes = [
         key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on
     ]
@@ -208,7 +208,7 @@ def load_dense(directory: Path) -> nn.Sequential:
         CheckpointError: Its weights cannot be read.
         ModelError: Its activation is not known, or its weights have another shape than its configuration says.
     """
-    settings: Any = read_json(directory / "config.json") or {}
+    settings: Any = read_json_if_any(directory / "config.json") or {}
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if activation not in _ACTIVATIONS:
         raise ModelError(
