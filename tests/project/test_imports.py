@@ -12,13 +12,14 @@ from harness import CHECKOUT
 LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
-        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng",
+        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng", "platformdirs",
     },
     "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
-    "server": set(),
-    "client": {"tritonclient", "numpy"},
+    "server": {"platformdirs"},
+    "client": {"tritonclient", "numpy", "platformdirs"},
+    "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
 
@@ -26,6 +27,7 @@ LIBRARIES = {
 # lines above it, so the table is the order of the floors as well.
 FLOORS = {
     "export/errors": (),
+    "export/locations": (),
     "export/interruption": (),
     "export/progress": (),
     "export/artefacts": (),
@@ -35,8 +37,8 @@ FLOORS = {
     "export/checkpoints": ("errors",),
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
-    "export/settings": ("errors", "graph", "request"),
-    "export/engines": ("errors", "graph", "signature", "targets"),
+    "export/settings": ("errors", "graph", "locations", "request"),
+    "export/engines": ("errors", "graph", "locations", "signature", "targets"),
     "export/weights": ("checkpoints", "errors", "request"),
     "export/tasks": ("artefacts", "checkpoints", "errors", "request", "signature", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
