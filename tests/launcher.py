@@ -14,7 +14,8 @@ from pathlib import Path
 
 from harness import CHECKOUT, Finished, run
 
-from server.stubs import Stub, StubTable, list_children
+from server.processes import list_children
+from server.stubs import Stub, StubTable
 
 
 def find_ports(count: int = 4) -> list[int]:
