@@ -23,6 +23,7 @@ from rich.table import Table
 from .commands import consolidate, inspect_checkpoint
 from .errors import ExportError, list_some
 from .graph.precisions import PRECISIONS
+from .locations import PROGRAM, REPOSITORY, name_command
 from .progress import Progress
 from .request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
 from .settings import build_request, read_settings
@@ -33,14 +34,14 @@ if TYPE_CHECKING:
     from .proof.verify import VerificationReport
     from .weights.vocabulary_rows import VocabularyRows
 
-_EXAMPLES = """
+_EXAMPLES = f"""
 examples:
-  python -m export run ./all-MiniLM-L6-v2 --name sentence_embedding
-  python -m export run ./checkpoint --name tickets --repository /srv/models \\
+  {name_command("run")} ./all-MiniLM-L6-v2 --name sentence_embedding
+  {name_command("run")} ./checkpoint --name tickets --repository /srv/models \\
       --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"
-  python -m export run ./checkpoint --name tickets --precision int8 --target 25.08
-  python -m export run --factory model.py:build --inputs inputs.json --name scores
-  python -m export run ./checkpoint --name tickets --json > result.json
+  {name_command("run")} ./checkpoint --name tickets --precision int8 --target 25.08
+  {name_command("run")} --factory model.py:build --inputs inputs.json --name scores
+  {name_command("run")} ./checkpoint --name tickets --json > result.json
 
 exit codes: 0 published or already there, 1 refused (one sentence on stderr, nothing written), 2 wrong usage
 """
@@ -99,7 +100,7 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m export", description="From a trained checkpoint to a verified version in a Triton repository."
+        prog=PROGRAM, description="From a trained checkpoint to a verified version in a Triton repository."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     run = verbs.add_parser(
@@ -127,7 +128,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--repository",
         type=Path,
         metavar="DIR",
-        help="Triton model repository (default: model_repository of this checkout)",
+        help=f"Triton model repository (default: {REPOSITORY})",
     )
     run.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
     run.add_argument(
@@ -316,7 +317,7 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         console.print(f"{label:>11}  {text}", markup=False)
     for note in result.notes:
         console.print(f"\nNote: {note}", markup=False)
-    console.print(f"\nNext: python -m server --repository {repository}", markup=False)
+    console.print(f"\nNext: {name_command('serve')} --repository {repository}", markup=False)
 
 
 def _describe_precision(report: "PrecisionReport") -> str:

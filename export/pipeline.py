@@ -19,6 +19,7 @@ from .errors import GraphError, RuntimeFailure, SettingsError, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
 from .graph.precisions import PRECISIONS
+from .locations import CACHE
 from .progress import Progress
 from .proof.quality import convert, list_quality_feeds
 from .proof.report_page import PAGE_FILE, render_report_page
@@ -41,7 +42,7 @@ from .weights.transforms import CastToFloat32
 from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
 
 # Timings and calibration, which a second build of the same need not measure again.
-_ENGINE_CACHE = Path("~/.cache/modelyard/tensorrt").expanduser()
+_ENGINE_CACHE = CACHE / "tensorrt"
 
 # What stands beside the weights and is read as well: configuration, tokenizer, pooling, adapters.
 _CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*/config.json")

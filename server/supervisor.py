@@ -14,6 +14,7 @@ from .errors import GaveUpError, StartError
 from .healing import Healer
 from .health import check_answer, is_live
 from .installation import Installation
+from .locations import name_command
 from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
 from .status import Status
 from .stubs import list_children
@@ -328,5 +329,5 @@ def _describe(endpoints: Endpoints) -> str:
     return (
         f"serving HTTP on {endpoints.host}:{port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
         f"metrics on {endpoints.host}:{endpoints.metrics_port}, status on {endpoints.host}:{endpoints.status_port}\n"
-        f'Next: python client/infer.py --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
+        f'Next: {name_command("infer")} --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
     )

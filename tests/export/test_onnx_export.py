@@ -85,5 +85,5 @@ def test_an_output_that_differs_from_the_signature_is_refused(tmp_path: Path) ->
     with pytest.raises(GraphError, match=r"other outputs than the model: expected scores FLOAT \['batch', 4\]"):
         check_graph(path, wrong, DEFAULT_TARGET)
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(GraphError, match="is no valid ONNX file"):
+    with pytest.raises(GraphError, match="is not a valid ONNX file"):
         check_graph(path, SIGNATURE, DEFAULT_TARGET)

@@ -363,7 +363,7 @@ def test_a_table_that_is_multiplied_as_well_stays_what_it_is(tmp_path: Path) -> 
     path = tmp_path / "model.onnx"
     report = convert("int8", source, path, feeds=feeds, measure=measure_torch(module, feeds))
     assert report.quality.worst > 0.999
-    shared = [name for name, reason in report.kept.items() if reason == "its constant is read otherwise as well"]
+    shared = [name for name, reason in report.kept.items() if reason == "its constant is read by other nodes as well"]
     graph = load_graph(path).graph
     assert {node.op_type for node in load_graph(source).graph if node.name in shared} == {"Gather", "Gemm"}
     assert sum(node.op_type == "MatMulInteger" for node in graph) == 1

@@ -12,13 +12,14 @@ from harness import CHECKOUT
 LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
-        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng",
+        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng", "platformdirs",
     },
     "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
-    "server": set(),
-    "client": {"tritonclient", "numpy"},
+    "server": {"platformdirs"},
+    "client": {"tritonclient", "numpy", "platformdirs"},
+    "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
 
@@ -26,6 +27,7 @@ LIBRARIES = {
 # lines above it, so the table is the order of the floors as well.
 FLOORS = {
     "export/errors": (),
+    "export/locations": (),
     "export/interruption": (),
     "export/progress": (),
     "export/artefacts": (),
@@ -33,26 +35,26 @@ FLOORS = {
     "export/request": (),
     "export/targets": ("errors",),
     "export/checkpoints": ("errors",),
-    "export/json_file": ("checkpoints",),
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
-    "export/settings": ("errors", "graph", "request"),
-    "export/engines": ("errors", "graph", "signature", "targets"),
-    "export/weights": ("checkpoints", "errors", "json_file", "request"),
-    "export/tasks": ("artefacts", "checkpoints", "errors", "json_file", "request", "signature", "weights"),
+    "export/settings": ("errors", "graph", "locations", "request"),
+    "export/engines": ("errors", "graph", "locations", "signature", "targets"),
+    "export/weights": ("checkpoints", "errors", "request"),
+    "export/tasks": ("artefacts", "checkpoints", "errors", "request", "signature", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
     "export/commands": ("checkpoints", "consolidation", "errors"),
+    "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
     "export/checkpoints/wrapper_names": (),
     "export/checkpoints/adapter_names": (),
-    "export/checkpoints/storage": (),
+    "export/checkpoints/storage": ("remedies",),
     "export/checkpoints/stored_checkpoint": ("state_dict", "storage"),
-    "export/checkpoints/pickles": ("storage",),
-    "export/checkpoints/plain": ("pickles", "storage", "stored_checkpoint", "wrapper_names"),
-    "export/checkpoints/deepspeed": ("pickles", "plain", "storage", "stored_checkpoint", "wrapper_names"),
-    "export/checkpoints/fsdp": ("pickles", "plain", "storage", "stored_checkpoint", "wrapper_names"),
-    "export/checkpoints/megatron": ("deepspeed", "pickles", "storage", "stored_checkpoint"),
+    "export/checkpoints/pickles": ("remedies", "storage"),
+    "export/checkpoints/plain": ("pickles", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/deepspeed": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/fsdp": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/megatron": ("deepspeed", "pickles", "remedies", "storage", "stored_checkpoint"),
 }
 
 

@@ -134,7 +134,10 @@ def test_a_container_like_installation_is_served_with_its_own_layout(published: 
 def test_it_works_from_a_folder_full_of_traps_and_ends_cleanly(published: Published, tmp_path: Path) -> None:
     for name in ("tokenizers", "numpy", "onnxruntime", "json", "model", "tokenization"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the working directory was imported')")
-    with running(published.repository, cwd=tmp_path, environment={"PYTHONSAFEPATH": "1"}) as server:
+    # The command, for `python -m` imports from the working directory; of this checkout, whichever is installed.
+    modelyard = (str(Path(sys.executable).with_name("modelyard")), "serve")
+    environment = {"PYTHONPATH": str(CHECKOUT)}
+    with running(published.repository, program=modelyard, cwd=tmp_path, environment=environment) as server:
         server.read_until("serving HTTP")
         assert any("sentence_embedding " in line and "answers as verified" in line for line in server.lines)
         assert server.stop(signal.SIGTERM) == 0
