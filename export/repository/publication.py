@@ -28,12 +28,13 @@ from typing import Literal
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..artefacts import Artefacts
+from ..engines import ONNXRUNTIME, Engine
 from ..errors import RepositoryError
 from ..proof.verify import VerificationReport, hash_file
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
 from .config_file import CONFIG_FILE, read_config, render_config
-from .model_config import MODEL_BACKEND, build_configs
+from .model_config import build_configs
 from .names import ModelNames
 
 REPORT_FILE = "verification.json"
@@ -89,7 +90,7 @@ def publish(
     signature: ModelSignature,
     files: Artefacts,
     report: VerificationReport,
-    engine: str = MODEL_BACKEND,
+    engine: Engine = ONNXRUNTIME,
     document: Callable[[int], Mapping[str, str]] = lambda version: {},
 ) -> Publication:
     """Add a version to the repository, or find that the newest one has the same content.
@@ -100,7 +101,7 @@ def publish(
         signature: Of the ONNX file.
         files: What the export wrote.
         report: Of exactly these files.
-        engine: What runs the graph, `onnxruntime` or `tensorrt`.
+        engine: What runs the model.
         document: Given the version, returns file name → text of what is kept beside the report.
 
     Raises:
@@ -209,7 +210,7 @@ def _switch(
     names: ModelNames,
     signature: ModelSignature,
     version: int,
-    engine: str,
+    engine: Engine,
     undo: contextlib.ExitStack,
 ) -> bool:
     """Make `version` the one that is served, in the order that the module describes; False if it was so already."""

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from export.artefacts import Artefacts
 from export.errors import GraphError, VerificationError
 from export.graph.onnx_export import check_graph, export_onnx
-from export.pipeline import write_files
 from export.proof.verify import hash_file, verify
+from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.comparison import compare_embeddings
 from export.tasks.own_module import FactoryTask, read_spec
