@@ -14,6 +14,7 @@ from typing import Literal
 
 from .errors import ServerError
 from .installation import Installation, build_environment, find_installation
+from .locations import name_command
 from .models import list_models
 from .process import Endpoints, check_ports_free
 
@@ -197,7 +198,7 @@ def examine_perf_analyzer() -> Finding:
         what="perf_analyzer",
         verdict="warning",
         found="the placeholder of PyPI's perf-analyzer 0.1.0" if found else "not installed",
-        remedy="only measuring needs it; `make bench` fetches one that runs here",
+        remedy=f"only measuring needs it; `{name_command('bench')}` fetches one that runs here",
     )
 
 

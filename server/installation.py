@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import NotFoundError
+from .locations import name_installation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def find_installation() -> Installation:
         "no tritonserver was found",
         expected="one on PATH or in the wheel nvidia-pytriton",
         got="neither",
-        remedy="run `make setup`, or `pip install nvidia-pytriton==0.7.0` for this Python",
+        remedy=f"run `{name_installation('server')}`, or put tritonserver on PATH",
     )
 
 

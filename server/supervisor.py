@@ -13,6 +13,7 @@ from .errors import ControlError, GaveUpError, StartError
 from .healing import Healer
 from .health import check_answer, is_live
 from .installation import Installation
+from .locations import name_command
 from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
 from .processes import list_children, read_stat, wants_core
 from .status import Status
@@ -325,5 +326,5 @@ def _describe(endpoints: Endpoints) -> str:
     return (
         f"serving HTTP on {endpoints.host}:{port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
         f"metrics on {endpoints.host}:{endpoints.metrics_port}, status on {endpoints.host}:{endpoints.status_port}\n"
-        f'Next: python client/infer.py --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
+        f'Next: {name_command("infer")} --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
     )

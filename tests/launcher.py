@@ -1,6 +1,7 @@
 """A real `python -m server` for the tests that stop, kill or starve one."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -9,9 +10,10 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from harness import CHECKOUT, Finished, run
 
 from server.processes import list_children
@@ -30,13 +32,18 @@ class Running:
     """A `python -m server` with its output."""
 
     def __init__(
-        self, repository: Path, *options: str, cwd: Path = CHECKOUT, environment: dict[str, str] | None = None
+        self,
+        repository: Path,
+        *options: str,
+        program: Sequence[str] = (sys.executable, "-m", "server"),
+        cwd: Path = CHECKOUT,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.http, self.grpc, self.metrics, self.status = find_ports()
         ports = ["--http-port", self.http, "--grpc-port", self.grpc]
         ports += ["--metrics-port", self.metrics, "--status-port", self.status]
         self.options = [*map(str, ports), "--repository", str(repository)]
-        command = [sys.executable, "-m", "server", *self.options, *options]
+        command = [*program, *self.options, *options]
         self.process = subprocess.Popen(
             command, cwd=cwd, env=os.environ | (environment or {}), stderr=subprocess.PIPE, text=True
         )
@@ -113,3 +120,20 @@ def running(repository: Path, *arguments: str, **options: object) -> Iterator[Ru
         if server.process.poll() is None:
             server.process.terminate()
             server.process.wait(timeout=30)
+
+
+def read_golden_texts(repository: Path, name: str) -> tuple[list[tuple[str, np.ndarray]], float]:
+    """Return the texts in the `golden.json` of version 1, each with the vector that answers it, and its tolerance."""
+    golden = json.loads((repository / name / "1" / "golden.json").read_text())
+    texts = [(sample["inputs"][0]["data"][0], np.array(sample["outputs"][0]["data"])) for sample in golden["samples"]]
+    return texts, golden["tolerances"]["max_abs_error"]
+
+
+def write_older_golden(path: Path) -> None:
+    """Rewrite a `golden.json` as modelyard 0.1.0 wrote it for an ensemble of texts."""
+    golden = json.loads(path.read_text())
+    samples = [
+        {"text": sample["inputs"][0]["data"][0], "expected": sample["outputs"][0]["data"]}
+        for sample in golden["samples"]
+    ]
+    path.write_text(json.dumps({"input": "TEXT", "output": "EMBEDDING", **golden, "samples": samples}))

@@ -196,7 +196,7 @@ def choose_function(config: PretrainedConfig) -> str:
 def _check_one_label(config: PretrainedConfig) -> None:
     if config.num_labels != 1:
         raise ModelError(
-            "the checkpoint is no reward model",
+            "the checkpoint is not a reward model",
             expected=f"one label, or the tensor {VALUE_HEAD}",
             got=f"{config.num_labels} labels",
             remedy="pass --task text-classification",

@@ -108,7 +108,7 @@ class FillMask(TextTask):
 class MaskModule(nn.Module):
     """A masked language model: the likeliest tokens at every mask.
 
-    Ranked inside the graph, for the scores of a whole vocabulary at every token are a thousand times the text.
+    They are ranked inside the graph: the scores of a whole vocabulary at every token are a thousand times the text.
     """
 
     def __init__(self, model: PreTrainedModel, input_names: tuple[str, ...], mask_id: int, ranks: int) -> None:
@@ -122,7 +122,7 @@ class MaskModule(nn.Module):
         """Return log-probabilities and ids, both [batch, seq_len, ranks], the ids -1 where there is no mask.
 
         Args:
-            inputs: In the order of `input_names`, each [batch, seq_len], int64.
+            inputs: Tensors in the order of `input_names`, each [batch, seq_len], int64.
         """
         named = dict(zip(self.input_names, inputs, strict=True))
         logits = self.model(**named).logits  # [batch, seq_len, vocabulary]

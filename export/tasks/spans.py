@@ -79,7 +79,7 @@ class QuestionAnswering(TextTask):
         }
 
     def build_questions(self, texts: Sequence[str]) -> list[Question]:
-        """See `Task`. Questions are short, for a question is never truncated; the last context needs windows."""
+        """See `Task`. Questions are short, because a question is never truncated; the last context needs windows."""
         contexts = [*texts[1:], " ".join([*texts] * 4)]
         return [Question(text=text[:20], pair=context) for text, context in zip(texts, contexts, strict=True)]
 
@@ -114,7 +114,7 @@ class QuestionAnswering(TextTask):
                 logits[None, :, 1],
                 np.array(outside),
                 np.array([encoding.attention_mask]),
-                # Some of them fall together when they are widened to whole words.
+                # Some of them coincide when they are widened to whole words.
                 top_k=self.top_k * 2 + 10,
                 max_answer_len=_MAX_ANSWER_TOKENS,
             )
@@ -151,7 +151,7 @@ class SpanModule(nn.Module):
         """Return the logits of a token being the first and the last one, [batch, windows, seq_len, 2], fp32.
 
         Args:
-            inputs: In the order of `input_names`, each [batch, windows, seq_len], int64.
+            inputs: Tensors in the order of `input_names`, each [batch, windows, seq_len], int64.
         """
         batch, windows, seq_len = inputs[0].shape
         named = {

@@ -19,7 +19,7 @@ END = "END"
 # What transformers' pipeline calls aggregation strategies.
 DEFAULT_AGGREGATION = "simple"
 
-# The label of everything that is no entity, which no answer holds.
+# The label of everything that is not an entity; no answer holds it.
 _IGNORED_LABELS = ["O"]
 
 

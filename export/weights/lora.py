@@ -15,9 +15,9 @@ from torch import Tensor
 from ..checkpoints import StateDict, TensorSpec
 from ..checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from ..checkpoints.pickles.torch_zip import open_torch_zip
+from ..checkpoints.storage.paths import read_json_if_any
 from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import AdapterError, list_some
-from ..json_file import read_json
 
 # Initialisations that change the base weights as well, so that the adapter belongs to none that is on disk.
 _CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -233,7 +233,7 @@ def _read_adapter_config(folder: Path) -> Mapping[str, Any]:
     Raises:
         AdapterError: There is none, or it asks for something other than plain LoRA.
     """
-    settings = read_json(folder / "adapter_config.json") if folder.is_dir() else None
+    settings = read_json_if_any(folder / "adapter_config.json") if folder.is_dir() else None
     if not isinstance(settings, Mapping):
         found = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
         raise AdapterError(

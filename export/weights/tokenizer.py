@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import CheckpointError, VocabularyError
-from ..json_file import read_json
 from ..request import AddedToken
 from .new_rows import check_initializer
 
@@ -125,7 +125,7 @@ def read_max_length(
         CheckpointError: Nothing limits the length, so no maximum can be verified.
     """
     limits: list[int] = []
-    settings: Any = read_json(directory / "sentence_bert_config.json") or {}
+    settings: Any = read_json_if_any(directory / "sentence_bert_config.json") or {}
     if isinstance(settings.get("max_seq_length"), int):
         limits.append(settings["max_seq_length"])
     # transformers writes 1e30 where the tokenizer has no limit of its own.
@@ -163,7 +163,7 @@ def check_special_ids(
     Raises:
         VocabularyError: An id or the vocabulary differs; every one is named.
     """
-    recorded = read_json(directory / "config.json") or derived or {}
+    recorded = read_json_if_any(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
     # The padding's is left out: the mask hides it, so another one in the configuration changes no answer.

@@ -27,7 +27,7 @@ from export.checkpoints.pickles.torch_zip import open_torch_zip
 from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.storage.dtypes import FLOAT32
 from export.checkpoints.storage.stored_tensor import ContiguousTensor, StoredTensor
-from export.commands.consolidate import consolidate
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 
 Truth = dict[str, torch.Tensor]

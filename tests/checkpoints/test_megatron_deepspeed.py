@@ -32,7 +32,7 @@ from export.checkpoints.storage.byte_ranges import ByteRange
 from export.checkpoints.storage.dtypes import FLOAT32
 from export.checkpoints.storage.stored_tensor import ContiguousTensor, StoredTensor
 from export.checkpoints.storage.zip_archive import StoredBlock
-from export.commands.consolidate import consolidate
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError, ExportError
 
 Truth = dict[str, torch.Tensor]

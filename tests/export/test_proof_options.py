@@ -75,7 +75,7 @@ def test_another_target_is_proven_under_its_own_onnx_runtime(
 def test_an_unknown_target_is_refused(export_tiny: Callable[..., Finished], tmp_path: Path) -> None:
     done = export_tiny("--target", "24.9")
     assert done.code == 1
-    assert "the target '24.9' is no known Triton release" in done.err
+    assert "the target '24.9' is not a known Triton release" in done.err
     assert not (tmp_path / "models").exists()
 
 

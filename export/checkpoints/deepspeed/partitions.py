@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_WHOLE
 from ..storage.byte_ranges import cut_ranges
 from ..storage.stored_tensor import ContiguousTensor, StoredTensor, join
 
@@ -129,5 +130,5 @@ def _misfit(source: str, expected: str, got: str) -> CheckpointError:
         f"the ranks' pieces do not fit together in {source}",
         expected=expected,
         got=got,
-        remedy="a rank file is missing, from another run or from an older save; copy the whole checkpoint again",
+        remedy=f"a rank file is missing, from another run or from an older save; {RECOPY_WHOLE}",
     )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
 from ..storage.stored_tensor import ContiguousTensor, StoredTensor
-from ..wrapper_names import plain_name
+from ..wrapper_names import plain_name, plain_names
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -294,15 +294,8 @@ def _tensors(path: Path, state: Any) -> dict[str, StoredTensor]:
 
 def _unwrap(path: Path, named: Mapping[str, _T]) -> dict[str, _T]:
     # Activation checkpointing takes its name out of state dicts, but not out of the names that DeepSpeed lists.
-    plain = {plain_name(name): value for name, value in named.items()}
-    if len(plain) != len(named):
-        raise CheckpointError(
-            f"names in {path} fall together without those of wrappers within the model",
-            expected=f"{len(named)} names",
-            got=str(len(plain)),
-            remedy="save the model without torch.compile's wrapper",
-        )
-    return plain
+    plain = plain_names(named, path)
+    return {plain[name]: value for name, value in named.items()}
 
 
 def _shapes(path: Path, group: Any) -> dict[str, tuple[int, ...]]:

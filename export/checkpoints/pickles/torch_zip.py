@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
+from ..remedies import RECOPY_OR_USE_OLDER
 from ..storage.assembled_tensor import transpose
 from ..storage.byte_ranges import ByteRange
 from ..storage.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
@@ -236,7 +237,7 @@ class _Storages:
             f"storage {key} of {self._archive.path} is not what the pickle says",
             expected=expected,
             got=got,
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
 
 

@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, list_some
+from ..remedies import RECOPY_OR_USE_OLDER, RECOPY_WHOLE
 from .byte_ranges import BAND_BYTES, CHUNK_BYTES, OpenFiles, reuse_memory
 from .dtypes import ElementType
 from .stored_tensor import ContiguousTensor, ReadRun, StoredTensor, as_bytes, bits, join, read_unchecked
@@ -215,7 +216,7 @@ def assemble(shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *
             f"{name} is stored in several dtypes",
             expected=dtype.name,
             got=list_some(others),
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
     if len(filled) == 1:
         return filled[0].part
@@ -331,7 +332,7 @@ def _untiled(name: str, shape: tuple[int, ...], got: str) -> CheckpointError:
         f"the chunks of {name} do not make up the tensor",
         expected=f"each of the {prod(shape)} elements of {list(shape)} once",
         got=got,
-        remedy="a rank's file is missing or of another save; copy the whole checkpoint again",
+        remedy=f"a rank's file is missing or of another save; {RECOPY_WHOLE}",
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY
 from .zip_archive import StoredBlock
 
 # Reading, checking and writing release the interpreter's lock; beyond a few threads the disk or the page cache is the
@@ -110,7 +111,7 @@ class OpenFiles:
                     f"{block.path} ends early",
                     expected=f"{block.offset + block.length} bytes",
                     got=f"{block.offset + start + filled}",
-                    remedy="copy the checkpoint again",
+                    remedy=RECOPY,
                 )
             filled += count
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY
 from .byte_ranges import ByteRange
 from .dtypes import BY_SAFETENSORS_NAME
 from .paths import open_regular, parse_json
@@ -106,5 +107,5 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
         f"{path} cannot be read",
         expected="a whole weight file",
         got=f"{size} bytes ({reason.rstrip('.')})",
-        remedy="copy the checkpoint again",
+        remedy=RECOPY,
     )

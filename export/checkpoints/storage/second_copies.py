@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import CheckpointError, list_some
+from ..remedies import RECOPY
 from .byte_ranges import OpenFiles, reuse_memory
 from .cast import cast_bytes, equals_cast
 from .dtypes import ElementType
@@ -106,7 +107,7 @@ class SecondCopies:
             f" {list_some(theirs, 4)} on {list_some(copy.name for copy in wrong)}",
             expected=f"the same {len(alike)} weights in both",
             got=f"{len(wrong)} that differ",
-            remedy="a rank file is swapped, doubled, damaged or from another step; copy the checkpoint again" + beside,
+            remedy=f"a rank file is swapped, doubled, damaged or from another step; {RECOPY}{beside}",
         )
 
 

@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_OR_USE_OLDER
 from .byte_ranges import CHUNK_BYTES, ByteRange, OpenFiles, cut_ranges, read_range
 from .dtypes import ElementType
 
@@ -129,7 +130,7 @@ class StoredTensor(ABC):
                 f"a tensor{self._where} is of another size than recorded",
                 expected=f"{prod(shape)} elements, {list(shape)}",
                 got=f"{self.numel}, {list(self.shape)}",
-                remedy="copy the checkpoint again, or use the one before it",
+                remedy=RECOPY_OR_USE_OLDER,
             )
         return self.take(0, shape)
 
@@ -203,7 +204,7 @@ class ContiguousTensor(StoredTensor):
                 f"a flat tensor{self._where} is too short",
                 expected=f"elements {start} to {stop}, row-major",
                 got=f"{self.numel} elements",
-                remedy="copy the checkpoint again, or use the one before it",
+                remedy=RECOPY_OR_USE_OLDER,
             )
         first, last = start * self.dtype.itemsize, stop * self.dtype.itemsize
         # A tensor of many ranges is cut as often as it has chunks: those before the first byte are jumped over.
