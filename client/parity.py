@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
-from .infer import DEFAULT_URLS, ClientError, Server
+from .infer import DEFAULT_URLS, ClientError, Connection
 from .locations import name_command
 
 _EXAMPLES = f"""
@@ -81,7 +81,7 @@ def check_parity(golden: dict[str, Any], model_name: str, http_url: str, grpc_ur
         return _check_tensors(golden, model_name, http_url, grpc_url)
     texts = [sample["text"].encode("utf-8") for sample in samples]
     pairs = [sample["pair"].encode("utf-8") for sample in samples if "pair" in sample]
-    http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
+    http, grpc = Connection(http_url, "http", 60.0), Connection(grpc_url, "grpc", 60.0)
     results = []
     for transport, server, binary in (("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)):
         model = server.find_model(model_name)
@@ -97,7 +97,7 @@ def check_parity(golden: dict[str, Any], model_name: str, http_url: str, grpc_ur
 def _check_tensors(golden: dict[str, Any], model_name: str, http_url: str, grpc_url: str) -> list[ParityResult]:
     """Do the same for a model that takes tensors: errors are counted in parts of an output's largest value."""
     bounds = golden["tolerances"]
-    http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
+    http, grpc = Connection(http_url, "http", 60.0), Connection(grpc_url, "grpc", 60.0)
     results = []
     for transport, server, binary in (("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)):
         errors, cosines = [], []
