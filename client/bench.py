@@ -73,7 +73,7 @@ def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
             measurements.append(
                 measure_texts(
                     program,
-                    model=model.name,
+                    model=model,
                     url=url,
                     protocol=protocol,
                     texts=texts,

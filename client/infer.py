@@ -26,7 +26,7 @@ try:
     import numpy.typing as npt
     import tritonclient.grpc
     import tritonclient.http
-    from tritonclient.utils import InferenceServerException
+    from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 except ImportError as missing:
     if __name__ != "__main__":
         raise
@@ -39,8 +39,6 @@ DEFAULT_URLS = {
     "http": os.environ.get("MODELYARD_URL", "localhost:8000"),
     "grpc": os.environ.get("MODELYARD_GRPC_URL", "localhost:8001"),
 }
-TEXT_INPUT = "TEXT"
-PAIR_INPUT = "TEXT_PAIR"
 
 _USUAL_PORTS = {"http": 8000, "grpc": 8001}
 
@@ -86,21 +84,28 @@ class ClientError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model that takes texts.
+    """A model, as its metadata describe it.
 
     Attributes:
         name: As the server knows it.
         version: That answers; the newest where the server serves several.
+        inputs: Names of its inputs.
         outputs: Names of its outputs.
-        takes_pairs: Whether every text goes with a second one.
-        max_batch_size: Texts that one request may hold.
+        takes_texts: Whether each input is one string a row.
+        max_batch_size: Rows that one request may hold.
     """
 
     name: str
     version: str
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    takes_pairs: bool
+    takes_texts: bool
     max_batch_size: int
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether every text goes with a second one."""
+        return len(self.inputs) == 2
 
 
 class Connection:
@@ -155,29 +160,40 @@ class Connection:
             )
 
     def find_model(self, name: str | None) -> Model:
-        """Return the model named, or the one ensemble there is.
+        """Return the model named, or the one ensemble there is, which takes a text or a pair of them.
 
         Raises:
-            ClientError: There is no such model, or not exactly one ensemble, or the server does not answer.
+            ClientError: There is no such model, or not exactly one ensemble, or the server does not answer, or the
+                model takes something else.
         """
-        name = name or self._find_ensemble()
+        model = self.describe_model(name or self._find_ensemble())
+        if not model.takes_texts or len(model.inputs) > 2:
+            raise ClientError(
+                f"{model.name} takes no texts",
+                expected="one or two inputs of one string a row",
+                got=", ".join(model.inputs),
+                remedy="ask the ensemble it belongs to",
+            )
+        return model
+
+    def describe_model(self, name: str) -> Model:
+        """Return the model of that name, whatever it takes.
+
+        Raises:
+            ClientError: There is no such model, or the server does not answer.
+        """
         metadata = self._call("get_model_metadata", name)
         config = self._call("get_model_config", name)
         # The gRPC client wraps the configuration once more.
         config = config.get("config", config)
-        inputs = [tensor["name"] for tensor in metadata["inputs"]]
-        if inputs not in ([TEXT_INPUT], [TEXT_INPUT, PAIR_INPUT]):
-            raise ClientError(
-                f"{name} takes no texts",
-                expected=f"one input {TEXT_INPUT}",
-                got=", ".join(inputs),
-                remedy="ask the ensemble it belongs to",
-            )
+        inputs = metadata["inputs"]
         return Model(
             name=name,
             version=max(metadata["versions"], key=int),
+            inputs=tuple(tensor["name"] for tensor in inputs),
             outputs=tuple(tensor["name"] for tensor in metadata["outputs"]),
-            takes_pairs=PAIR_INPUT in inputs,
+            # gRPC spells numbers as text.
+            takes_texts=all((t["datatype"], [*map(int, t["shape"])]) == ("BYTES", [-1, 1]) for t in inputs),
             max_batch_size=int(config.get("max_batch_size", 0)) or 1,
         )
 
@@ -200,38 +216,26 @@ class Connection:
             ClientError: The server refuses a text or does not answer.
         """
         _check_pairs(model, texts, pairs)
-        columns = {TEXT_INPUT: texts} | ({PAIR_INPUT: pairs} if pairs else {})
+        # The first input takes the texts, the second one, where there is one, their partners.
+        columns = {
+            name: np.array(values, dtype=np.object_).reshape(-1, 1)
+            for name, values in zip(model.inputs, (texts, pairs or []), strict=False)
+        }
         answers: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in model.outputs}
         for start in range(0, len(texts), model.max_batch_size):
             batch = {name: values[start : start + model.max_batch_size] for name, values in columns.items()}
-            result = self._infer_batch(model, batch, {} if self.protocol == "grpc" else {"binary_data": binary})
-            for name in model.outputs:
-                answers[name].append(result.as_numpy(name))
+            for name, values in self.infer_tensors(model, batch, binary=binary).items():
+                answers[name].append(values)
         return {name: _join(arrays) for name, arrays in answers.items()}
 
-    def _infer_batch(self, model: Model, batch: dict[str, list[bytes]], encoding: dict[str, bool]) -> Any:
-        tensors = []
-        for name, values in batch.items():
-            tensor = self._library.InferInput(name, [len(values), 1], "BYTES")
-            tensor.set_data_from_numpy(np.array(values, dtype=np.object_).reshape(-1, 1), **encoding)
-            tensors.append(tensor)
-        outputs = [self._library.InferRequestedOutput(name, **encoding) for name in model.outputs]
-        return self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
-
     def infer_tensors(
-        self,
-        name: str,
-        inputs: dict[str, tuple[npt.NDArray[Any], str]],
-        outputs: list[str],
-        *,
-        binary: bool = True,
+        self, model: Model, inputs: Mapping[str, npt.NDArray[Any]], *, binary: bool = True
     ) -> dict[str, npt.NDArray[Any]]:
-        """Return output name → values, from a model that takes tensors as they are.
+        """Return output name → values, in one request.
 
         Args:
-            name: Whom to ask.
-            inputs: Name → values and what KServe v2 calls their dtype, such as `FP32`.
-            outputs: Names.
+            model: Whom to ask.
+            inputs: Name → values, the batch first where the model has one; strings as objects.
             binary: As `infer` takes it.
 
         Raises:
@@ -239,13 +243,13 @@ class Connection:
         """
         encoding = {} if self.protocol == "grpc" else {"binary_data": binary}
         tensors = []
-        for tensor_name, (values, datatype) in inputs.items():
-            tensor = self._library.InferInput(tensor_name, list(values.shape), datatype)
+        for name, values in inputs.items():
+            tensor = self._library.InferInput(name, list(values.shape), np_to_triton_dtype(values.dtype))
             tensor.set_data_from_numpy(values, **encoding)
             tensors.append(tensor)
-        wanted = [self._library.InferRequestedOutput(output, **encoding) for output in outputs]
-        result = self._call("infer", name, tensors, outputs=wanted)
-        return {output: result.as_numpy(output) for output in outputs}
+        outputs = [self._library.InferRequestedOutput(name, **encoding) for name in model.outputs]
+        result = self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
+        return {name: result.as_numpy(name) for name in model.outputs}
 
     def _find_ensemble(self) -> str:
         statistics = self._call("get_inference_statistics")["model_stats"]
@@ -389,7 +393,7 @@ def _check_pairs(model: Model, texts: list[bytes], pairs: list[bytes] | None) ->
             remedy="pass as many --pair as --text",
         )
     if pairs and not model.takes_pairs:
-        raise ClientError(f"{model.name} takes single texts", expected=f"none for {PAIR_INPUT}", got=str(len(pairs)))
+        raise ClientError(f"{model.name} takes single texts", expected="no --pair", got=str(len(pairs)))
 
 
 def _join(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

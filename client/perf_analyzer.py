@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .infer import TEXT_INPUT, ClientError
+from .infer import ClientError, Model
 from .locations import CACHE
 
 # The last tritonclient whose wheel carries the program. It runs on every glibc that the server runs on, where the
@@ -85,14 +85,14 @@ def is_real(program: PerfAnalyzer) -> bool:
 def measure_texts(
     program: PerfAnalyzer,
     *,
-    model: str,
+    model: Model,
     url: str,
     protocol: str,
     texts: Sequence[str],
     concurrency: int,
     request_count: int,
 ) -> Measurement:
-    """Send requests of one text each, `concurrency` at a time, going through `texts` in turn.
+    """Send requests of one text each, or one pair of it, `concurrency` at a time, going through `texts` in turn.
 
     Three windows of at least `request_count` requests are averaged. (With --request-count perf_analyzer would divide
     by a whole number of seconds, and the rates would come out in steps.)
@@ -102,8 +102,9 @@ def measure_texts(
     """
     with tempfile.TemporaryDirectory() as folder:
         data, report = Path(folder, "texts.json"), Path(folder, "report.csv")
-        data.write_text(json.dumps({"data": [{TEXT_INPUT: [text]} for text in texts]}), encoding="utf-8")
-        options = ["-m", model, "-u", url, "-i", protocol, "--input-data", str(data), "-f", str(report)]
+        rows = [{name: [text] for name in model.inputs} for text in texts]
+        data.write_text(json.dumps({"data": rows}), encoding="utf-8")
+        options = ["-m", model.name, "-u", url, "-i", protocol, "--input-data", str(data), "-f", str(report)]
         options += ["--concurrency-range", str(concurrency)]
         options += ["--measurement-mode", "count_windows", "--measurement-request-count", str(request_count)]
         # Every window counts, however much they differ: on a busy machine one may be many times as slow as the next.
@@ -112,7 +113,7 @@ def measure_texts(
         if result.returncode != 0 or not report.is_file():
             lines = [line for line in result.stdout.splitlines() if line.strip()]
             raise ClientError(
-                f"perf_analyzer failed on {model} at {url} over {protocol}",
+                f"perf_analyzer failed on {model.name} at {url} over {protocol}",
                 expected="a report",
                 got=f"exit code {result.returncode} and {' / '.join(lines[-3:])!r}",
             )

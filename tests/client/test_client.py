@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import CHECKOUT, Published, run
+from launcher import write_older_golden
 
 from client import perf_analyzer
-from client.infer import ClientError
+from client.infer import ClientError, Connection
 from client.perf_analyzer import PerfAnalyzer, find_perf_analyzer, is_real, measure_texts
 from demo.serving import Addresses, serve
 
@@ -124,7 +126,7 @@ def test_every_way_of_getting_no_answer_is_one_sentence_and_exit_1(server: Addre
         cases = {
             "no server can be reached at localhost:9 over": ["--url", "localhost:9"],
             "Request for unknown model: 'nope' is not found: expected a model that": ["--url", url, "--model", "nope"],
-            "sentence_embedding_model takes no texts: expected one input TEXT, got input_ids": [
+            "sentence_embedding_model takes no texts: expected one or two inputs of one string a row, got input_ids": [
                 "--url",
                 url,
                 "--model",
@@ -195,11 +197,27 @@ def test_parity_holds_over_every_transport_and_fails_on_another_answer(
     assert [result["transport"] for result in results] == ["HTTP JSON", "HTTP binary", "gRPC"]
     assert all(result["passed"] and result["max_abs_error"] <= 1e-5 and result["texts"] == 32 for result in results)
     content = json.loads(golden.read_text())
-    content["samples"][3]["expected"][0] += 1e-3
+    content["samples"][3]["outputs"][0]["data"][0] += 1e-3
     (tmp_path / "golden.json").write_text(json.dumps(content))
     done = run(*command, "--golden", str(tmp_path / "golden.json"))
     assert done.code == 1
     assert done.out.count("FAILED") == 3
+
+
+def test_golden_answers_of_an_older_modelyard_are_refused_with_what_to_do(
+    server: Addresses, published: Published, tmp_path: Path
+) -> None:
+    golden = Path(shutil.copy(published.repository / "sentence_embedding" / "1" / "golden.json", tmp_path))
+    write_older_golden(golden)
+    command = ["-m", "client.parity", "--url", server.http, "--grpc-url", server.grpc, "--golden", str(golden)]
+    done = run(*command, "--model", "sentence_embedding")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        f"error: {golden} was written by an older modelyard: expected samples of inputs and outputs, got text, "
+        "expected; export the model again with `python -m export run`.\n"
+    )
+    golden.write_text("{}")
+    assert "golden.json cannot be read: expected a golden.json, got KeyError" in run(*command).err
 
 
 def test_a_placeholder_is_not_taken_for_perf_analyzer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +258,7 @@ def test_a_perf_analyzer_that_is_not_the_known_one_is_not_run(tmp_path: Path, mo
 def test_perf_analyzer_measures_the_ensemble_with_text(server: Addresses, protocol: str) -> None:
     measured = measure_texts(
         find_perf_analyzer(),
-        model="sentence_embedding",
+        model=Connection(server.http, "http", 10.0).find_model(None),
         url=getattr(server, protocol),
         protocol=protocol,
         texts=["short", "a text of several words", "naïve café 日本"],

@@ -96,7 +96,7 @@ def test_a_graph_that_is_too_new_is_refused_with_the_releases_that_would_do() ->
 
 
 def describe_targets() -> list[str]:
-    """Return the rows of the README's table: releases of one ONNX Runtime and one Python in a row."""
+    """Return the rows of the table in docs/targets.md: releases of one ONNX Runtime and one Python in a row."""
 
     def describe(target: Target) -> tuple[str | int, ...]:
         python = target.python_version.rpartition(".")[0]
@@ -111,8 +111,8 @@ def describe_targets() -> list[str]:
     return rows
 
 
-def test_the_readme_holds_the_table() -> None:
-    lines = (CHECKOUT / "README.md").read_text(encoding="utf-8").split("\n")
+def test_the_page_of_targets_holds_the_table() -> None:
+    lines = (CHECKOUT / "docs" / "targets.md").read_text(encoding="utf-8").split("\n")
     start = next(index for index, line in enumerate(lines) if line.startswith("| Triton | ONNX Runtime |")) + 2
     expected = describe_targets()
     assert lines[start : start + len(expected)] == expected, "\n".join(["the table should be:", *expected])

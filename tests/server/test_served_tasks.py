@@ -305,9 +305,9 @@ def test_parity_holds_for_every_task_over_every_transport(served: Served, name: 
 def test_parity_fails_on_another_label_and_another_place(served: Served, tmp_path: Path) -> None:
     for name, output in (("text-classification", "LABEL"), ("token-classification", "START")):
         content = json.loads((served.repository / name / "1" / "golden.json").read_text())
-        sample = content["samples"][0]
-        value = sample["others"][output][0]
-        sample["others"][output][0] = value + 1 if isinstance(value, int) else "other"
+        (tensor,) = (tensor for tensor in content["samples"][0]["outputs"] if tensor["name"] == output)
+        value = tensor["data"][0]
+        tensor["data"][0] = value + 1 if isinstance(value, int) else "other"
         (tmp_path / "golden.json").write_text(json.dumps(content))
         urls = ["--url", served.addresses.http, "--grpc-url", served.addresses.grpc]
         done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", name, *urls)
