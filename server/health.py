@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckError, GoldenError
+from .locations import name_command
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
@@ -68,7 +69,7 @@ def read_golden(path: Path) -> dict[str, Any]:
             f"{path} was written by an older modelyard",
             expected="samples of inputs and outputs",
             got=", ".join(golden["samples"][0]),
-            remedy="export the model again with `python -m export run`",
+            remedy=f"export the model again with `{name_command('run')}`",
         )
     return golden
 
