@@ -259,7 +259,7 @@ def _holds_files(
         if is_public and not {REPORT_FILE, GOLDEN_FILE} <= present:
             return False
         # The documents beside the report tell of the same files; releases differ in which there are.
-        if is_public and not _tells_the_same(folder / REPORT_FILE, report):
+        if is_public and not _tells_the_same(folder, report):
             return False
         wanted = {source.name for source in files[model_name]}
         if not wanted <= present or (not is_public and present != wanted):
@@ -269,14 +269,20 @@ def _holds_files(
     return True
 
 
-def _tells_the_same(path: Path, report: VerificationReport) -> bool:
-    """Tell whether a published report vouches for the same: the same bytes may be proven for another target."""
+def _tells_the_same(folder: Path, report: VerificationReport) -> bool:
+    """Tell whether a published report vouches for the same: the same bytes may be proven for another target.
+
+    Its golden answers must be in today's form too, so that exporting again mends what an older modelyard wrote.
+    """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        told = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+        golden = json.loads((folder / GOLDEN_FILE).read_text(encoding="utf-8"))
+        form = golden["samples"][0].keys()
+    except (OSError, ValueError, LookupError):
         return False
     now = report.to_json()
-    return all(told.get(key) == now.get(key) for key in ("target", "tolerances", "accepted_worse"))
+    is_same = all(told.get(key) == now.get(key) for key in ("target", "tolerances", "accepted_worse"))
+    return is_same and form == report.golden["samples"][0].keys()
 
 
 def _list_versions(model_directory: Path) -> list[int]:
