@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .sampling import find_library
+from .shortage import is_shortage
 
 _STUB = "triton_python_backend_stub"
 
@@ -217,14 +218,20 @@ class StubTable:
         self._ever: dict[tuple[int, int], Stub] = {}
 
     def refresh(self) -> list[Stub]:
-        """Look at every stub and return those that are there, dead ones included."""
+        """Look at every stub and return those that are there, dead ones included.
+
+        Raises:
+            OSError: This process has no descriptor or memory left to look with; of the stubs that tells nothing.
+        """
         present = {}
         for pid in list_children(self._tritonserver_pid):
             try:
                 identity = (pid, _read_start(pid))
                 look = _look(pid)
                 stub = self._stubs.get(identity) or _open_stub(*identity, look)
-            except (OSError, IndexError, ValueError):
+            except (OSError, IndexError, ValueError) as exc:
+                if is_shortage(exc):
+                    raise
                 continue
             if stub is not None:
                 stub.update(look)
@@ -242,12 +249,25 @@ class StubTable:
 
 
 def list_children(pid: int) -> Iterable[int]:
-    """Return the ids of the processes that `pid` started."""
+    """Return the ids of the processes that `pid` started.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
     children: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                children += map(int, (task / "children").read_text().split())
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError as exc:
+        if is_shortage(exc):
+            raise
+        return []
+    for task in tasks:
+        try:
+            children += map(int, (task / "children").read_text().split())
+        # A thread that has ended since.
+        except OSError as exc:
+            if is_shortage(exc):
+                raise
     return children
 
 
@@ -287,7 +307,9 @@ def _find_futex(pid: int) -> int | None:
     try:
         words = Path(f"/proc/{pid}/syscall").read_text().split()
     # Not ours to see (ptrace is forbidden here), or a kernel without it.
-    except OSError:
+    except OSError as exc:
+        if is_shortage(exc):
+            raise
         return None
     if _FUTEX is None:
         return None
