@@ -114,7 +114,7 @@ class _Worker:
         values = self._sessions[model].run(list(outputs), dict(feeds))
         for name, value in zip(outputs, values, strict=True):
             if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-                raise TypeError(f"the output {name} is no tensor of numbers")
+                raise TypeError(f"the output {name} is not a tensor of numbers")
         return {}, values
 
 
