@@ -121,7 +121,7 @@ class _Worker:
 def _end_with_the_other_side(requests: BinaryIO) -> None:
     """End this process when nobody holds the other end of the pipe any more, even in the middle of a model's run."""
     hangup = select.poll()
-    # No event is asked for: that the other side hung up is always told.
+    # No event is asked for: a hang-up of the other side is always reported.
     hangup.register(requests, 0)
     hangup.poll()
     os._exit(0)

@@ -25,6 +25,7 @@ from .base import Task, TaskSource
 from .cases import SIZES, Case, Outputs, Row, Side
 from .comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
 from .encoding import Question, QuestionEncoder, TokenRow
+from .golden import build_sample
 
 # What clients send; inside the ensemble the graph's own names are used.
 TEXT = "TEXT"
@@ -57,8 +58,8 @@ class TextTask(Task):
 
     Attributes:
         golden_tolerances: Error → bound for what the ensemble answers.
-        signature: Of the module, with a contract.
-        tokenizer: The checkpoint's own, with the added tokens.
+        signature: Tensors of the module, with a contract.
+        tokenizer: The checkpoint's own tokenizer, with the added tokens.
         max_length: The longest sequence that is made of a text, in tokens, special tokens included.
     """
 
@@ -162,29 +163,19 @@ class TextTask(Task):
         return len(questions)
 
     def build_golden(self) -> dict[str, Any]:
-        """See `Task`. In the names that clients use, answers to the first questions and the last two.
+        """See `Task`. Answers to the first questions and the last two.
 
         A server asks the first one when it starts; an answer of nothing but zeros would prove little, so one with
         numbers stands first.
         """
-        questions = self._build_all_questions()
-        output = next(tensor.name for tensor in self.contract.outputs if tensor.dtype == torch.float32)
-        samples = []
+        questions, answers = self._build_all_questions(), []
         for question in [*questions[: _GOLDEN_TEXTS - 2], *questions[-2:]]:
-            answer = dict(self.answer(question))
-            sample: dict[str, Any] = {"text": question.text}
-            sample["expected"] = [float(value) for value in answer.pop(output)]
-            if question.pair is not None:
-                sample["pair"] = question.pair
-            if answer:
-                sample["others"] = answer
-            samples.append(sample)
-        return {
-            "input": TEXT,
-            "output": output,
-            "tolerances": dict(self.golden_tolerances),
-            "samples": sorted(samples, key=lambda sample: not any(sample["expected"])),
-        }
+            asked = {TEXT: question.text, TEXT_PAIR: question.pair}
+            answers.append((asked, self.answer(question)))
+        scores = next(tensor.name for tensor in self.contract.outputs if tensor.dtype == torch.float32)
+        answers.sort(key=lambda answer: not any(answer[1][scores]))
+        samples = [build_sample(self.contract, *answer) for answer in answers]
+        return {"tolerances": dict(self.golden_tolerances), "samples": samples}
 
     def build_cases(self) -> Iterator[Case]:
         """See `Task`. Real texts, then ids that no text has, at every length and on both sides of the padding."""
@@ -235,8 +226,8 @@ class TextTask(Task):
     def _build_random_cases(self, ids: Sequence[int], side: Side, other: Side) -> Iterator[Case]:
         """Yield ids in no order of any text, of which a model knows less what to expect.
 
-        Where padding stands on the other side than the tokenizer's, positions that are counted from the left move: a
-        row alone is then no reference, and the module is given the padded batch itself.
+        Where padding stands on the side that is not the tokenizer's, positions that are counted from the left move: a
+            row alone is then no reference, and the module is given the padded batch itself.
         """
         for seed in _SEEDS:
             shuffled = np.random.default_rng(seed).permutation(np.array(ids)).tolist()
