@@ -27,7 +27,7 @@ from launcher import Running, read_golden_texts, running
 from tritonclient.utils import InferenceServerException
 
 from demo.serving import REPOSITORY, publish_demo_model
-from server.stubs import list_children
+from server.processes import list_children
 
 NAME = "sentence_embedding"
 CAPACITY_CLIENTS = 16
@@ -162,7 +162,7 @@ class Memory:
     def look(self) -> dict[str, int]:
         tritonserver = self.server.tritonserver
         pids = {"launcher": [self.server.process.pid], "tritonserver": [tritonserver]}
-        pids["backends"] = list(list_children(tritonserver))
+        pids["backends"] = list_children(tritonserver)
         found = {name: sum(read_resident_bytes(pid) for pid in group) for name, group in pids.items()}
         self.rows.append((time.monotonic() - self.start, found))
         return found
