@@ -208,7 +208,7 @@ def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
 
 
 def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Path, export_cli: Cli) -> None:
-    """Weights that are no numbers, let through on request, give answers that equal nothing."""
+    """Weights that are not numbers, accepted on request, give answers that equal nothing."""
     poison(copy)
     before = fingerprint(repository)
     arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository))

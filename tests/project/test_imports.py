@@ -114,7 +114,7 @@ def test_what_triton_loads_imports_nothing_relatively_and_our_packages_nothing_o
                 where = f"{path.relative_to(CHECKOUT)}:{node.lineno}"
                 if room.startswith("backends/"):
                     assert node.level == 0, where
-                # The demo is no part of what is installed.
+                # The demo is not part of what is installed.
                 elif room != "demo":
                     assert node.level or (node.module or "").split(".")[0] != room, where
 
