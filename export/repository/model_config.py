@@ -10,7 +10,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines.tensorrt_plan import PLAN_BACKEND, configure_plan
 from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, ModelSignature, TensorSignature, TextSignature
-from .names import ModelNames
+from .names import OWNER_PARAMETER, ModelNames
 
 PREPROCESS_BACKEND = "python_preprocess"
 POSTPROCESS_BACKEND = "python_postprocess"
@@ -59,15 +59,15 @@ def build_configs(
         engine: What runs the graph, `onnxruntime` or `tensorrt`.
     """
     served = sorted(set(served))
-    if not isinstance(signature, TextSignature):
-        return {names.model: _build_model(names.model, signature, served, engine)}
-    configs = {
-        names.preprocess: _build_preprocess(names.preprocess, signature, served),
-        names.model: _build_model(names.model, signature, served, engine),
-    }
-    if signature.contract.has_postprocess:
-        configs[names.postprocess] = _build_postprocess(names.postprocess, signature, served)
-    return configs | {names.name: _build_ensemble(names, signature, version)}
+    configs = {names.model: _build_model(names.model, signature, served, engine)}
+    if isinstance(signature, TextSignature):
+        configs = {names.preprocess: _build_preprocess(names.preprocess, signature, served), **configs}
+        if signature.contract.has_postprocess:
+            configs[names.postprocess] = _build_postprocess(names.postprocess, signature, served)
+        configs[names.name] = _build_ensemble(names, signature, version)
+    for config in configs.values():
+        config.parameters[OWNER_PARAMETER].string_value = names.name
+    return configs
 
 
 def _build_preprocess(name: str, signature: TextSignature, served: list[int]) -> pb.ModelConfig:

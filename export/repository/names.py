@@ -8,6 +8,11 @@ from ..errors import RepositoryError
 # What a path component, a metrics label and a URL can all bear.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 
+# A parameter of every configuration, which no backend reads: the public model that the folder belongs to.
+OWNER_PARAMETER = "modelyard_owner"
+
+_PREPROCESS, _MODEL, _POSTPROCESS = STEP_SUFFIXES = ("_preprocess", "_model", "_postprocess")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNames:
@@ -26,17 +31,17 @@ class ModelNames:
     @property
     def preprocess(self) -> str:
         """The step that makes token ids of texts."""
-        return f"{self.name}_preprocess"
+        return f"{self.name}{_PREPROCESS}"
 
     @property
     def model(self) -> str:
         """What runs the ONNX file."""
-        return f"{self.name}_model" if self.is_ensemble else self.name
+        return f"{self.name}{_MODEL}" if self.is_ensemble else self.name
 
     @property
     def postprocess(self) -> str:
         """The step that makes answers of the graph's outputs, where the task has one."""
-        return f"{self.name}_postprocess"
+        return f"{self.name}{_POSTPROCESS}"
 
     @property
     def all(self) -> tuple[str, ...]:
