@@ -37,13 +37,18 @@ PAIR_INPUT = "TEXT_PAIR"
 # RFC 9110, section 5: a token, and visible characters with blanks between.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):\s*([!-~]+(?: +[!-~]+)*)")
 
-_EXAMPLES = """
+# What the reader types: a command where this was installed, else this file, which may be a copy.
+_IS_INSTALLED = __package__ == "modelyard.client"
+_COMMAND = "modelyard infer" if _IS_INSTALLED else f"python {sys.argv[0]}"
+_SERVE = "modelyard serve" if _IS_INSTALLED else "python -m server"
+
+_EXAMPLES = f"""
 examples:
-  python client/infer.py --url localhost:8000 --text "A cat sleeps." "A kitten naps."
-  python client/infer.py --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
-  python client/infer.py --url localhost:8001 --protocol grpc --file sentences.txt
-  printf 'one\\ntwo\\n' | python client/infer.py --file - --json
-  python client/infer.py --url https://models.example:8443 --header @token.txt --text "Hello"
+  {_COMMAND} --url localhost:8000 --text "A cat sleeps." "A kitten naps."
+  {_COMMAND} --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
+  {_COMMAND} --url localhost:8001 --protocol grpc --file sentences.txt
+  printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
+  {_COMMAND} --url https://models.example:8443 --header @token.txt --text "Hello"
 
 A token is best kept in a file with a line such as "Authorization: Bearer TOKEN": what stands on a command line can be
 read by everyone on this machine.
@@ -284,7 +289,7 @@ class Server:
     def _explain_unreachable(self, reason: str) -> ClientError:
         return ClientError(
             f"no server can be reached at {self.url} over {self.protocol}: expected one to listen there, "
-            f"got '{reason}'; start it with `python -m server`, or correct --url and --protocol."
+            f"got '{reason}'; start it with `{_SERVE}`, or correct --url and --protocol."
         )
 
 
@@ -495,6 +500,7 @@ def _shorten(text: str) -> str:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog=_COMMAND,
         description="Ask a running server about texts.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
 from .infer import DEFAULT_URLS, ClientError, Server
+from .locations import name_command
 
-_EXAMPLES = """
+_EXAMPLES = f"""
 example:
-  python -m client.parity --golden model_repository/sentence_embedding/1/golden.json
+  {name_command("parity")} --golden model_repository/sentence_embedding/1/golden.json
 
 exit codes: 0 equal, 1 different or no answer, 2 wrong usage
 """
@@ -200,7 +201,7 @@ def _to_table(results: list[ParityResult]) -> list[str]:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m client.parity",
+        prog=name_command("parity"),
         description="Compare a running server's answers with those of the checkpoint.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .infer import TEXT_INPUT, ClientError
+from .locations import CACHE
 
 # The last tritonclient whose wheel carries the program. It runs on every glibc that the server runs on, where the
 # distribution perf-analyzer needs glibc 2.38 and is below that, silently, an empty 0.1.0.
 _WHEEL = "tritonclient==2.50.0"
 _WHEEL_PLATFORM = "manylinux1_x86_64"
 
-_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "perf_analyzer"
+_CACHE = CACHE / "perf_analyzer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,24 +22,26 @@ from rich.table import Table
 
 from .commands import consolidate, inspect_checkpoint
 from .errors import ExportError, list_some
+from .graph.precisions import PRECISIONS
+from .locations import PROGRAM, REPOSITORY, name_command
 from .progress import Progress
-from .request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, PRECISIONS, TASKS, UNUSED_ROWS, AddedToken
+from .request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
 from .settings import build_request, read_settings
 
 if TYPE_CHECKING:
-    from .graph.precisions import PrecisionReport
+    from .graph.conversion import PrecisionReport
     from .pipeline import ExportResult
     from .proof.verify import VerificationReport
     from .weights.vocabulary_rows import VocabularyRows
 
-_EXAMPLES = """
+_EXAMPLES = f"""
 examples:
-  python -m export run ./all-MiniLM-L6-v2 --name sentence_embedding
-  python -m export run ./checkpoint --name tickets --repository /srv/models \\
+  {name_command("run")} ./all-MiniLM-L6-v2 --name sentence_embedding
+  {name_command("run")} ./checkpoint --name tickets --repository /srv/models \\
       --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"
-  python -m export run ./checkpoint --name tickets --precision int8 --target 25.08
-  python -m export run --factory model.py:build --inputs inputs.json --name scores
-  python -m export run ./checkpoint --name tickets --json > result.json
+  {name_command("run")} ./checkpoint --name tickets --precision int8 --target 25.08
+  {name_command("run")} --factory model.py:build --inputs inputs.json --name scores
+  {name_command("run")} ./checkpoint --name tickets --json > result.json
 
 exit codes: 0 published or already there, 1 refused (one sentence on stderr, nothing written), 2 wrong usage
 """
@@ -98,7 +100,7 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m export", description="From a trained checkpoint to a verified version in a Triton repository."
+        prog=PROGRAM, description="From a trained checkpoint to a verified version in a Triton repository."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     run = verbs.add_parser(
@@ -126,7 +128,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--repository",
         type=Path,
         metavar="DIR",
-        help="Triton model repository (default: model_repository of this checkout)",
+        help=f"Triton model repository (default: {REPOSITORY})",
     )
     run.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
     run.add_argument(
@@ -280,7 +282,7 @@ def _print_report(report: "VerificationReport", console: Console) -> None:
 
 def _print_summary(result: "ExportResult", repository: Path, console: Console) -> None:
     from .proof.report_page import PAGE_FILE
-    from .signature import TextSignature
+    from .signature import SEQ_LEN
     from .tasks.comparison import describe_errors
 
     source, publication, worst = result.source, result.publication, result.report.worst
@@ -298,8 +300,8 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         "vocabulary": _describe_rows(source.rows) if source.rows else "",
         "left out": list_some(source.task.left_out) if source.task.left_out else "",
         "served as": f"{source.task.name}: {source.task.description}",
-        "text": f"up to {signature.max_length} tokens, longer is truncated"
-        if isinstance(signature, TextSignature)
+        "text": f"up to {signature.longest[SEQ_LEN]} tokens, longer is truncated"
+        if SEQ_LEN in signature.longest
         else "",
         "tried": source.task.tried,
         "model": f"{result.model_bytes / 1e6:.1f} MB, {precision}, {result.engine} of Triton {result.target.release}",
@@ -315,7 +317,7 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         console.print(f"{label:>11}  {text}", markup=False)
     for note in result.notes:
         console.print(f"\nNote: {note}", markup=False)
-    console.print(f"\nNext: python -m server --repository {repository}", markup=False)
+    console.print(f"\nNext: {name_command('serve')} --repository {repository}", markup=False)
 
 
 def _describe_precision(report: "PrecisionReport") -> str:
@@ -350,18 +352,21 @@ def _describe_rows(rows: "VocabularyRows") -> str:
 
 
 def _to_json(result: "ExportResult") -> dict[str, Any]:
-    from .signature import TextSignature
+    from .signature import SEQ_LEN
 
     source, publication = result.source, result.publication
     task, rows = source.task, source.rows
+    signature = task.signature
+    # What clients see of it.
+    contract = signature.contract or signature
     content: dict[str, Any] = {
         "checkpoint": source.origin,
         "parameters": source.parameters,
         "task": task.name,
         "served_as": task.description,
         "contract": {
-            "inputs": [tensor.name for tensor in task.signature.inputs],
-            "outputs": [tensor.name for tensor in task.signature.outputs],
+            "inputs": [tensor.name for tensor in contract.inputs],
+            "outputs": [tensor.name for tensor in contract.outputs],
         },
         "missing": list(source.missing),
         "adapters": [str(folder) for folder in source.adapters],
@@ -373,11 +378,8 @@ def _to_json(result: "ExportResult") -> dict[str, Any]:
         "report": result.report.to_json(),
         "publication": asdict(publication) | {"report_file": str(publication.report_file)},
     }
-    if isinstance(task.signature, TextSignature):
-        contract = task.signature.contract
-        answers = [tensor.name for tensor in contract.answers]
-        content["contract"] = {"inputs": list(contract.texts), "outputs": answers}
-        content["max_length"] = task.signature.max_length
+    if SEQ_LEN in signature.longest:
+        content["max_length"] = signature.longest[SEQ_LEN]
     if rows:
         content["vocabulary"] = {
             "rows_before": rows.before,

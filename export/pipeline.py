@@ -1,7 +1,6 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
 import contextlib
-import json
 import os
 import platform
 import resource
@@ -17,20 +16,22 @@ from .checkpoints import StateDict, open_checkpoint
 from .engines.tensorrt_build import PlanRunner, build_engine, find_version
 from .engines.tensorrt_plan import PLAN_FILE, AxisRange, BuildPlan, check_plan, plan_build
 from .errors import GraphError, RuntimeFailure, SettingsError, VerificationError, VocabularyError
+from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
-from .graph.precisions import PrecisionReport
+from .graph.precisions import PRECISIONS
+from .locations import CACHE
 from .progress import Progress
 from .proof.quality import convert, list_quality_feeds
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import Tolerances, choose_tolerances
 from .proof.verify import VerificationReport, hash_file, verify
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
-from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES
-from .repository.names import ModelNames, check_name
+from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, name_models
+from .repository.names import check_name
 from .repository.publication import Publication, check_contract, publish
 from .request import ExportRequest
 from .targets import Target, find_target
-from .tasks import Task, TaskSource, TextTask, build_task, find_task_name, may_read_text, must_read_text
+from .tasks import Task, TaskSource, build_task, find_task_name, may_read_text, must_read_text
 from .tasks.comparison import describe_errors
 from .tasks.own_module import FactoryTask, build_factory_task
 from .tasks.tensors import TensorTask
@@ -41,7 +42,7 @@ from .weights.transforms import CastToFloat32
 from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
 
 # Timings and calibration, which a second build of the same need not measure again.
-_ENGINE_CACHE = Path("~/.cache/modelyard/tensorrt").expanduser()
+_ENGINE_CACHE = CACHE / "tensorrt"
 
 # What stands beside the weights and is read as well: configuration, tokenizer, pooling, adapters.
 _CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*/config.json")
@@ -206,9 +207,11 @@ def run_export(
     tensorrt_version = find_version() if request.engine == "tensorrt" else None
     source = load_source(request, progress)
     task = source.task
-    tolerances = choose_tolerances(task.tolerances, request.precision, request.tolerances, request.accept_worse)
+    tolerances = choose_tolerances(
+        task.tolerances, PRECISIONS[request.precision], request.tolerances, request.accept_worse
+    )
     exact = tolerances if request.precision == "fp32" else Tolerances(bounds=task.tolerances)
-    names = name_models(request.name, task)
+    names = name_models(request.name, task.signature)
     check_contract(request.repository, names, task.signature)
     plan = plan_engine(task, request.precision, tensorrt_version) if tensorrt_version else None
     # TensorRT finds the scales of int8 by itself, on the fp32 graph.
@@ -222,7 +225,7 @@ def run_export(
                 files, precision = convert(
                     task=task,
                     files=files,
-                    precision=request.precision,
+                    precision=PRECISIONS[request.precision],
                     bounds=tolerances.bounds,
                     target=target,
                     directory=Path(folder) / request.precision,
@@ -382,16 +385,13 @@ def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool 
     model_file = directory / "model" / "model.onnx"
     model_file.parent.mkdir(parents=True)
     export_onnx(task.module, task.signature, task.build_example(), model_file, target, is_traced=is_traced)
-    tokenizer_file = postprocess_file = None
-    if isinstance(task, TextTask):
-        tokenizer_file = directory / "tokenizer.json"
-        task.encoder.build_server_tokenizer().save(str(tokenizer_file))
-    if task.settings is not None:
-        postprocess_file = directory / "postprocess.json"
-        postprocess_file.write_text(json.dumps(task.settings, ensure_ascii=False) + "\n", encoding="utf-8")
-    return Artefacts(
-        model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file, postprocess=postprocess_file
-    )
+    steps: dict[str, tuple[Path, ...]] = {}
+    for step, contents in task.step_files.items():
+        (directory / step).mkdir()
+        steps[step] = tuple(directory / step / name for name in contents)
+        for path in steps[step]:
+            path.write_bytes(contents[path.name])
+    return Artefacts(model=tuple(sorted(model_file.parent.iterdir())), steps=steps)
 
 
 def _build_lock(
@@ -415,13 +415,6 @@ def _build_lock(
 def _find_root(files: Sequence[Path]) -> Path:
     """Return the innermost folder that holds all of `files`."""
     return Path(os.path.commonpath([path.parent.absolute() for path in files]))
-
-
-def name_models(name: str, task: Task) -> ModelNames:
-    """Return the names that a publication of `task` has in the repository."""
-    if not isinstance(task, TextTask):
-        return ModelNames(name=name, is_ensemble=False)
-    return ModelNames(name=name, has_postprocess=task.signature.contract.has_postprocess)
 
 
 def _require_passed(report: VerificationReport) -> None:

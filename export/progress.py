@@ -1,4 +1,4 @@
-"""What the export is doing, told on stderr while it does it."""
+"""What the export is doing, reported on stderr while it does it."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[Detail]:
-        """Tell that `what` is going on until the block ends, and how long it took."""
+        """Show that `what` is going on until the block ends, then how long it took."""
         self._step += 1
         label = f"[{self._step}/{self._steps}] {what}"
         start = time.monotonic()
@@ -31,5 +31,5 @@ class Progress:
         self._say(f"{label}: {time.monotonic() - start:.1f} s")
 
     def _say(self, line: str) -> None:
-        # Labels bear brackets of their own, which must not be read as styles.
+        # Labels have brackets of their own, which must not be read as styles.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

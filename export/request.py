@@ -23,13 +23,6 @@ TASKS = {
     "audio-feature-extraction": "tensors: the last hidden states of a sound",
 }
 
-PRECISIONS = {
-    "fp32": "as trained",
-    "fp16": "half the size, for GPUs",
-    "bf16": "weights of half the size, fp32 arithmetic",
-    "int8": "a quarter of the size, the fastest on CPUs, the most sensitive parts in fp32",
-}
-
 ENGINES = {
     "onnxruntime": "on CPUs and GPUs",
     "tensorrt": "a plan for the GPU at hand; runs in NVIDIA's image, see docker/tensorrt/build.sh",

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
+from .graph.precisions import PRECISIONS
+from .locations import REPOSITORY
 from .request import (
     AGGREGATIONS,
     DEFAULT_RELEASE,
     ENGINES,
     POOLINGS,
-    PRECISIONS,
     TASKS,
     UNUSED_ROWS,
     AddedToken,
@@ -21,8 +22,6 @@ from .request import (
     TaskOptions,
     VocabularyOptions,
 )
-
-_CHECKOUT = Path(__file__).resolve().parent.parent
 
 # Key of the file → what its value must be.
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -131,7 +130,7 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         tag=choose("tag"),
         base=Path(choose("base")) if choose("base") else None,
         allow_non_finite=bool(arguments.get("allow_non_finite") or settings.get("allow_non_finite")),
-        repository=Path(choose("repository", _CHECKOUT / "model_repository")),
+        repository=Path(choose("repository", REPOSITORY)),
         task=choose("task"),
         task_options=TaskOptions(**{field.name: choose(field.name) for field in fields(TaskOptions)}),
         adapters=tuple(Path(folder) for folder in [*settings.get("adapter", []), *arguments.get("adapter", [])]),

@@ -4,32 +4,34 @@ import argparse
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from .control_key import open_key
 from .doctor import examine, render
 from .errors import ServerError
 from .health import check_ensembles
 from .installation import assemble_backends, find_installation
+from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .models import list_models
 from .process import Endpoints, check_ports_free
 from .status import Status, serve_status
 from .supervisor import Settings, Supervisor
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
+_DESCRIPTION = """
+Serve a model repository with the real tritonserver. Without a command, it serves.
+"""
 
-_EXAMPLES = """
+_EXAMPLES = f"""
 examples:
-  python -m server
-  python -m server --repository /srv/models --host 0.0.0.0
-  python -m server --http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003
-  python -m server --check
-  python -m server --doctor
+  {name_command("serve")}
+  {name_command("serve")} --repository /srv/models --host 0.0.0.0
+  {name_command("check")} --repository /srv/models
+  {name_command("doctor")} --json
 
-exit codes: 0 stopped by Ctrl-C or SIGTERM and everything in flight was answered (--check: answers as verified;
---doctor: can serve), 1 could not start (--check: does not answer as verified; --doctor: cannot serve), 2 wrong
-usage, 3 gave up on a tritonserver that died again and again, 4 stopped before everything in flight was answered
+`{name_command("COMMAND")} --help` shows the options of each, and its exit codes.
 """
 
 _EXIT_UNANSWERED = 4
@@ -56,31 +58,22 @@ class StopSignals:
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    arguments = _build_parser().parse_args()
-    endpoints = Endpoints(
-        host=arguments.host,
-        http_port=arguments.http_port,
-        grpc_port=arguments.grpc_port,
-        metrics_port=arguments.metrics_port,
-        status_port=arguments.status_port,
-    )
+    arguments = _parse(sys.argv[1:])
     try:
-        if arguments.doctor:
-            return diagnose(arguments.repository, endpoints, as_json=arguments.json)
-        if arguments.check:
-            return check(arguments.repository, endpoints)
-        return serve(arguments, endpoints, StopSignals())
+        code: int = arguments.run(arguments)
+        return code
     except ServerError as exc:
         _say(f"error: {exc}")
         return exc.exit_code
 
 
-def serve(arguments: argparse.Namespace, endpoints: Endpoints, stops: StopSignals) -> int:
+def serve(arguments: argparse.Namespace) -> int:
     """Start tritonserver, tell when it answers, keep it alive, and stay until it is stopped.
 
     Raises:
         ServerError: It cannot start, or no model can be served, or it would not stay alive.
     """
+    stops, endpoints = StopSignals(), _read_endpoints(arguments)
     installation = find_installation()
     models = list_models(arguments.repository)
     key = open_key(arguments.key_file)
@@ -89,7 +82,7 @@ def serve(arguments: argparse.Namespace, endpoints: Endpoints, stops: StopSignal
     with tempfile.TemporaryDirectory(prefix="modelyard-server-") as folder:
         backends = Path(folder, "backends")
         backends.mkdir()
-        assemble_backends(installation, _CHECKOUT / "backends", backends)
+        assemble_backends(installation, BACKENDS, backends)
         _say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
         settings = Settings(
             installation=installation,
@@ -109,57 +102,151 @@ def serve(arguments: argparse.Namespace, endpoints: Endpoints, stops: StopSignal
     return 0 if answered else _EXIT_UNANSWERED
 
 
-def check(repository: Path, endpoints: Endpoints) -> int:
+def check(arguments: argparse.Namespace) -> int:
     """Ask the running server for the verified answer of every ensemble, as a container's health check does.
 
     Raises:
         CheckError: It does not give it.
     """
-    for name, error in check_ensembles(endpoints.http_url, repository).items():
+    url = _read_endpoints(arguments).http_url
+    for name, error in check_ensembles(url, arguments.repository).items():
         _say(f"{name} answers as verified within {error:.1e}")
     return 0
 
 
-def diagnose(repository: Path, endpoints: Endpoints, *, as_json: bool) -> int:
-    """Print what this machine lacks to serve `repository`; return 1 if that keeps it from serving."""
-    findings = examine(repository, endpoints)
-    print(render(findings, as_json=as_json))  # noqa: T201
+def diagnose(arguments: argparse.Namespace) -> int:
+    """Print what this machine lacks to serve; return 1 if that keeps it from serving."""
+    findings = examine(arguments.repository, _read_endpoints(arguments))
+    print(render(findings, as_json=arguments.json))  # noqa: T201
     return int(any(finding.verdict == "broken" for finding in findings))
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    """Return what the command line says; options without a command are those of `serve`."""
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words = ["serve", *words]
+    return _build_parser().parse_args(words)
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m server",
-        description="Serve a model repository with the real tritonserver until Ctrl-C or SIGTERM.",
+        prog=PROGRAM,
+        description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_check(commands)
+    _add_doctor(commands)
+    return parser
+
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _add_serve(commands: "_Commands") -> None:
+    parser = _add_command(
+        commands,
+        "serve",
+        serve,
+        help="serve until Ctrl-C or SIGTERM",
+        description="Serve a model repository until Ctrl-C or SIGTERM.",
+        examples=(
+            "",
+            "--repository /srv/models --host 0.0.0.0",
+            "--http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003",
+        ),
+        exit_codes={
+            0: "stopped, and everything in flight was answered",
+            1: "could not start",
+            2: "wrong usage",
+            3: "gave up on a tritonserver that died again and again",
+            _EXIT_UNANSWERED: "stopped before everything in flight was answered",
+        },
+    )
+    parser.add_argument(
+        "--key-file",
+        type=Path,
+        default=KEY_FILE,
+        metavar="FILE",
+        help="header that opens the control endpoints; made with mode 600 (default: %(default)s)",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
+
+
+def _add_check(commands: "_Commands") -> None:
+    _add_command(
+        commands,
+        "check",
+        check,
+        help="ask a running server for the answers that were verified",
+        description="Ask a running server for the answers that were verified, as a container's health check does.",
+        examples=("", "--repository /srv/models --http-port 9000"),
+        exit_codes={0: "every ensemble answers as verified", 1: "one does not", 2: "wrong usage"},
+    )
+
+
+def _add_doctor(commands: "_Commands") -> None:
+    parser = _add_command(
+        commands,
+        "doctor",
+        diagnose,
+        help="tell what this machine lacks to serve",
+        description="Tell what this machine lacks to serve, each with a verdict and a remedy.",
+        examples=("", "--repository /srv/models --json"),
+        exit_codes={0: "it can serve", 1: "it cannot", 2: "wrong usage"},
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _add_command(
+    commands: "_Commands",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,  # noqa: A002
+    description: str,
+    examples: tuple[str, ...],
+    exit_codes: dict[int, str],
+) -> argparse.ArgumentParser:
+    """Add a command with the options that all of them share: what is served, and where."""
+    lines = ["examples:", *(f"  {name_command(name)} {example}".rstrip() for example in examples)]
+    lines += ["", "exit codes:", *(f"  {code}  {meaning}" for code, meaning in exit_codes.items())]
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
     parser.add_argument(
         "--repository",
         type=Path,
-        default=_CHECKOUT / "model_repository",
+        default=REPOSITORY,
         metavar="DIR",
-        help="model repository (default: model_repository of this checkout)",
+        help="model repository (default: %(default)s)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address it listens on (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument("--grpc-port", type=int, default=8001, help="default: %(default)s")
     parser.add_argument("--metrics-port", type=int, default=8002, help="tritonserver's metrics (default: %(default)s)")
     parser.add_argument(
         "--status-port", type=int, default=8003, help="/ready, and metrics of this launcher (default: %(default)s)"
     )
-    parser.add_argument(
-        "--key-file",
-        type=Path,
-        default=_CHECKOUT / ".cache" / "control.key",
-        metavar="FILE",
-        help="header that opens the control endpoints; made with mode 600 (default: .cache/control.key)",
-    )
-    parser.add_argument("--check", action="store_true", help="ask a running server for its verified answers, and end")
-    parser.add_argument("--doctor", action="store_true", help="tell what this machine lacks to serve, and end")
-    parser.add_argument("--json", action="store_true", help="with --doctor, as JSON")
-    parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
     return parser
+
+
+def _read_endpoints(arguments: argparse.Namespace) -> Endpoints:
+    return Endpoints(
+        host=arguments.host,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        status_port=arguments.status_port,
+    )
 
 
 def _say(text: str) -> None:

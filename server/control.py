@@ -80,6 +80,14 @@ class Control:
         body = {"parameters": {"config": json.dumps(config)}}
         self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", body, timeout_s=_LOAD_TIMEOUT_S)
 
+    def load(self, model: str) -> None:
+        """Load `model` as its configuration says now; what was loaded of it before answers until then.
+
+        Raises:
+            ControlError: It cannot be loaded; what was loaded before stays.
+        """
+        self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", {}, timeout_s=_LOAD_TIMEOUT_S)
+
     def unload(self, model: str) -> None:
         """Stop serving `model`, so that nobody is told that it is ready.
 
@@ -138,9 +146,9 @@ class Control:
                 return answer
         except urllib.error.HTTPError as exc:
             reason = exc.read(2000).decode(errors="replace")
-            raise ControlError(f"{path}: expected an answer, got HTTP {exc.code}: {' '.join(reason.split())}") from exc
+            raise ControlError(path, expected="an answer", got=f"HTTP {exc.code}: {reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
-            raise ControlError(f"{path}: expected an answer within {timeout_s:g} s, got '{exc}'") from exc
+            raise ControlError(path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'") from exc
 
 
 def _path(model: str) -> str:

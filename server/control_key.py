@@ -58,13 +58,17 @@ def open_key(path: Path) -> ControlKey:
             line = _LINE.fullmatch(file.read(200))
     except OSError as exc:
         raise KeyFileError(
-            f"the control key {path} cannot be used: expected a file that this user may write, got '{exc.strerror}'; "
-            f"pass another --key-file."
+            f"the control key {path} cannot be used",
+            expected="a file that this user may write",
+            got=f"'{exc.strerror}'",
+            remedy="pass another --key-file",
         ) from exc
     if line is None:
         raise KeyFileError(
-            f"{path} holds no control key: expected one line '{HEADER}: ' and 64 hexadecimal digits, got something "
-            f"else; remove the file and it is made anew."
+            f"{path} holds no control key",
+            expected=f"one line '{HEADER}: ' and 64 hexadecimal digits",
+            got="something else",
+            remedy="remove the file and it is made anew",
         )
     return ControlKey(line[1])
 
@@ -112,6 +116,8 @@ def _create(path: Path) -> None:
 def _check_private(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise KeyFileError(
-            f"the control key {path} is open to others: expected mode 600 and user {os.geteuid()}, got "
-            f"mode {stat.S_IMODE(status.st_mode):o} and user {status.st_uid}; remove the file and it is made anew."
+            f"the control key {path} is open to others",
+            expected=f"mode 600 and user {os.geteuid()}",
+            got=f"mode {stat.S_IMODE(status.st_mode):o} and user {status.st_uid}",
+            remedy="remove the file and it is made anew",
         )

@@ -1,4 +1,4 @@
-"""What a machine lacks to serve, before anyone waits for it: `python -m server --doctor`."""
+"""What a machine lacks to serve, before anyone waits for it: `python -m server doctor`."""
 
 import ctypes
 import json
@@ -14,6 +14,7 @@ from typing import Literal
 
 from .errors import ServerError
 from .installation import Installation, build_environment, find_installation
+from .locations import name_command
 from .models import list_models
 from .process import Endpoints, check_ports_free
 
@@ -79,8 +80,7 @@ def examine_installation() -> Finding:
     try:
         installation = find_installation()
     except ServerError as exc:
-        found, _, remedy = str(exc).partition("; ")
-        return Finding(what=what, verdict="broken", found=found, remedy=remedy)
+        return _blame(what, exc)
     return Finding(
         what=what,
         verdict="ok",
@@ -127,8 +127,7 @@ def examine_ports(endpoints: Endpoints) -> Finding:
     try:
         check_ports_free(endpoints)
     except ServerError as exc:
-        found, _, remedy = str(exc).partition("; ")
-        return Finding(what="ports", verdict="broken", found=found, remedy=remedy)
+        return _blame("ports", exc)
     ports = (endpoints.http_port, endpoints.grpc_port, endpoints.metrics_port, endpoints.status_port)
     return Finding(what="ports", verdict="ok", found=f"{', '.join(map(str, ports))} on {endpoints.host} are free")
 
@@ -138,8 +137,7 @@ def examine_repository(repository: Path) -> Finding:
     try:
         models = list_models(repository)
     except ServerError as exc:
-        found, _, remedy = str(exc).partition("; ")
-        return Finding(what="model repository", verdict="broken", found=found, remedy=remedy)
+        return _blame("model repository", exc)
     except OSError as exc:
         return Finding(
             what="model repository", verdict="broken", found=str(exc), remedy=f"let this user read {repository}"
@@ -200,5 +198,10 @@ def examine_perf_analyzer() -> Finding:
         what="perf_analyzer",
         verdict="warning",
         found="the placeholder of PyPI's perf-analyzer 0.1.0" if found else "not installed",
-        remedy="only measuring needs it; `make bench` fetches one that runs here",
+        remedy=f"only measuring needs it; `{name_command('bench')}` fetches one that runs here",
     )
+
+
+def _blame(what: str, error: ServerError) -> Finding:
+    """Return the finding that serving would end in `error`."""
+    return Finding(what=what, verdict="broken", found=error.fault, remedy=error.remedy)

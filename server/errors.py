@@ -6,15 +6,30 @@ ServerError                 exit code 1, one line on stderr
 ├── KeyFileError            the file of the control key cannot be used, or is open to others
 ├── StartError              tritonserver ended, or no model could be loaded
 ├── ControlError            a running tritonserver refused an order, or did not answer
+├── RolloutError            a version cannot be served in place of the one before it
 ├── CheckError              a running server does not answer as it was verified
 └── GaveUpError             exit code 3: tritonserver died again and again
 """
 
 
 class ServerError(Exception):
-    """A refusal in one sentence: what and where, expected, got, remedy."""
+    """A refusal in one sentence: what and where, expected, got, remedy.
+
+    Args:
+        what: What is wrong, naming the file, port, model or option.
+        expected: What would have been accepted.
+        got: What was found instead.
+        remedy: What the reader can do about it.
+    """
 
     exit_code = 1
+
+    def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
+        facts = [f"expected {_fit(expected)}"] if expected else []
+        facts += [f"got {_fit(got)}"] if got else []
+        self.fault = _fit(what) + (f": {', '.join(facts)}" if facts else "")
+        self.remedy = _fit(remedy)
+        super().__init__(self.fault + (f"; {self.remedy}" if remedy else "") + ".")
 
 
 class NotFoundError(ServerError):
@@ -37,6 +52,10 @@ class ControlError(ServerError):
     """A running tritonserver refused an order, or did not answer."""
 
 
+class RolloutError(ServerError):
+    """A version cannot be served in place of the one before it."""
+
+
 class CheckError(ServerError):
     """A running server does not answer as it was verified."""
 
@@ -45,3 +64,15 @@ class GaveUpError(ServerError):
     """Tritonserver died again and again."""
 
     exit_code = 3
+
+
+# A reason that tritonserver gives holds a path or two, and its end says most.
+_MAX_PART_CHARS = 1_000
+
+
+def _fit(part: str) -> str:
+    """Return `part` of a sentence on one line, bounded, and without what a terminal would obey."""
+    line = " ".join(part.split())
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
+    kept = (_MAX_PART_CHARS - 5) // 2
+    return line if len(line) <= _MAX_PART_CHARS else f"{line[:kept]} ... {line[-kept:]}"

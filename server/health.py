@@ -25,8 +25,15 @@ def is_live(url: str) -> bool:
         return False
 
 
-def check_answer(url: str, repository: Path, name: str, version: str) -> float | None:
+def check_answer(url: str, repository: Path, name: str, version: str, *, served_as: str | None = None) -> float | None:
     """Ask a model for an answer that was recorded when it was verified.
+
+    Args:
+        url: Of the server's HTTP port.
+        repository: Where the model is published.
+        name: Its name there.
+        version: Which version of it.
+        served_as: The name under which the server has it, where that is another.
 
     Returns:
         The largest difference to it, of vectors at length 1; None where nothing was recorded.
@@ -40,14 +47,15 @@ def check_answer(url: str, repository: Path, name: str, version: str) -> float |
         return None
     golden = json.loads(path.read_text(encoding="utf-8"))
     sample = golden["samples"][0]
+    model_url = f"{url}/v2/models/{served_as or name}/versions/{version}/infer"
     if "inputs" in sample:
-        return _check_tensors(f"{url}/v2/models/{name}/versions/{version}/infer", sample, golden["tolerances"])
+        return _check_tensors(model_url, sample, golden["tolerances"])
     texts = {golden["input"]: sample["text"]} | ({"TEXT_PAIR": sample["pair"]} if "pair" in sample else {})
     body = {
         "inputs": [{"name": k, "shape": [1, 1], "datatype": "BYTES", "data": [text]} for k, text in texts.items()],
         "outputs": [{"name": golden["output"]}],
     }
-    answer = _post(f"{url}/v2/models/{name}/versions/{version}/infer", body)
+    answer = _post(model_url, body)
     got, expected = answer["outputs"][0]["data"], sample["expected"]
     if len(got) != len(expected):
         raise ValueError(f"expected {len(expected)} values, got {len(got)}")
@@ -113,8 +121,10 @@ def check_ensembles(url: str, repository: Path) -> dict[str, float]:
             failures.append(f"{name}: {exc}")
     if failures or not errors:
         raise CheckError(
-            f"{url} does not serve {repository} as verified: expected an answer of every ensemble, got "
-            f"{'; '.join(failures) or 'no ensemble with a golden.json'}; see the server's log."
+            f"{url} does not serve {repository} as verified",
+            expected="an answer of every ensemble",
+            got="; ".join(failures) or "no ensemble with a golden.json",
+            remedy="see the server's log",
         )
     return errors
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import NotFoundError
+from .locations import name_installation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Installation:
         backends: The folder of the backends it came with.
         python_stub: The Python backend's stub for this interpreter.
         libraries: Folders that its shared libraries are found in.
-        source: Where it was found, for people.
+        source: Where it was found, in words.
     """
 
     executable: Path
@@ -41,15 +42,17 @@ def find_installation() -> Installation:
     on_path = shutil.which("tritonserver")
     if on_path:
         return _describe(Path(on_path).resolve(), "found on PATH")
-    # The package itself is not imported: that would take a second and needs nothing but its place.
+    # The package itself is not imported: that takes a second, and only its place is needed.
     spec = importlib.util.find_spec("pytriton")
     for location in (spec.submodule_search_locations or []) if spec else []:
         executable = Path(location, "tritonserver", "bin", "tritonserver")
         if executable.is_file():
             return _describe(executable, "from the wheel nvidia-pytriton")
     raise NotFoundError(
-        "no tritonserver was found: expected one on PATH or in the wheel nvidia-pytriton, got neither; "
-        "run `make setup`, or `pip install nvidia-pytriton==0.7.0` for this Python."
+        "no tritonserver was found",
+        expected="one on PATH or in the wheel nvidia-pytriton",
+        got="neither",
+        remedy=f"run `{name_installation('server')}`, or put tritonserver on PATH",
     )
 
 
@@ -74,7 +77,7 @@ def assemble_backends(installation: Installation, own_backends: Path, directory:
     Our `onnxruntime` stands in for the native one and is left out where that is there.
 
     Args:
-        installation: Whose backends to take.
+        installation: The tritonserver whose backends to take.
         own_backends: Folder of the Python-based backends.
         directory: An empty folder; holds links, and the Python backend as a copy where its stub lies elsewhere.
     """
@@ -102,8 +105,10 @@ def _describe(executable: Path, source: str) -> Installation:
     stub = next((path for path in candidates if path.is_file()), None)
     if stub is None:
         raise NotFoundError(
-            f"the Python backend of {executable} does not run on Python {version}: expected a stub at "
-            f"{' or '.join(map(str, candidates))}, got neither; use Python 3.10, 3.11 or 3.12."
+            f"the Python backend of {executable} does not run on Python {version}",
+            expected=f"a stub at {' or '.join(map(str, candidates))}",
+            got="neither",
+            remedy="use Python 3.10, 3.11 or 3.12",
         )
     wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
     folders = [wheel_libraries, Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")]
@@ -119,12 +124,12 @@ def _describe(executable: Path, source: str) -> Installation:
 
 
 def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
-    """Refuse an interpreter whose shared library is not there, which the Python backend is linked to.
+    """Refuse an interpreter without the shared library that the Python backend is linked to.
 
     Debian and Ubuntu keep it in a package of its own, and pyenv builds none unless asked to.
 
     Args:
-        version: Of Python, such as `3.11`.
+        version: Python's version, such as `3.11`.
         libraries: Folders to look in besides those that the system knows.
 
     Raises:
@@ -137,6 +142,9 @@ def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
     known = subprocess.run([ldconfig, "-p"], stdout=subprocess.PIPE, text=True, check=False).stdout
     if name not in known:
         raise NotFoundError(
-            f"the Python backend cannot run: expected the shared library {name}, got none; install it "
-            f"(Debian, Ubuntu: apt-get install libpython{version}; pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared)."
+            "the Python backend cannot run",
+            expected=f"the shared library {name}",
+            got="none",
+            remedy=f"install it (Debian, Ubuntu: apt-get install libpython{version}; pyenv: "
+            f"PYTHON_CONFIGURE_OPTS=--enable-shared)",
         )

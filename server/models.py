@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from .errors import NotFoundError
+from .locations import name_command
 
 
 def list_models(repository: Path) -> list[str]:
@@ -15,15 +16,18 @@ def list_models(repository: Path) -> list[str]:
     """
     if not repository.is_dir():
         raise NotFoundError(
-            f"there is no model repository {repository}: expected a folder, got "
-            f"{'a file' if repository.exists() else 'nothing'}; publish a model with `python -m export run`, "
-            f"or pass --repository."
+            f"there is no model repository {repository}",
+            expected="a folder",
+            got="a file" if repository.exists() else "nothing",
+            remedy=f"publish a model with `{name_command('run')}`, or pass --repository",
         )
     models = sorted(entry.name for entry in repository.iterdir() if _has_version(entry))
     if not models:
         raise NotFoundError(
-            f"{repository} holds nothing to serve: expected a model with config.pbtxt and a numbered version, "
-            f"got none; publish one with `make demo` or `python -m export run`."
+            f"{repository} holds nothing to serve",
+            expected="a model with config.pbtxt and a numbered version",
+            got="none",
+            remedy=f"publish one with `{name_command('run')}`",
         )
     return models
 

@@ -148,8 +148,10 @@ def check_ports_free(endpoints: Endpoints) -> None:
                 probe.bind((endpoints.host, port))
             except OSError as exc:
                 raise PortTakenError(
-                    f"port {port} on {endpoints.host} cannot be used: expected it to be free, got "
-                    f"'{exc.strerror}'; stop the program that listens there or pass another {option}."
+                    f"port {port} on {endpoints.host} cannot be used",
+                    expected="it to be free",
+                    got=f"'{exc.strerror}'",
+                    remedy=f"stop the program that listens there or pass another {option}",
                 ) from exc
 
 

@@ -14,6 +14,7 @@ from .errors import GaveUpError, StartError
 from .healing import Healer
 from .health import check_answer, is_live
 from .installation import Installation
+from .locations import name_command
 from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
 from .status import Status
 from .stubs import list_children
@@ -142,8 +143,10 @@ class Supervisor:
             code = self._server.poll()
             if code is not None:
                 raise StartError(
-                    f"tritonserver could not start: expected it to listen on {self._settings.endpoints.http_url}, got "
-                    f"exit code {code}; see its log above."
+                    "tritonserver could not start",
+                    expected=f"it to listen on {self._settings.endpoints.http_url}",
+                    got=f"exit code {code}",
+                    remedy="see its log above",
                 )
             if time.monotonic() - told > 5:
                 told = time.monotonic()
@@ -199,8 +202,10 @@ class Supervisor:
             self._say(f"tritonserver answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
         raise GaveUpError(
-            f"tritonserver was given up: expected it to start, got {MAX_FAILED_STARTS} failures in a row; "
-            f"see its log above."
+            "tritonserver was given up",
+            expected="it to start",
+            got=f"{MAX_FAILED_STARTS} failures in a row",
+            remedy="see its log above",
         )
 
     def _stop(self) -> bool:
@@ -240,8 +245,10 @@ class Supervisor:
             self._say(f"  {state.name:<{width}}  {'version ' + state.version if state.version else '-':<11}  {text}")
         if not any(answers for answers, _ in verdicts.values()):
             raise StartError(
-                f"no model of {repository} can be served: expected at least one of {', '.join(models)} to load, got "
-                f"none; see the log above."
+                f"no model of {repository} can be served",
+                expected=f"at least one of {', '.join(models)} to load",
+                got="none",
+                remedy="see the log above",
             )
         in_stubs = {stub.model for stub in self._healer.table.refresh()}
         ready = {state.name for state in states if state.ready}
@@ -322,5 +329,5 @@ def _describe(endpoints: Endpoints) -> str:
     return (
         f"serving HTTP on {endpoints.host}:{port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
         f"metrics on {endpoints.host}:{endpoints.metrics_port}, status on {endpoints.host}:{endpoints.status_port}\n"
-        f'Next: python client/infer.py --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
+        f'Next: {name_command("infer")} --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
     )

@@ -95,4 +95,4 @@ def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     )
     source = load_source(request, progress)
     files = write_files(source.task, tmp_path_factory.mktemp("exported"), DEFAULT_TARGET)
-    return Exported(source, files, verify_files(source, files.graph, files.tokenizer))
+    return Exported(source, files, verify_files(source, files.graph, files.find("tokenizer.json")))

@@ -62,12 +62,13 @@ class Exported:
 
     @property
     def tokenizer_file(self) -> Path:
-        return self.files.tokenizer
+        return self.files.find("tokenizer.json")
 
 
 def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> VerificationReport:
     """Run the parity gate on files that may differ from what the source would export."""
-    files = Artefacts(model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file)
+    steps = {"preprocess": (tokenizer_file,)}
+    files = Artefacts(model=tuple(sorted(model_file.parent.iterdir())), steps=steps)
     return verify(task=source.task, files=files, target=DEFAULT_TARGET)
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness import CHECKOUT, Finished, run
@@ -29,13 +29,18 @@ class Running:
     """A `python -m server` with its output."""
 
     def __init__(
-        self, repository: Path, *options: str, cwd: Path = CHECKOUT, environment: dict[str, str] | None = None
+        self,
+        repository: Path,
+        *options: str,
+        program: Sequence[str] = (sys.executable, "-m", "server"),
+        cwd: Path = CHECKOUT,
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.http, self.grpc, self.metrics, self.status = find_ports()
         ports = ["--http-port", self.http, "--grpc-port", self.grpc]
         ports += ["--metrics-port", self.metrics, "--status-port", self.status]
         self.options = [*map(str, ports), "--repository", str(repository)]
-        command = [sys.executable, "-m", "server", *self.options, *options]
+        command = [*program, *self.options, *options]
         self.process = subprocess.Popen(
             command, cwd=cwd, env=os.environ | (environment or {}), stderr=subprocess.PIPE, text=True
         )
@@ -83,7 +88,7 @@ class Running:
 
     def check(self) -> Finished:
         """Run the check that a container's health is judged by."""
-        return run("-m", "server", "--check", *self.options)
+        return run("-m", "server", "check", *self.options)
 
     @property
     def tritonserver(self) -> int:

@@ -25,6 +25,17 @@ def plain_name(name: str) -> str:
     return ".".join([*(part for part in parts if part not in _INNER), last])
 
 
+def plain_names(names: Iterable[str], source: Path) -> dict[str, str]:
+    """Return each name → `plain_name` of it.
+
+    Raises:
+        CheckpointError: Two names would become one.
+    """
+    plain = {name: plain_name(name) for name in names}
+    _refuse_equal(plain, source)
+    return plain
+
+
 def strip_wrappers(names: Collection[str], source: Path) -> tuple[dict[str, str], str]:
     """Return each name → the name without wrappers, and what was taken off, in words.
 

@@ -18,7 +18,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import EngineError, list_some
 from ..graph.files import Feed
-from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TextSignature
+from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature
 
 PLAN_FILE = "model.plan"
 PLAN_BACKEND = "tensorrt"
@@ -203,8 +203,8 @@ def derive_profile(
         ),
         WINDOWS: AxisRange(minimum=1, optimum=1, maximum=_MAX_WINDOWS),
     }
-    if isinstance(signature, TextSignature):
-        longest = signature.max_length
+    if SEQ_LEN in signature.longest:
+        longest = signature.longest[SEQ_LEN]
         known[SEQ_LEN] = AxisRange(minimum=1, optimum=min(_COMMON_SEQ_LEN, longest), maximum=longest)
     known |= ranges or {}
     profile = {}

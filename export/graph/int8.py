@@ -9,9 +9,8 @@ that of this kind of CPU.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,9 +22,8 @@ from onnx_ir.passes import common
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from ..errors import PrecisionError
+from .conversion import Conversion, Converted, Quality
 from .files import Feed, count_bytes, load_graph, open_session, run_feeds, save_graph
-from .onnx_export import EXTERNAL_ABOVE_BYTES
-from .speed import Measure, Quality
 
 # What the quantizer is given: products with a constant matrix, and tables. Its convolutions take unsigned weights
 # only on a CPU, and are slower there than fp32.
@@ -43,49 +41,20 @@ _RANKING_RUNS = 600
 _CHOICE = "use_int8"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Int8Result:
-    """What came of the search.
-
-    Attributes:
-        kept: Node name → why it stayed fp32.
-        quality: Of the file.
-        measured: How many candidates were measured.
-    """
-
-    kept: dict[str, str]
-    quality: Quality
-    measured: int
-
-
-def write_int8(
-    source: Path,
-    destination: Path,
-    feeds: Sequence[Feed],
-    *,
-    measure: Measure,
-    bounds: Mapping[str, float],
-    external_above_bytes: int = EXTERNAL_ABOVE_BYTES,
-) -> Int8Result:
-    """Write the fp32 graph `source` as int8, with the fewest nodes in fp32 with which the threshold holds.
+def write(conversion: Conversion) -> Converted:
+    """Write the graph as int8, with the fewest nodes in fp32 with which the bounds hold.
 
     Nodes are ranked by how far the answers move when that node alone is int8. Then bisection finds how many of the
     first must stay fp32, every step measured on a real file: about log2 of the number of nodes, plus two.
 
-    Args:
-        source: Plain fp32.
-        destination: Of the new graph, in another folder.
-        feeds: Real text, with padding; the ranking is made on them.
-        measure: Says how good a candidate file is.
-        bounds: Metric → what the worst row must hold.
-        external_above_bytes: From which size on the weights lie in a file of their own.
-
     Raises:
-        PrecisionError: Nothing can be quantized, or the threshold holds only when nothing is.
+        PrecisionError: Nothing can be quantized, or the bounds hold only when nothing is.
     """
+    source, destination, limit = conversion.source, conversion.destination, conversion.external_above_bytes
+    conversion.on_step("ranking nodes by what int8 does to them")
     with TemporaryDirectory(prefix=".precision-", dir=destination.parent) as name:
         folder = Path(name)
-        quantized = _quantize(source, folder, external_above_bytes)
+        quantized = _quantize(source, folder, limit)
         nodes, others = _find_quantized(source, quantized)
         if not nodes:
             raise PrecisionError(
@@ -94,31 +63,31 @@ def write_int8(
                 got="none",
                 remedy="export with --precision fp32",
             )
-        ranking = _rank(source, quantized, nodes, feeds, folder, external_above_bytes)
+        ranking = _rank(source, quantized, nodes, conversion.feeds, folder, limit)
 
-        def write(count: int, path: Path) -> None:
+        def write_candidate(count: int, path: Path) -> None:
             model = _restore(source, quantized, [*ranking[:count], *others])
-            save_graph(model, path, external_above_bytes=external_above_bytes)
+            save_graph(model, path, external_above_bytes=limit)
 
         qualities: dict[int, Quality] = {}
 
         def holds(count: int) -> bool:
-            write(count, folder / "candidate.onnx")
-            qualities[count] = measure(folder / "candidate.onnx")
-            return qualities[count].holds(bounds[qualities[count].metric])
+            write_candidate(count, folder / "candidate.onnx")
+            qualities[count] = conversion.measure(folder / "candidate.onnx")
+            return qualities[count].holds(conversion.bounds[qualities[count].metric])
 
         count = _find_fewest(len(ranking) - 1, holds)
         if count is None:
             best = max(qualities.values(), key=lambda quality: quality.worst)
             raise PrecisionError(
                 f"int8 does not hold the quality asked for, whichever of {len(ranking)} nodes stay fp32",
-                expected=f"{best.metric.replace('_', ' ')} >= {bounds[best.metric]:g}",
+                expected=f"{best.metric.replace('_', ' ')} >= {conversion.bounds[best.metric]:g}",
                 got=f"{best.worst:.6g} at best",
                 remedy="ask for less, or export with --precision fp16",
             )
-        write(count, destination)
+        write_candidate(count, destination)
     kept = others | dict.fromkeys(ranking[:count], "sensitive to int8")
-    return Int8Result(kept=kept, quality=qualities[count], measured=len(qualities))
+    return Converted(quality=qualities[count], kept=kept, measured=len(qualities))
 
 
 def _find_fewest(most: int, holds: Callable[[int], bool]) -> int | None:
@@ -177,7 +146,7 @@ def _write_plain(source: Path, path: Path, external_above_bytes: int) -> list[st
     for name in shared:
         node = model.graph.node(name)
         if node.op_type == "Gemm":
-            # It transposes the matrix of a Gemm for all readers of that matrix, unless it is no constant.
+            # It transposes the matrix of a Gemm for all readers of that matrix, unless the matrix is not a constant.
             held = ir.node("Identity", [node.inputs[1]])
             node.replace_input_with(1, held.outputs[0])
             model.graph.insert_before(node, held)
@@ -207,9 +176,9 @@ def _keep_quiet() -> Iterator[None]:
 
 
 def _find_shared(model: ir.Model) -> list[str]:
-    """Return the names of the nodes whose matrix or table is read otherwise as well, as a tied output embedding is.
+    """Return the names of the nodes whose matrix or table other nodes read as well, such as a tied output embedding.
 
-    Quantized, it would be made fp32 again, whole, in every run.
+    Quantized, it would be converted back to fp32, whole, in every run.
     """
     shared = []
     for node in model.graph:
@@ -230,7 +199,7 @@ def _find_quantized(source: Path, quantized: Path) -> tuple[list[str], dict[str,
     """
     made = ir.convenience.create_value_mapping(ir.load(quantized).graph)
     model = load_graph(source)
-    others = dict.fromkeys(_find_shared(model), "its constant is read otherwise as well")
+    others = dict.fromkeys(_find_shared(model), "its constant is read by other nodes as well")
     nodes: list[str] = []
     for node in model.graph:
         name, output, table = str(node.name), node.outputs[0], node.inputs[0] if node.inputs else None
@@ -318,7 +287,7 @@ def _rank(
     for name, alone in zip(nodes, np.eye(len(nodes), dtype=bool), strict=True):
         error = sum(float(np.square(got - want).sum()) for got, want in zip(answer(alone), truth, strict=True))
         constants = [value.const_value for value in graph.node(name).inputs if value is not None]
-        # No number is as far off as can be.
+        # NaN is as far off as can be.
         gains.append(
             float(np.nan_to_num(error, nan=np.inf)) / sum(tensor.nbytes for tensor in constants if tensor is not None)
         )

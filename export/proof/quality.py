@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from ..artefacts import Artefacts
-from ..graph.precisions import Feed, Measure, PrecisionReport, Quality, write_precision
+from ..engines.onnxruntime_process import open_runtime
+from ..graph.conversion import Conversion, Measure, PrecisionReport, Quality, convert_graph
+from ..graph.files import Feed
+from ..graph.precisions import Precision
 from ..targets import Target
 from ..tasks import Task
 from ..tasks.cases import Case, Outputs, join_rows
-from .target_runtime import open_runtime
 from .tolerances import QUALITY_KEYS, find_quality_key
 from .verify import Reference
 
@@ -20,7 +22,7 @@ def convert(
     *,
     task: Task,
     files: Artefacts,
-    precision: str,
+    precision: Precision,
     bounds: Mapping[str, float],
     target: Target,
     directory: Path,
@@ -31,7 +33,7 @@ def convert(
     Args:
         task: The source of truth.
         files: In fp32, verified.
-        precision: `fp16`, `bf16` or `int8`.
+        precision: One that converts.
         bounds: What the file must hold.
         target: Whose ONNX Runtime judges.
         directory: Is made.
@@ -44,15 +46,15 @@ def convert(
     path = directory / files.graph.name
     cases = list_quality_cases(task)
     key = find_quality_key(task.tolerances)
-    report = write_precision(
-        precision,
-        files.graph,
-        path,
+    conversion = Conversion(
+        source=files.graph,
+        destination=path,
         feeds=list_quality_feeds(task),
         measure=build_measure(task, cases, key, target),
-        threshold=bounds[key],
+        bounds={QUALITY_KEYS[key]: bounds[key]},
         on_step=on_step,
     )
+    report = convert_graph(precision, conversion)
     return replace(files, model=tuple(sorted(directory.iterdir()))), report
 
 

@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SettingsError
-from ..graph.precisions import COSINE, LABEL_AGREEMENT, THRESHOLDS
-
-# Precision → what a largest error of fp32 is multiplied by. fp16 has 11 bits and bf16 8 where fp32 has 24; the sums of
-# a whole model make up for some of it. A wrong weight, mask or pooling is still far beyond.
-_FACTORS = {"fp16": 100.0, "bf16": 2000.0}
+from ..graph.precisions import COSINE, LABEL_AGREEMENT, Precision
 
 # The tolerance that belongs to a metric of quality.
 QUALITY_KEYS = {"min_cosine": COSINE, "min_label_agreement": LABEL_AGREEMENT}
@@ -31,7 +27,7 @@ class Tolerances:
 
 
 def choose_tolerances(
-    exact: Mapping[str, float], precision: str, asked: Mapping[str, float], accept_worse: str | None
+    exact: Mapping[str, float], precision: Precision, asked: Mapping[str, float], accept_worse: str | None
 ) -> Tolerances:
     """Return the tolerances of a precision, changed as asked for.
 
@@ -54,7 +50,7 @@ def choose_tolerances(
     if wider and not accept_worse:
         name, value = next(iter(wider.items()))
         raise SettingsError(
-            f"the tolerance {name} is wider than what {precision} is held to",
+            f"the tolerance {name} is wider than what {precision.name} is held to",
             expected=f"{usual[name]:g} or stricter",
             got=f"{value:g}",
             remedy="pass --accept-worse with the reason, which the report will bear",
@@ -68,24 +64,22 @@ def choose_tolerances(
         "tolerances": {name: {"usual": usual[name], "accepted": value} for name, value in wider.items()},
     }
     return Tolerances(
-        bounds=usual | dict(asked), real_inputs_only=precision == "int8", accepted=accepted if wider else None
+        bounds=usual | dict(asked), real_inputs_only=precision.real_inputs_only, accepted=accepted if wider else None
     )
 
 
-def scale_tolerances(exact: Mapping[str, float], precision: str) -> dict[str, float]:
+def scale_tolerances(exact: Mapping[str, float], precision: Precision) -> dict[str, float]:
     """Return what a task's tolerances become in `precision`.
 
-    In int8 one of them is left, the task's measure of quality: single values may be off by anything.
+    Where single values may be off by anything, one of them is left: the task's measure of quality.
     """
-    if precision == "fp32":
-        return dict(exact)
-    if precision == "int8":
+    thresholds = precision.thresholds
+    qualities = {name: thresholds.get(QUALITY_KEYS[name], exact[name]) for name in exact if name in QUALITY_KEYS}
+    factor = precision.error_factor
+    if factor is None:
         name = find_quality_key(exact)
-        return {name: THRESHOLDS[precision][QUALITY_KEYS[name]]}
-    return {
-        name: THRESHOLDS[precision][QUALITY_KEYS[name]] if name in QUALITY_KEYS else value * _FACTORS[precision]
-        for name, value in exact.items()
-    }
+        return {name: qualities[name]}
+    return {name: qualities.get(name, value * factor) for name, value in exact.items()}
 
 
 def find_quality_key(exact: Mapping[str, float]) -> str:

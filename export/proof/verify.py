@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from ..artefacts import Artefacts
+from ..engines.onnxruntime_process import open_runtime
 from ..errors import EngineError, RuntimeFailure, VerificationError
 from ..targets import Target
 from ..tasks import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
 from ..tasks.comparison import Distribution, is_within, measure_outputs
-from .target_runtime import open_runtime
 from .tolerances import Tolerances
 
 # How much further off than in any case a server may be, whose batches are others.

@@ -127,10 +127,8 @@ def publish(
     _check_report(report, files.all)
     homes: dict[str, list[Path]] = {name: [] for name in names.all}
     homes[names.model] += files.model
-    if files.tokenizer:
-        homes[names.preprocess] += [files.tokenizer]
-    if files.postprocess:
-        homes[names.postprocess] += [files.postprocess]
+    for step, paths in files.steps.items():
+        homes[names.step(step)] += paths
 
     def build(version: int, *served: int) -> Mapping[str, pb.ModelConfig]:
         return build_configs(names, signature, version=version, served=[version, *served], engine=engine)

@@ -7,8 +7,8 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..checkpoints import TensorSpec
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
-from ..json_file import read_json
 from ..request import TASKS
 from .base import Task, TaskSource
 from .classification import VALUE_HEAD, Reward, TextClassification, TextPairClassification
@@ -59,7 +59,7 @@ _TASKS: Mapping[str, type[Task]] = {
 }
 assert tuple(_TASKS) == tuple(TASKS), "Bug: the command line names other tasks than there are"
 
-# How the class that was trained is called, and what it is for: of texts, images and sounds.
+# Ending of the trained class's name → the task that it is for: of texts, images and sounds.
 _TEXT_ENDINGS = {
     "ForSequenceClassification": TextClassification.name,
     "ForTokenClassification": TokenClassification.name,
@@ -94,12 +94,12 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
     """Return the name of the task that the checkpoint was trained for.
 
     Args:
-        directory: Of the checkpoint.
-        config: Of the checkpoint.
-        specs: Of its tensors.
+        directory: The checkpoint's folder.
+        config: The checkpoint's configuration.
+        specs: Names, shapes and dtypes of its tensors.
 
     Raises:
-        ModelError: It cannot be told.
+        ModelError: It cannot be determined.
     """
     if VALUE_HEAD in specs:
         return Reward.name
@@ -113,7 +113,7 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
             if architecture.endswith(ending):
                 return name
     raise ModelError(
-        f"what {directory} is to be served as cannot be told",
+        f"what {directory} is to be served as cannot be determined",
         expected="an architecture that ends in " + ", ".join({**_TEXT_ENDINGS, **_IMAGE_ENDINGS, **_AUDIO_ENDINGS}),
         got=", ".join(config.architectures or ()) or "none in config.json",
         remedy="pass --task " + ", ".join(TASKS),
@@ -126,7 +126,7 @@ def must_read_text(name: str) -> bool:
 
 
 def may_read_text(name: str) -> bool:
-    """Tell whether a tokenizer means anything to the task `name`."""
+    """Tell whether the task `name` can make use of a tokenizer."""
     return issubclass(_TASKS[name], (TextTask, GenerationTask))
 
 
@@ -139,7 +139,7 @@ def build_task(name: str, source: TaskSource) -> Task:
     for option, tasks in source.options.belonging.items():
         if name not in tasks:
             raise ModelError(
-                f"--{option} means nothing to {name}",
+                f"--{option} does not apply to {name}",
                 expected="it with " + ", ".join(tasks),
                 got=f"--task {name}",
                 remedy=f"leave out --{option}",
@@ -151,7 +151,7 @@ def build_task(name: str, source: TaskSource) -> Task:
 
 def _is_cross_encoder(directory: Path, config: PretrainedConfig) -> bool:
     """Tell whether Sentence-Transformers recorded that this model scores pairs."""
-    recorded = read_json(directory / "config_sentence_transformers.json")
+    recorded = read_json_if_any(directory / "config_sentence_transformers.json")
     named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
     keys = ("sentence_transformers", "sbert_ce_default_activation_function")
     return named or any(getattr(config, key, None) for key in keys)

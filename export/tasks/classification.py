@@ -15,10 +15,10 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..errors import ModelError
-from ..signature import BATCH, STRING, Contract, TensorSignature, TextSignature
+from ..signature import BATCH, STRING, TensorSignature
 from ..weights.torch_model import load_model
 from ..weights.transforms import SelectPrefix
-from .base import HeadModule, TaskSource, build_inputs, name_texts
+from .base import HeadModule, TaskSource, build_inputs
 from .encoding import Question
 from .text import Answer, TextTask
 
@@ -43,17 +43,12 @@ class TextClassification(TextTask):
         inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         dims = (BATCH, self.top_k)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, len(self.labels))),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=name_texts(self.takes_pairs),
-                answers=(
-                    TensorSignature(name=LABEL, dtype=STRING, dims=dims),
-                    TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
-                ),
-                has_postprocess=True,
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, len(self.labels))),),
+            (
+                TensorSignature(name=LABEL, dtype=STRING, dims=dims),
+                TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
             ),
         )
         tokenizer: Any = self.tokenizer
@@ -65,8 +60,8 @@ class TextClassification(TextTask):
         return f"{len(self.labels)} labels, {self.function}, best {self.top_k}"
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """See `Task`."""
+    def postprocess(self) -> Mapping[str, Any]:
+        """See `TextTask`."""
         return {"answers": "labels", "labels": self.labels, "function": self.function, "top_k": self.top_k}
 
     def answer(self, question: Question) -> Answer:
@@ -77,11 +72,6 @@ class TextClassification(TextTask):
             [asked], top_k=self.top_k, function_to_apply=self.function, truncation=True, max_length=self.max_length
         )
         return {LABEL: [item["label"] for item in found[0]], SCORE: [item["score"] for item in found[0]]}
-
-    @property
-    def max_length(self) -> int:
-        """The longest sequence, in tokens."""
-        return self.signature.max_length
 
 
 class TextPairClassification(TextClassification):
@@ -110,13 +100,11 @@ class Reward(TextTask):
         module: nn.Module = ValueModule(model, head, names) if has_value_head else HeadModule(model, names)
         self.module = module.eval()
         dims = (BATCH, 1)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="reward_logits", dtype=torch.float32, dims=dims),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=name_texts(False), answers=(TensorSignature(name=REWARD, dtype=torch.float32, dims=dims),)
-            ),
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="reward_logits", dtype=torch.float32, dims=dims),),
+            (TensorSignature(name=REWARD, dtype=torch.float32, dims=dims),),
+            has_postprocess=False,
         )
 
     @property
@@ -208,7 +196,7 @@ def choose_function(config: PretrainedConfig) -> str:
 def _check_one_label(config: PretrainedConfig) -> None:
     if config.num_labels != 1:
         raise ModelError(
-            "the checkpoint is no reward model",
+            "the checkpoint is not a reward model",
             expected=f"one label, or the tensor {VALUE_HEAD}",
             got=f"{config.num_labels} labels",
             remedy="pass --task text-classification",

@@ -1,4 +1,4 @@
-"""text-generation and text2text-generation: the scores of the next token, as whoever writes the text needs them."""
+"""text-generation and text2text-generation: the scores of the next token, for whatever writes the text."""
 
 import inspect
 from collections.abc import Mapping, Sequence

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 
 from ..checkpoints import open_checkpoint
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
-from ..json_file import read_json
-from ..signature import BATCH, TEXT, Contract, TensorSignature, TextSignature
+from ..signature import BATCH, TensorSignature
 from ..weights.torch_model import load_model
 from .base import TaskSource, build_inputs
 from .cases import Outputs
@@ -49,7 +49,7 @@ class FeatureExtraction(TextTask):
         options = source.options
         if options.pooling is not None or options.normalize is not None:
             self.pooling = override_pooling(self.pooling, options.pooling, options.normalize)
-        # Of an encoder and a decoder, such as T5, the encoder alone makes features of a text.
+        # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
         auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
         without = ("decoder.",) if is_half else ()
@@ -61,13 +61,11 @@ class FeatureExtraction(TextTask):
         ).eval()
         size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else source.config.hidden_size
         dims = (BATCH, size)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=(TEXT,), answers=(TensorSignature(name=EMBEDDING, dtype=torch.float32, dims=dims),)
-            ),
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
+            (TensorSignature(name=EMBEDDING, dtype=torch.float32, dims=dims),),
+            has_postprocess=False,
         )
 
     @property
@@ -134,7 +132,7 @@ class SentenceEmbedding(nn.Module):
         """Return the embedding, [batch, hidden], fp32.
 
         Args:
-            inputs: In the order of `input_names`, each [batch, seq_len], int64.
+            inputs: Tensors in the order of `input_names`, each [batch, seq_len], int64.
         """
         named = dict(zip(self.input_names, inputs, strict=True))
         hidden_states = self.model(**named).last_hidden_state  # [batch, seq_len, hidden]
@@ -158,9 +156,9 @@ def read_pooling(directory: Path) -> PoolingSettings:
     Raises:
         ModelError: A module or a pooling mode is recorded that is not exported.
     """
-    modules: Any = read_json(directory / "modules.json")
+    modules: Any = read_json_if_any(directory / "modules.json")
     if modules is None:
-        return PoolingSettings(mode="mean", normalize=True, source="default, for there is no modules.json")
+        return PoolingSettings(mode="mean", normalize=True, source="default, because there is no modules.json")
     kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
     rest = kinds[2:]
     dense = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
@@ -174,7 +172,7 @@ def read_pooling(directory: Path) -> PoolingSettings:
             got=", ".join(kinds),
             remedy="export a checkpoint made of these modules",
         )
-    settings: Any = read_json(directory / modules[1]["path"] / "config.json") or {}
+    settings: Any = read_json_if_any(directory / modules[1]["path"] / "config.json") or {}
     modes = [
         key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on
     ]
@@ -194,7 +192,7 @@ def read_pooling(directory: Path) -> PoolingSettings:
 
 
 def override_pooling(recorded: PoolingSettings, mode: str | None, normalize: bool | None) -> PoolingSettings:
-    """Return the recorded settings with what the user asked for instead."""
+    """Return the recorded settings with the user's choices in their place."""
     return replace(
         recorded,
         mode=mode or recorded.mode,
@@ -210,7 +208,7 @@ def load_dense(directory: Path) -> nn.Sequential:
         CheckpointError: Its weights cannot be read.
         ModelError: Its activation is not known, or its weights have another shape than its configuration says.
     """
-    settings: Any = read_json(directory / "config.json") or {}
+    settings: Any = read_json_if_any(directory / "config.json") or {}
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if activation not in _ACTIVATIONS:
         raise ModelError(

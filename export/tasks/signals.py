@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..json_file import read_json
+from ..checkpoints.storage.paths import read_json_if_any
 from ..signature import BATCH, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
 from .base import HeadModule, TaskSource
@@ -132,7 +132,7 @@ def read_signal_dims(directory: Path, config: PretrainedConfig) -> tuple[str | i
         return (BATCH, config.max_length, config.num_mel_bins)
     if hasattr(config, "conv_dim") and hasattr(config, "conv_stride"):
         return (BATCH, SAMPLES)
-    recorded: Any = read_json(directory / "preprocessor_config.json") or {}
+    recorded: Any = read_json_if_any(directory / "preprocessor_config.json") or {}
     sizes = (getattr(config, "image_size", None), recorded.get("crop_size"), recorded.get("size"))
     height, width = next((found for found in map(_read_size, sizes) if found), (_DEFAULT_IMAGE_SIZE,) * 2)
     return (BATCH, getattr(config, "num_channels", 3), height, width)

@@ -172,7 +172,7 @@ def test_a_tokenizer_that_only_differs_in_an_added_token_is_found_out(
     for token in content["added_tokens"]:
         if token["content"] == "Foo":
             token["single_word"] = True
-    with pytest.raises(VerificationError, match="the server's tokenizer reads .* otherwise than transformers"):
+    with pytest.raises(VerificationError, match="the server's tokenizer reads .* differently from transformers"):
         encoder.check_agrees(Tokenizer.from_str(json.dumps(content)), [Question(text=text) for text in texts])
 
 

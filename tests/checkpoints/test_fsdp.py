@@ -26,8 +26,8 @@ from export.checkpoints.fsdp.dcp_metadata import read_metadata
 from export.checkpoints.pickles.torch_zip import open_torch_zip
 from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.storage.dtypes import FLOAT32
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.commands.consolidate import consolidate
+from export.checkpoints.storage.stored_tensor import ContiguousTensor, StoredTensor
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 
 Truth = dict[str, torch.Tensor]
@@ -643,7 +643,7 @@ def test_a_transpose_reads_rows_that_cross_two_files(tmp_path: Path) -> None:
     flat = whole.flatten()
     parts = [store(tmp_path / f"{start}.pt", flat[start:stop].clone()) for start, stop in ((0, 10), (10, 11), (11, 35))]
     ranges = tuple(part.ranges[0] for part in parts)
-    tensor = StoredTensor(dtype=FLOAT32, shape=(5, 7), ranges=ranges)
+    tensor = ContiguousTensor(dtype=FLOAT32, shape=(5, 7), ranges=ranges)
     assert torch.equal(transpose(tensor).to_torch(), whole.T)
 
 

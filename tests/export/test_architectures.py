@@ -13,9 +13,9 @@ from harness import CHECKOUT
 from rich.console import Console
 from trainers.architectures import ARCHITECTURES, WITH_PAST, save_model
 
+from export.engines.onnxruntime_process import open_runtime
 from export.pipeline import Source, load_source, write_files
 from export.progress import Progress
-from export.proof.target_runtime import open_runtime
 from export.proof.verify import verify
 from export.request import ExportRequest
 from export.targets import DEFAULT_TARGET

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from client.infer import Server
 from demo.serving import NAME, serve
-from export.commands.consolidate import consolidate
+from export.consolidation.consolidate import consolidate
 
 # The same fp32 weights in other batches: the Trainer pads what it predicts together.
 LOGIT_TOLERANCE = 1e-5

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from export.checkpoints import open_checkpoint
 from export.commands import consolidate as verb
-from export.commands.consolidate import consolidate, parse_size
+from export.commands.consolidate import parse_size
 from export.commands.inspect_checkpoint import inspect_checkpoint
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 
 # What the format promises whatever the model's size; measured at 22 MB on Python 3.11.
@@ -194,7 +195,7 @@ def test_a_configuration_that_cannot_be_carried_over_is_refused(tmp_path: Path, 
 def start(source: Path, target: Path, *, pause_s: float) -> subprocess.Popen[bytes]:
     """A run of the verb that stops for `pause_s` after its first bytes."""
     script = (
-        "import sys, time, export.safetensors_output as output\n"
+        "import sys, time, export.consolidation.safetensors_output as output\n"
         "write = output.SafetensorsOutput.write\n"
         f"output.SafetensorsOutput.write = lambda *args: (write(*args), time.sleep({pause_s}))\n"
         "from export.__main__ import main\n"
@@ -254,7 +255,7 @@ def test_memory_stays_small_whatever_the_models_size(tmp_path: Path) -> None:
     script = (
         "import sys, threading, time\n"
         "from pathlib import Path\n"
-        "from export.commands.consolidate import consolidate\n"
+        "from export.consolidation.consolidate import consolidate\n"
         "peak = 0\n"
         "def watch():\n"
         "    global peak\n"

@@ -184,7 +184,7 @@ def hide_the_task(directory: Path) -> None:
     ("damage", "sentence"),
     [
         (take_another_tokenizer, "belongs to another model: expected the special ids and the vocabulary that config"),
-        (hide_the_task, "is to be served as cannot be told: expected an architecture that ends in"),
+        (hide_the_task, "is to be served as cannot be determined: expected an architecture that ends in"),
         (truncate, "model.safetensors cannot be read: expected a whole weight file, got 100000 bytes"),
         (remove_config, "has no config.json: expected the model's configuration beside the weights, got only weights"),
         (remove_rows, "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30500"),

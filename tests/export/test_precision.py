@@ -18,26 +18,41 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2Model
 
 from export.errors import PrecisionError
+from export.graph.conversion import Conversion, Measure, PrecisionReport, Quality, convert_graph
 from export.graph.files import Feed, find_files, load_graph, measure_ranges, open_session, run_feeds
-from export.graph.float16 import write_float16
+from export.graph.fp16 import write_float16
 from export.graph.int8 import _find_fewest, _find_quantized, _quantize, _restore
 from export.graph.islands import find_islands
 from export.graph.onnx_export import OPSET, export_onnx
-from export.graph.precisions import (
-    COSINE,
-    LABEL_AGREEMENT,
-    Measure,
-    PrecisionReport,
-    Quality,
-    Speed,
-    build_measure,
-    compare_rows,
-    write_precision,
-)
+from export.graph.precisions import COSINE, LABEL_AGREEMENT, PRECISIONS
+from export.graph.speed import Speed
 from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from export.targets import DEFAULT_TARGET
 
-PRECISIONS = ("fp16", "bf16", "int8")
+CONVERTING = [precision.name for precision in PRECISIONS.values() if precision.converts]
+
+
+def convert(
+    precision: str, source: Path, path: Path, *, threshold: float | None = None, **options: object
+) -> PrecisionReport:
+    """Convert a graph, held to the usual thresholds of the precision or to another one."""
+    usual = PRECISIONS[precision].thresholds
+    bounds = usual if threshold is None else dict.fromkeys(usual, threshold)
+    conversion = Conversion(source=source, destination=path, bounds=bounds, **options)
+    return convert_graph(PRECISIONS[precision], conversion)
+
+
+def compare_rows(expected: Sequence[np.ndarray], got: Sequence[np.ndarray], metric: str = COSINE) -> Quality:
+    """Return how near rows of values are, each array [..., values] and of the same shape in both."""
+    want, have = (
+        np.concatenate([array.reshape(-1, array.shape[-1]).astype(np.float64) for array in arrays])
+        for arrays in (expected, got)
+    )
+    if metric == LABEL_AGREEMENT:
+        share = float((want.argmax(axis=1) == have.argmax(axis=1)).mean())
+        return Quality(metric=metric, worst=share, mean=share, rows=len(want))
+    cosines = (want * have).sum(axis=1) / np.linalg.norm(want, axis=1) / np.linalg.norm(have, axis=1)
+    return Quality(metric=metric, worst=float(cosines.min()), mean=float(cosines.mean()), rows=len(cosines))
 
 
 @dataclass(frozen=True)
@@ -74,9 +89,9 @@ def real(published: Published) -> Real:
 @pytest.fixture(scope="module")
 def converted(real: Real, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, PrecisionReport]]:
     made = {}
-    for precision in PRECISIONS:
+    for precision in CONVERTING:
         path = tmp_path_factory.mktemp(precision) / "model.onnx"
-        made[precision] = (path, write_precision(precision, real.graph, path, feeds=real.feeds, measure=real.measure))
+        made[precision] = (path, convert(precision, real.graph, path, feeds=real.feeds, measure=real.measure))
         assert [file.name for file in path.parent.iterdir()] == ["model.onnx"]
     return made
 
@@ -243,17 +258,17 @@ def test_the_quantizer_leaves_the_root_logger_as_it_was(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", CONVERTING)
 def test_a_classifier_keeps_its_labels(classifier: tuple[Classifier, Path], tmp_path: Path, precision: str) -> None:
     module, source = classifier
     feeds = build_feeds()
     measure = measure_torch(module, feeds, LABEL_AGREEMENT)
-    report = write_precision(precision, source, tmp_path / "model.onnx", feeds=feeds, measure=measure)
+    report = convert(precision, source, tmp_path / "model.onnx", feeds=feeds, measure=measure)
     assert report.quality == Quality(metric=LABEL_AGREEMENT, worst=1.0, mean=1.0, rows=18)
     assert report.threshold == (0.98 if precision == "int8" else 0.99)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", CONVERTING)
 def test_the_same_graph_gives_the_same_bytes_and_nothing_of_the_machine(
     classifier: tuple[Classifier, Path], tmp_path: Path, precision: str
 ) -> None:
@@ -264,7 +279,7 @@ def test_the_same_graph_gives_the_same_bytes_and_nothing_of_the_machine(
     for path in paths:
         path.parent.mkdir()
         measure = measure_torch(module, feeds)
-        reports.append(write_precision(precision, source, path, feeds=feeds, measure=measure, threshold=0.9))
+        reports.append(convert(precision, source, path, feeds=feeds, measure=measure, threshold=0.9))
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert (reports[0].kept, reports[0].quality) == (reports[1].kept, reports[1].quality)
     model = onnx.load(paths[0])
@@ -286,7 +301,7 @@ def test_an_impossible_threshold_is_refused_in_one_sentence(
     feeds = build_feeds()
     measure = measure_torch(module, feeds)
     with pytest.raises(PrecisionError, match=message):
-        write_precision(precision, source, tmp_path / "model.onnx", feeds=feeds, measure=measure, threshold=2.0)
+        convert(precision, source, tmp_path / "model.onnx", feeds=feeds, measure=measure, threshold=2.0)
 
 
 def test_a_node_that_was_put_back_is_as_the_quantizer_leaves_it(
@@ -345,9 +360,9 @@ def test_a_table_that_is_multiplied_as_well_stays_what_it_is(tmp_path: Path) -> 
     (tmp_path / "fp32").mkdir()
     source = export(module, tmp_path / "fp32" / "model.onnx", (BATCH, 2000))
     path = tmp_path / "model.onnx"
-    report = write_precision("int8", source, path, feeds=feeds, measure=measure_torch(module, feeds))
+    report = convert("int8", source, path, feeds=feeds, measure=measure_torch(module, feeds))
     assert report.quality.worst > 0.999
-    shared = [name for name, reason in report.kept.items() if reason == "its constant is read otherwise as well"]
+    shared = [name for name, reason in report.kept.items() if reason == "its constant is read by other nodes as well"]
     graph = load_graph(path).graph
     assert {node.op_type for node in load_graph(source).graph if node.name in shared} == {"Gather", "Gemm"}
     assert sum(node.op_type == "MatMulInteger" for node in graph) == 1
@@ -361,7 +376,7 @@ def test_large_values_inside_stay_fp32_and_would_be_infinite_otherwise(
     module, source = decoder
     feeds = build_feeds()
     measure = measure_torch(module, feeds)
-    report = write_precision("fp16", source, tmp_path / "model.onnx", feeds=feeds, measure=measure)
+    report = convert("fp16", source, tmp_path / "model.onnx", feeds=feeds, measure=measure)
     assert report.quality.worst > 0.9999
     assert any(reason.startswith("values up to") for reason in report.kept.values())
     assert any(node.op_type == "MatMul" and node.name not in report.kept for node in load_graph(source).graph), (
@@ -378,7 +393,7 @@ def test_constants_that_fp16_cannot_hold_stay_as_they_are(tmp_path: Path) -> Non
     (tmp_path / "fp32").mkdir()
     source = export(module, tmp_path / "fp32" / "model.onnx", (BATCH, SEQ_LEN, 32))
     path = tmp_path / "model.onnx"
-    report = write_precision("fp16", source, path, feeds=feeds, measure=measure_torch(module, feeds))
+    report = convert("fp16", source, path, feeds=feeds, measure=measure_torch(module, feeds))
     assert any(reason == "reads a constant beyond fp16, 1e+06" for reason in report.kept.values())
     assert report.quality.worst > 0.9999
     scale = load_graph(path).graph.initializers["scale"].const_value
@@ -395,9 +410,7 @@ def test_positions_are_never_fp16(tmp_path: Path) -> None:
     (tmp_path / "fp32").mkdir()
     source = export(Rotary(), tmp_path / "fp32" / "model.onnx", (BATCH, SEQ_LEN, 32))
     feeds = build_feeds()
-    report = write_precision(
-        "fp16", source, tmp_path / "model.onnx", feeds=feeds, measure=measure_torch(Rotary(), feeds)
-    )
+    report = convert("fp16", source, tmp_path / "model.onnx", feeds=feeds, measure=measure_torch(Rotary(), feeds))
     assert report.quality.worst > 0.9999999
     assert set(report.kept.values()) >= {"computed from integers and constants alone"}
 
@@ -454,13 +467,13 @@ def test_the_converter_of_onnxruntime_loses_what_islands_are_for_and_this_one_do
     assert set(islands) == {"node_0", "node_1", "node_2", "node_3"}
     theirs = convert_float_to_float16(model, keep_io_types=True, node_block_list=list(islands))
     session = onnxruntime.InferenceSession(theirs.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert np.isnan(session.run(None, feeds[0])[0]).all(), "mend the docstring of export/precision/float16.py"
+    assert np.isnan(session.run(None, feeds[0])[0]).all(), "mend the docstring of export/graph/fp16.py"
     write_float16(source, path, islands)
     (want,), (got,) = (run_feeds(open_session(file), feeds) for file in (source, path))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", CONVERTING)
 def test_weights_in_a_file_of_their_own_stay_in_one(
     decoder: tuple[Decoder, Path], tmp_path: Path, precision: str
 ) -> None:
@@ -473,8 +486,8 @@ def test_weights_in_a_file_of_their_own_stay_in_one(
     ir.save(ir.load(inline), source, external_data="model.onnx.data", size_threshold_bytes=1024)
     small, large = tmp_path / "small" / "model.onnx", tmp_path / "large" / "model.onnx"
     options = {"feeds": feeds, "measure": measure, "threshold": -1.0}
-    write_precision(precision, inline, small, **options)
-    report = write_precision(precision, source, large, external_above_bytes=10_000, **options)
+    convert(precision, inline, small, **options)
+    report = convert(precision, source, large, external_above_bytes=10_000, **options)
     assert sorted(path.name for path in large.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
     assert find_files(large) == [large, large.parent / "model.onnx.data"]
     assert report.model_bytes == sum(path.stat().st_size for path in find_files(large))
@@ -515,7 +528,9 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
 
     save("main (float[batch, 4] x) => (float[batch, 4] y) { y = Neg(x) }")
     refuse(
-        lambda: write_precision("int8", source, path, feeds=feeds, measure=build_measure(source, feeds)),
+        lambda: convert(
+            "int8", source, path, feeds=feeds, measure=lambda path: Quality(metric=COSINE, worst=1.0, mean=1.0, rows=1)
+        ),
         "^nothing in source.onnx can become int8: expected products with a constant matrix, or tables, got none; ",
     )
     save("main (float[batch, 4] x) => (float[batch, 4] y) { z = other.Unknown(x) y = Neg(z) }")
@@ -523,14 +538,11 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     refuse(lambda: open_session(source), "^ONNX Runtime cannot load source.onnx: got ")
 
 
-def test_a_row_without_a_number_holds_no_threshold() -> None:
-    want = [np.array([[1.0, 2.0], [3.0, 4.0]])]
-    assert compare_rows(want, want).holds(1.0 - 1e-12)
-    for broken in (np.array([[1.0, 2.0], [np.nan, 4.0]]), np.array([[1.0, 2.0], [np.inf, 4.0]])):
-        for metric in (COSINE, LABEL_AGREEMENT):
-            assert not compare_rows(want, [broken], metric).holds(0.0)
-    swapped = compare_rows(want, [np.array([[1.0, 2.0], [4.0, 3.0]])], LABEL_AGREEMENT)
-    assert (swapped.worst, str(swapped)) == (0.5, "label agreement 0.5 at worst, 0.5 on average")
+def test_a_quality_that_is_no_number_holds_no_threshold() -> None:
+    for metric in (COSINE, LABEL_AGREEMENT):
+        assert not Quality(metric=metric, worst=float("nan"), mean=1.0, rows=2).holds(0.0)
+    swapped = Quality(metric=LABEL_AGREEMENT, worst=0.5, mean=0.75, rows=2)
+    assert str(swapped) == "label agreement 0.5 at worst, 0.75 on average"
 
 
 def test_the_report_says_which_nodes_stayed_fp32_and_why() -> None:

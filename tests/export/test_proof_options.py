@@ -12,6 +12,7 @@ from demo.serving import Addresses, serve
 from export.__main__ import main
 from export.errors import SettingsError
 from export.graph import onnx_export
+from export.graph.precisions import FP32, PRECISIONS
 from export.proof.tolerances import choose_tolerances, scale_tolerances
 from export.repository.lockfile import read_lock
 
@@ -19,30 +20,30 @@ EXACT = {"max_abs_error": 1e-5, "min_cosine": 0.999999}
 
 
 def test_a_precision_is_held_to_what_it_can_keep() -> None:
-    assert scale_tolerances(EXACT, "fp32") == EXACT
-    assert scale_tolerances(EXACT, "fp16") == pytest.approx({"max_abs_error": 1e-3, "min_cosine": 0.9999})
-    assert scale_tolerances(EXACT, "bf16") == pytest.approx({"max_abs_error": 2e-2, "min_cosine": 0.999})
-    assert scale_tolerances(EXACT, "int8") == {"min_cosine": 0.99}
-    assert scale_tolerances({"max_abs_error": 1e-4, "min_label_agreement": 1.0}, "int8") == {
+    assert scale_tolerances(EXACT, FP32) == EXACT
+    assert scale_tolerances(EXACT, PRECISIONS["fp16"]) == pytest.approx({"max_abs_error": 1e-3, "min_cosine": 0.9999})
+    assert scale_tolerances(EXACT, PRECISIONS["bf16"]) == pytest.approx({"max_abs_error": 2e-2, "min_cosine": 0.999})
+    assert scale_tolerances(EXACT, PRECISIONS["int8"]) == {"min_cosine": 0.99}
+    assert scale_tolerances({"max_abs_error": 1e-4, "min_label_agreement": 1.0}, PRECISIONS["int8"]) == {
         "min_label_agreement": 0.98
     }
 
 
 def test_bounds_become_stricter_freely_and_wider_only_with_a_reason() -> None:
-    stricter = choose_tolerances(EXACT, "fp32", {"max_abs_error": 1e-6}, None)
+    stricter = choose_tolerances(EXACT, FP32, {"max_abs_error": 1e-6}, None)
     assert (stricter.bounds["max_abs_error"], stricter.accepted) == (1e-6, None)
     with pytest.raises(
         SettingsError, match=r"min_cosine is wider .*: expected 0.999999 or stricter, got 0.9; pass --acc"
     ):
-        choose_tolerances(EXACT, "fp32", {"min_cosine": 0.9}, None)
-    wider = choose_tolerances(EXACT, "fp32", {"min_cosine": 0.9}, "a demo")
+        choose_tolerances(EXACT, FP32, {"min_cosine": 0.9}, None)
+    wider = choose_tolerances(EXACT, FP32, {"min_cosine": 0.9}, "a demo")
     assert wider.accepted == {"reason": "a demo", "tolerances": {"min_cosine": {"usual": 0.999999, "accepted": 0.9}}}
     with pytest.raises(SettingsError, match="--accept-worse accepts nothing"):
-        choose_tolerances(EXACT, "fp32", {"max_abs_error": 1e-6}, "a demo")
+        choose_tolerances(EXACT, FP32, {"max_abs_error": 1e-6}, "a demo")
     with pytest.raises(SettingsError, match="max_error means nothing here: expected one of max_abs_error, min_cosine"):
-        choose_tolerances(EXACT, "fp32", {"max_error": 1}, None)
+        choose_tolerances(EXACT, FP32, {"max_error": 1}, None)
     with pytest.raises(SettingsError, match="wider"):
-        choose_tolerances(EXACT, "fp32", {"max_abs_error": float("nan")}, None)
+        choose_tolerances(EXACT, FP32, {"max_abs_error": float("nan")}, None)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_another_target_is_proven_under_its_own_onnx_runtime(
 def test_an_unknown_target_is_refused(export_tiny: Callable[..., Finished], tmp_path: Path) -> None:
     done = export_tiny("--target", "24.9")
     assert done.code == 1
-    assert "the target '24.9' is no known Triton release" in done.err
+    assert "the target '24.9' is not a known Triton release" in done.err
     assert not (tmp_path / "models").exists()
 
 

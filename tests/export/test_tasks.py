@@ -93,7 +93,9 @@ def test_records_beside_the_architecture_come_first(tmp_path: Path) -> None:
 
 def test_a_task_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     for names, got in ((["BertForPreTraining"], "BertForPreTraining"), (None, "none in config.json")):
-        with pytest.raises(ModelError, match=rf"cannot be told: .*, got {got}; pass --task feature-extraction, text-"):
+        with pytest.raises(
+            ModelError, match=rf"cannot be determined: .*, got {got}; pass --task feature-extraction, text-"
+        ):
             find_task_name(tmp_path, BertConfig(architectures=names), {})
 
 
@@ -110,7 +112,7 @@ def build_source(directory: Path, **options: object) -> TaskSource:
 
 
 def test_an_option_of_another_task_is_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(ModelError, match="--top-k means nothing to feature-extraction: expected it with text-class"):
+    with pytest.raises(ModelError, match="--top-k does not apply to feature-extraction: expected it with text-class"):
         build_task("feature-extraction", build_source(tiny_checkpoint, top_k=3))
 
 

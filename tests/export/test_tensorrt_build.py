@@ -34,24 +34,23 @@ from export.engines.tensorrt_plan import (
 )
 from export.errors import EngineError
 from export.graph.files import Feed, load_graph
-from export.graph.float16 import write_float16
+from export.graph.fp16 import write_float16
 from export.graph.islands import find_islands
 from export.repository.config_file import parse_config
 from export.repository.model_config import MAX_BATCH_SIZE
-from export.signature import BATCH, SEQ_LEN, WINDOWS, Contract, TensorSignature, TextSignature
+from export.signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TensorSignature
 
 STUBS = CHECKOUT / ".venv" / "stubs" / "tensorrt_bindings" / "tensorrt.pyi"
 
 
-def build_signature(*dims: tuple[str | int, ...], max_length: int = 256) -> TextSignature:
+def build_signature(*dims: tuple[str | int, ...], max_length: int = 256) -> ModelSignature:
     names = ("input_ids", "attention_mask", "token_type_ids")
-    return TextSignature(
+    return ModelSignature(
         inputs=tuple(
             TensorSignature(name=name, dtype=torch.int64, dims=item) for name, item in zip(names, dims, strict=False)
         ),
         outputs=(TensorSignature(name="made", dtype=torch.float32, dims=(BATCH, 3)),),
-        max_length=max_length,
-        contract=Contract(texts=("TEXT",), answers=()),
+        longest={SEQ_LEN: max_length},
     )
 
 

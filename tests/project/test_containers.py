@@ -194,7 +194,7 @@ def test_prometheus_scrapes_it_by_name_and_evaluates_its_rules(container: Contai
 def test_a_process_that_loops_or_blocks_can_be_seen_inside(container: Container) -> None:
     """The container's user has no rights, and needs none to look into what it started."""
     look = (
-        "from server.stubs import StubTable\n"
+        "from modelyard.server.stubs import StubTable\n"
         "from pathlib import Path\n"
         "(pid,) = [int(p.parent.name) for p in Path('/proc').glob('[0-9]*/comm') if 'tritonserver' in p.read_text()]\n"
         "print({stub.look.waits_for_work for stub in StubTable(pid).refresh()})"

@@ -1,4 +1,4 @@
-"""`python -m server --doctor`: what is there, what is missing, and what to do about it."""
+"""`python -m server doctor`: what is there, what is missing, and what to do about it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def port_options() -> list[str]:
 
 
 def test_a_machine_that_can_serve_is_told_so(published: Published) -> None:
-    done = run("-m", "server", "--doctor", "--json", "--repository", str(published.repository), *port_options())
+    done = run("-m", "server", "doctor", "--json", "--repository", str(published.repository), *port_options())
     assert done.code == 0, done.out
     findings = {finding["what"]: finding for finding in json.loads(done.out)}
     assert len(findings) == 8
@@ -34,17 +34,20 @@ def test_a_machine_that_can_serve_is_told_so(published: Published) -> None:
 def test_what_keeps_it_from_serving_is_named_with_a_remedy(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = [*port_options(), "--grpc-port", str(taken.getsockname()[1])]
-        done = run("-m", "server", "--doctor", "--repository", str(tmp_path), *options)
+        done = run("-m", "server", "doctor", "--repository", str(tmp_path), *options)
     assert done.code == 1
     lines = done.out.splitlines()
-    for what, remedy in (("ports", "pass another --grpc-port"), ("model repository", "publish one with `make demo`")):
+    for what, remedy in (
+        ("ports", "pass another --grpc-port"),
+        ("model repository", "publish one with `python -m export run`"),
+    ):
         (index,) = [index for index, line in enumerate(lines) if line.startswith(f"broken   {what} ")]
         assert remedy in lines[index + 1]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a small /dev/shm of its own")
 def test_a_small_shared_memory_is_found(published: Published) -> None:
-    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -m server --doctor "$@"'
+    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -m server doctor "$@"'
     command = ["unshare", "--mount", "sh", "-c", script, sys.executable, "--repository", str(published.repository)]
     done = subprocess.run([*command, *port_options()], cwd=CHECKOUT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

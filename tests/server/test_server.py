@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from harness import CHECKOUT, Published
+from harness import CHECKOUT, Published, run
 from launcher import find_ports, running
 from tritonclient.utils import InferenceServerException
 
@@ -70,6 +70,27 @@ def test_without_any_tritonserver_it_says_where_it_looked(published: Published) 
     assert error.count("\n") == 1
 
 
+def test_its_commands_are_listed_and_each_explains_itself() -> None:
+    done = run("-m", "server", "--help")
+    assert done.code == 0
+    for command in ("serve", "check", "doctor"):
+        assert f"    {command} " in done.out
+        explained = run("-m", "server", command, "--help")
+        assert explained.code == 0
+        assert f"examples:\n  python -m server {command}\n" in explained.out
+        assert "exit codes:\n  0  " in explained.out
+    wrong = run("-m", "server", "start")
+    assert wrong.code == 2
+    assert "invalid choice: 'start'" in wrong.err
+
+
+def test_options_without_a_command_are_those_of_serve(tmp_path: Path) -> None:
+    outcomes = [run("-m", "server", *command, "--repository", str(tmp_path)) for command in ([], ["serve"])]
+    assert outcomes[0].code == 1
+    assert "holds nothing to serve" in outcomes[0].err
+    assert outcomes[0] == outcomes[1]
+
+
 def test_an_interpreter_without_its_shared_library_is_refused_with_the_package(tmp_path: Path) -> None:
     (tmp_path / "libpython3.11.so.1.0").touch()
     check_libpython("3.11", (tmp_path,))
@@ -110,7 +131,10 @@ def test_a_container_like_installation_is_served_with_its_own_layout(published: 
 def test_it_works_from_a_folder_full_of_traps_and_ends_cleanly(published: Published, tmp_path: Path) -> None:
     for name in ("tokenizers", "numpy", "onnxruntime", "json", "model", "tokenization"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the working directory was imported')")
-    with running(published.repository, cwd=tmp_path, environment={"PYTHONSAFEPATH": "1"}) as server:
+    # The command, for `python -m` imports from the working directory; of this checkout, whichever is installed.
+    modelyard = (str(Path(sys.executable).with_name("modelyard")), "serve")
+    environment = {"PYTHONPATH": str(CHECKOUT)}
+    with running(published.repository, program=modelyard, cwd=tmp_path, environment=environment) as server:
         server.read_until("serving HTTP")
         assert any("sentence_embedding " in line and "answers as verified" in line for line in server.lines)
         assert server.stop(signal.SIGTERM) == 0

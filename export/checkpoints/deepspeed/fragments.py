@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_WHOLE
 from .partitions import map_fragments
 from .states import OptimizerStates
 
@@ -49,6 +50,6 @@ def _derive_group(states: Sequence[OptimizerStates], index: int) -> dict[str, tu
                 f"{state.path} records fragments of parameters that do not follow those of the ranks before it",
                 expected=f"{len(expected)} fragments, end to end over {len(states)} ranks",
                 got=f"{len(recorded[rank])} at other places",
-                remedy="rank files are missing, swapped or of another run; copy the whole checkpoint again",
+                remedy=f"rank files are missing, swapped or of another run; {RECOPY_WHOLE}",
             )
     return shapes

@@ -118,7 +118,7 @@ def _name_flat(
         for name in names:
             shape = keys[name][0]
             stop = position + prod(shape)
-            named[name] = StoredTensor(dtype=FLOAT32, shape=shape, ranges=flat.cut(position, stop))
+            named[name] = flat.take(position, shape)
             position = stop
     return named if all(_read_key(master, dtype) == keys[name] for name, master in named.items()) else {}
 

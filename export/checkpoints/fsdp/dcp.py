@@ -16,9 +16,11 @@ from typing import Any
 
 from ...errors import CheckpointError, ExportError, list_some
 from ..pickles.torch_zip import open_torch_zip
+from ..remedies import DOUBLED, LOST_RANKS, MIXED_SAVES, RECOPY_WHOLE
 from ..storage.assembled_tensor import Box, assemble
+from ..storage.byte_ranges import ByteRange, read_range
 from ..storage.paths import check_inside
-from ..storage.stored_tensor import ByteRange, StoredTensor, read_range
+from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .dcp_metadata import (
     METADATA_FILE,
@@ -35,7 +37,6 @@ _SHARD = re.compile(r"__(\d+)_(\d+)\.distcp")
 # The same, where each rank saved alone (`use_collectives=False`).
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _STEP_NAMES = ("step", "global_step", "iteration", "global_steps")
-_RECOPY = "copy the whole checkpoint again, from every node"
 
 
 def recognises_folder(directory: Path) -> bool:
@@ -108,7 +109,7 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
             f"{directory} lacks files of {len(ends)} that {METADATA_FILE} names",
             expected=f"{len(ends)} files",
             got=f"none called {list_some(missing)}",
-            remedy="each node may have kept only its own ranks: " + _RECOPY,
+            remedy=LOST_RANKS,
         )
     # A rank that had nothing to save leaves an empty file (torch 2.13, filesystem.py, `_write_files_from_queue`).
     extra = [name for name in _list_shards(directory) if name not in ends and not _is_empty(directory / name)]
@@ -128,7 +129,7 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
                 f"{directory / name} is {'cut off' if size < end else 'of another save'}",
                 expected=f"{end} bytes, as {METADATA_FILE} says",
                 got=str(size),
-                remedy=_RECOPY,
+                remedy=RECOPY_WHOLE,
             )
 
 
@@ -190,7 +191,7 @@ def _assemble(directory: Path, tensor: DcpTensor) -> StoredTensor:
                 f"{where} {directory / chunk.region.file_name}, is another than {METADATA_FILE} says",
                 expected=f"{list(chunk.sizes)} {tensor.dtype.name}",
                 got=found,
-                remedy="files of two saves are mixed, or swapped; " + _RECOPY,
+                remedy=MIXED_SAVES,
             )
         boxes.append(Box(chunk.offsets, part))
     return assemble(tensor.shape, tensor.dtype, boxes, name=tensor.name)
@@ -218,7 +219,7 @@ def _refuse_doubles(tensors: Mapping[str, StoredTensor]) -> None:
                 f"{path} and {first} have the same contents",
                 expected="each rank's own part",
                 got="every checksum equal",
-                remedy="one is a copy under the other's name; " + _RECOPY,
+                remedy=DOUBLED,
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import GlobalName, Record, read_bare_pickle
+from ..remedies import RECOPY_OR_USE_OLDER
 from ..storage.dtypes import ElementType
 
 METADATA_FILE = ".metadata"
@@ -228,5 +229,5 @@ def _unlike(path: Path, expected: str, got: str) -> CheckpointError:
         f"{path} is no metadata of a sharded checkpoint",
         expected=expected,
         got=got,
-        remedy="copy the checkpoint again, or use the one before it",
+        remedy=RECOPY_OR_USE_OLDER,
     )

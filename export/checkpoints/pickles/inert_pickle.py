@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_OR_USE_OLDER
 from .inert_globals import may_be_called, may_be_mentioned, normalise_global
 
 MAX_PICKLE_BYTES = 64 << 20
@@ -163,7 +164,7 @@ class InertUnpickler:
             f"{self._source} cannot be read",
             expected=expected,
             got=got,
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
 
     def _run(self) -> Any:

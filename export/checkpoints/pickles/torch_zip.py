@@ -3,7 +3,7 @@
     opened = open_torch_zip(path)           # parses directory and pickle; reads no tensor data, imports no torch
     opened.content                          # dict, list, tuple, str, int, float, bool, None, bytes,
                                             # StoredTensor, Record, GlobalName, ElementType (a dtype)
-    opened.content["module"]["w"].chunks()  # StoredTensor: dtype, shape, ranges, cut(), chunks(), to_torch()
+    opened.content["module"]["w"].chunks()  # StoredTensor: dtype, shape, ranges, chunks(), to_torch()
 
 Tensors of one storage share a `StoredBlock`, so two names are tied exactly when their `StoredTensor`s are equal. What
 is neither tensor nor plain data is a `Record` (`export.checkpoints.inert_globals` has the policy); a tensor subclass
@@ -25,9 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
+from ..remedies import RECOPY_OR_USE_OLDER
+from ..storage.assembled_tensor import transpose
+from ..storage.byte_ranges import ByteRange
 from ..storage.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
 from ..storage.paths import open_regular, read_small
-from ..storage.stored_tensor import ByteRange, StoredTensor
+from ..storage.stored_tensor import ContiguousTensor, StoredTensor
+from ..storage.strided_tensor import StridedTensor
 from ..storage.zip_archive import StoredBlock, ZipArchive
 from .inert_pickle import (
     MAX_PICKLE_BYTES,
@@ -233,7 +237,7 @@ class _Storages:
             f"storage {key} of {self._archive.path} is not what the pickle says",
             expected=expected,
             got=got,
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
 
 
@@ -252,7 +256,7 @@ def _build_tensor(
     numel = prod(shape)
     if numel == 0:
         # An empty range tells which names were one tensor.
-        return StoredTensor(dtype=dtype, shape=tuple(shape), ranges=(ByteRange(storage.block, 0, 0),))
+        return ContiguousTensor(dtype=dtype, shape=tuple(shape), ranges=(ByteRange(storage.block, 0, 0),))
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if (offset + span) * dtype.itemsize > storage.block.length:
         raise machine.refuse(
@@ -263,13 +267,13 @@ def _build_tensor(
         return ForeignTensor(
             "a tensor that overlaps itself, as expand() makes one", "call contiguous() on it before saving"
         )
-    window = ByteRange(storage.block, offset * dtype.itemsize, span * dtype.itemsize)
-    return StoredTensor(
-        dtype=dtype,
-        shape=tuple(shape),
-        ranges=(window,),
-        stride=None if _is_row_major(shape, stride) else tuple(stride),
-    )
+    ranges = (ByteRange(storage.block, offset * dtype.itemsize, span * dtype.itemsize),)
+    if _is_row_major(shape, stride):
+        return ContiguousTensor(dtype=dtype, shape=tuple(shape), ranges=ranges)
+    if _is_row_major(shape[::-1], stride[::-1]) and len(shape) == 2:
+        # As `weight.T` is saved, which is read from start to end whatever its size.
+        return transpose(ContiguousTensor(dtype=dtype, shape=tuple(shape[::-1]), ranges=ranges))
+    return StridedTensor(dtype=dtype, shape=tuple(shape), ranges=ranges, stride=tuple(stride))
 
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
+from ..remedies import RECOPY, RECOPY_WHOLE
 from ..storage.paths import MAX_JSON_BYTES, check_inside, parse_json, read_json_beside, read_small
 from ..storage.safetensors_file import read_safetensors
 from ..storage.stored_tensor import StoredTensor
@@ -138,7 +139,7 @@ def _read_zero_size(path: Path, metadata: Mapping[str, str]) -> set[str]:
             f"{path} cannot be read",
             expected=f"a JSON list of names under {ZERO_SIZE_KEY} in its metadata",
             got=str(exc).rstrip("."),
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
     return set(names)
 
@@ -187,7 +188,7 @@ def _read_index(path: Path) -> dict[str, str]:
             f"{path} cannot be read",
             expected="an index with a weight_map",
             got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
     return dict(weight_map)
 
@@ -205,7 +206,7 @@ def _check_shard_path(directory: Path, shard_name: str) -> None:
             f"{directory} lacks a shard that its index names",
             expected=shard_name,
             got="no such file",
-            remedy="copy the whole checkpoint",
+            remedy=RECOPY_WHOLE,
         )
     check_inside(directory / shard_name, directory)
 

@@ -40,7 +40,7 @@ _MAX_OUTER_KEYS = 3
 
 # What a module that holds the model, such as Lightning's, calls it as a rule.
 _INNER_MODEL = "model."
-# A file of transformers or Accelerate, passed by itself: read as `export.checkpoints.huggingface` reads its folder.
+# A file of transformers or Accelerate, passed by itself: read as `huggingface.py` reads its folder.
 _HUGGING_FACE_SUFFIX = ".bin"
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
+from .byte_ranges import reuse_memory
 from .dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from .stored_tensor import reuse_memory
 
 _NUMPY_FLOATS: dict[str, Any] = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY
 
 # The largest that are known are tokenizers, of some 35 MB.
 MAX_JSON_BYTES = 64 << 20
@@ -42,7 +44,7 @@ def check_inside(path: Path, directory: Path) -> None:
             f"{path} leads nowhere",
             expected="a file in the checkpoint",
             got=(exc.strerror if isinstance(exc, OSError) else None) or "a link to itself",
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
     if target.is_relative_to(root):
         return
@@ -127,8 +129,20 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
             f"{path} cannot be read",
             expected="JSON",
             got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
+
+
+def read_json_if_any(path: Path) -> Mapping[str, Any] | list[Any] | None:
+    """Return what a JSON file beside the weights holds, or None where there is no such file.
+
+    Raises:
+        CheckpointError: It is not JSON, is no regular file, or is too large.
+    """
+    if not os.path.lexists(path):
+        return None
+    content: Mapping[str, Any] | list[Any] = read_json(path)
+    return content
 
 
 def read_json_beside(path: Path) -> dict[str, Any]:

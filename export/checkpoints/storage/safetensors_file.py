@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY
+from .byte_ranges import ByteRange
 from .dtypes import BY_SAFETENSORS_NAME
 from .paths import open_regular, parse_json
-from .stored_tensor import ByteRange, StoredTensor
+from .stored_tensor import ContiguousTensor, StoredTensor
 from .zip_archive import StoredBlock
 
 METADATA_KEY = "__metadata__"
@@ -76,7 +78,7 @@ def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
         raise _unreadable(path, f"{name} of shape {list(shape)} in {last - first} bytes")
     block = StoredBlock(path=path, name=name, offset=start + first, length=last - first, crc32=None)
     ranges = (ByteRange(block, 0, block.length),) if block.length else ()
-    return StoredTensor(dtype=dtype, shape=shape, ranges=ranges)
+    return ContiguousTensor(dtype=dtype, shape=shape, ranges=ranges)
 
 
 def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], size: int) -> None:
@@ -105,5 +107,5 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
         f"{path} cannot be read",
         expected="a whole weight file",
         got=f"{size} bytes ({reason.rstrip('.')})",
-        remedy="copy the checkpoint again",
+        remedy=RECOPY,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_OR_USE_OLDER
 from .paths import open_regular
 
 # A checkpoint has one entry per storage. 200,000 of them are parsed in about a second and 100 MB.
@@ -292,5 +293,5 @@ class ZipArchive:
             f"{self.path} is no intact torch archive{where}",
             expected=expected,
             got=got,
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )

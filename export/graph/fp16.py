@@ -11,9 +11,23 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from .files import load_graph, save_graph
-from .islands import is_fp32
+from .conversion import Conversion, Converted
+from .files import cast_lazily, load_graph, measure_ranges, save_graph
+from .islands import find_islands, is_fp32
 from .onnx_export import EXTERNAL_ABOVE_BYTES
+
+
+def write(conversion: Conversion) -> Converted:
+    """Write the graph as fp16, with what fp16 cannot hold left in fp32.
+
+    Values that are too large are looked for on the feeds.
+    """
+    source, destination, limit = conversion.source, conversion.destination, conversion.external_above_bytes
+    conversion.on_step("looking for values beyond fp16")
+    ranges = measure_ranges(source, conversion.feeds, destination.parent, external_above_bytes=limit)
+    islands = find_islands(load_graph(source), ranges)
+    write_float16(source, destination, islands, external_above_bytes=limit)
+    return Converted(quality=conversion.measure(destination), kept=islands)
 
 
 def write_float16(
@@ -22,48 +36,13 @@ def write_float16(
     """Write the fp32 graph `source` as fp16, the nodes named in `islands` as they are, inputs and outputs fp32.
 
     Args:
-        source: Plain fp32.
-        destination: Of the new graph, in another folder.
-        islands: From `find_islands`.
-        external_above_bytes: From which size on the weights lie in a file of their own.
+        source: Plain fp32 graph.
+        destination: File of the new graph, in another folder.
+        islands: Names of nodes, as `find_islands` returns them.
+        external_above_bytes: Size above which the weights lie in a file of their own.
     """
     model = load_graph(source)
     _Converter(model, frozenset(islands)).convert()
-    save_graph(model, destination, external_above_bytes=external_above_bytes)
-
-
-def write_bfloat16(source: Path, destination: Path, *, external_above_bytes: int = EXTERNAL_ABOVE_BYTES) -> None:
-    """Write the fp32 graph `source` with its matrices stored as bf16 and cast to fp32 in front of whatever reads them.
-
-    Half the file and fp32 arithmetic: ONNX Runtime has no bf16 sums or products on a CPU, so nothing else could be
-    verified there, and on load it folds the casts, after which it is as fast and needs as much memory as fp32. What a
-    bf16 rounding of the weights does to the answers is thereby exactly what is measured. Biases, norms and scalars
-    stay fp32: they weigh nothing.
-
-    Args:
-        source: Plain fp32.
-        destination: Of the new graph, in another folder.
-        external_above_bytes: From which size on the weights lie in a file of their own.
-    """
-    model = load_graph(source)
-    graph = model.graph
-    for value in list(graph.initializers.values()):
-        if not is_fp32(value) or value.const_value is None or len(value.const_value.shape) < 2:
-            continue
-        name = str(value.name)
-        del graph.initializers[name]
-        stored = ir.Value(
-            name=f"{name}_bf16",
-            const_value=_cast_lazily(value.const_value, ir.DataType.BFLOAT16),
-            shape=value.shape,
-            type=ir.TensorType(ir.DataType.BFLOAT16),
-        )
-        graph.register_initializer(stored)
-        cast = ir.node("Cast", [stored], attributes={"to": ir.DataType.FLOAT}, name=f"{name}_to_fp32")
-        cast.outputs[0].dtype, cast.outputs[0].shape = ir.DataType.FLOAT, value.shape
-        value.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
-        cast.outputs[0].name = name
-        graph.insert_before(graph[0], cast)
     save_graph(model, destination, external_above_bytes=external_above_bytes)
 
 
@@ -122,7 +101,7 @@ class _Converter:
         self.names.add(name)
         if value.is_initializer():
             assert value.const_value is not None, f"Bug: initializer {value.name} without values"
-            given = ir.Value(name=name, const_value=_cast_lazily(value.const_value, dtype), shape=value.shape)
+            given = ir.Value(name=name, const_value=cast_lazily(value.const_value, dtype), shape=value.shape)
             given.dtype = dtype
             self.graph.register_initializer(given)
         else:
@@ -136,9 +115,3 @@ class _Converter:
                 self.graph.insert_after(producer, cast)
         self.casts[value, dtype] = given
         return given
-
-
-def _cast_lazily(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.LazyTensor:
-    """Return a tensor that is cast when it is written, so that one at a time is in memory. Rounds to nearest even."""
-    shape = ir.Shape(tensor.shape.numpy())
-    return ir.LazyTensor(lambda: ir.tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype), dtype=dtype, shape=shape)

@@ -1,7 +1,8 @@
-"""Runs ONNX files for `target_runtime`, in a process of its own: `python -I target_worker.py IN OUT THREADS [FOLDER]`.
+"""Runs ONNX files for `onnxruntime_process`, in a process of its own.
 
-It speaks through the file descriptors IN and OUT: a request, then its answer, each a header in JSON and raw arrays. It
-imports numpy and, from FOLDER where one is given, ONNX Runtime; nothing of this package.
+Called as `python -I onnxruntime_worker.py IN OUT THREADS [FOLDER]`, it speaks through the file descriptors IN and OUT:
+a request, then its answer, each a header in JSON and raw arrays. It imports numpy and, from FOLDER where one is given,
+ONNX Runtime; nothing of this package.
 """
 
 import contextlib

@@ -22,12 +22,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import RuntimeFailure, list_some
+from ..locations import CACHE
 from ..targets import Target
-from . import target_worker
-from .target_worker import read_message, write_message
-
-# Where the wheels of other versions are kept: in the checkout, or where that cannot be written, in the home folder.
-_CACHES = (Path(__file__).resolve().parent.parent.parent / ".cache", Path("~/.cache/modelyard"))
+from . import onnxruntime_worker
+from .onnxruntime_worker import read_message, write_message
 
 # How much of what a worker wrote to stderr is looked at for its last words, and how much of a message is quoted.
 _STDERR_BYTES = 16384
@@ -166,7 +164,7 @@ class _Worker:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         # Isolated: neither PYTHONPATH nor the folder of the script may put other modules in place of numpy's own.
-        command = [sys.executable, "-I", target_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
+        command = [sys.executable, "-I", onnxruntime_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
         try:
             self._process = subprocess.Popen(
                 command + ([str(folder)] if folder else []),
@@ -279,27 +277,22 @@ def fetch_runtime(target: Target, on_progress: Callable[[str], None] = lambda wh
             return None
     # A wheel is for one Python: environments of two share a checkout.
     name = f"onnxruntime-{version}-{sys.implementation.cache_tag}"
-    for cache in _CACHES:
-        if (folder := cache.expanduser() / name).is_dir():
-            return folder
-    what = f"the ONNX Runtime {version} of Triton {target.release} cannot be fetched"
-    reasons = []
-    for cache in _CACHES:
-        folder = cache.expanduser() / name
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            temporary = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{name}.")
-        except OSError as exc:
-            reasons.append(str(exc))
-            continue
-        with temporary:
-            on_progress(f"fetching ONNX Runtime {version}")
-            _install(version, Path(temporary.name, "wheel"), what)
-            # Renamed when complete: an interrupted download leaves no half of it. Whoever came first wins.
-            with contextlib.suppress(OSError):
-                Path(temporary.name, "wheel").rename(folder)
+    folder = CACHE / name
+    if folder.is_dir():
         return folder
-    raise RuntimeFailure(what, expected="a folder that can be written", got=" and ".join(reasons))
+    what = f"the ONNX Runtime {version} of Triton {target.release} cannot be fetched"
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{name}.")
+    except OSError as exc:
+        raise RuntimeFailure(what, expected="a folder that can be written", got=str(exc)) from exc
+    with temporary:
+        on_progress(f"fetching ONNX Runtime {version}")
+        _install(version, Path(temporary.name, "wheel"), what)
+        # Renamed when complete: an interrupted download leaves no half of it. Whoever came first wins.
+        with contextlib.suppress(OSError):
+            Path(temporary.name, "wheel").rename(folder)
+    return folder
 
 
 def _install(version: str, folder: Path, what: str) -> None:

@@ -1,0 +1,178 @@
+"""Follows the repository: what becomes active there is served here, within a second or two."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .errors import RolloutError
+from .model_text import CONFIG_FILE
+from .published import Published, read_repository
+from .rollout import Roller
+
+# Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
+_INTERVAL_S = 0.5
+
+# What could not be rolled out is tried again after this long, and each time after twice as long.
+_FIRST_RETRY_S = 10.0
+_LAST_RETRY_S = 600.0
+
+State = Literal["served", "rolling", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Following:
+    """How far a model is followed.
+
+    Attributes:
+        active: Version that the repository says should be served; 0 where there is none any more.
+        served: Version that is served; 0 where none is.
+        state: `rolling` while it is being changed, `failed` after a try that led to nothing.
+        reason: Why it failed, in one sentence.
+    """
+
+    active: int
+    served: int
+    state: State
+    reason: str = ""
+
+
+@dataclass(kw_only=True)
+class _Failure:
+    wanted: Published
+    reason: str
+    retry_at: float
+    delay_s: float
+
+
+class Follower:
+    """Watches a repository and has a running tritonserver serve what is active in it.
+
+    Args:
+        repository: The model repository.
+        roller: Changes what is served.
+        tell: Called with a model's name and how far it is followed, whenever that changes.
+        say: Logs a line.
+    """
+
+    def __init__(
+        self, repository: Path, roller: Roller, tell: Callable[[str, Following], None], say: Callable[[str], None]
+    ) -> None:
+        self._repository = repository
+        self._roller = roller
+        self._tell = tell
+        self._say = say
+        self._served: dict[str, Published] = {}
+        self._failures: dict[str, _Failure] = {}
+        self._seen: object = None
+        self._next_look = 0.0
+        self._worker: threading.Thread | None = None
+        self._ended = False
+
+    @property
+    def models(self) -> list[str]:
+        """Names of every model that tritonserver should have loaded."""
+        return [name for published in list(self._served.values()) for name in published.configs]
+
+    def start(self) -> None:
+        """Show all that is active to a tritonserver that is about to start."""
+        self._seen = self._fingerprint()
+        for published in read_repository(self._repository).values():
+            self._roller.show(published)
+            self._settle(published)
+
+    def look(self) -> None:
+        """Begin to follow what has changed, if anything has; returns at once."""
+        now = time.monotonic()
+        if now < self._next_look or (self._worker and self._worker.is_alive()):
+            return
+        self._next_look = now + _INTERVAL_S
+        seen = self._fingerprint()
+        due = any(failure.retry_at <= now for failure in self._failures.values())
+        if seen != self._seen or due:
+            self._seen = seen
+            self._worker = threading.Thread(target=self._follow, daemon=True)
+            self._worker.start()
+
+    def end(self) -> None:
+        """Follow nothing any more, and wait for what is under way, some seconds at most."""
+        self._ended = True
+        if self._worker:
+            self._worker.join(timeout=5)
+
+    def _fingerprint(self) -> object:
+        """Return something that is another whenever a configuration or the list of models is another."""
+        found = []
+        try:
+            for folder in sorted(self._repository.iterdir()):
+                try:
+                    stat = (folder / CONFIG_FILE).stat()
+                except OSError:
+                    continue
+                found.append((folder.name, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        # A network file system that is away for a moment says nothing about what should be served.
+        except OSError:
+            return self._seen
+        return found
+
+    def _follow(self) -> None:
+        try:
+            wanted = read_repository(self._repository)
+        except OSError as exc:
+            self._say(f"{self._repository} cannot be looked at: {exc.strerror}; what is served stays")
+            self._seen = None
+            return
+        for name in [*self._served]:
+            if name not in wanted and not self._ended:
+                self._remove(name)
+        for published in wanted.values():
+            if not self._ended:
+                self._bring(published)
+
+    def _remove(self, name: str) -> None:
+        published = self._served.pop(name)
+        self._failures.pop(name, None)
+        self._tell(name, Following(active=0, served=published.version, state="rolling"))
+        self._roller.remove(published)
+        self._say(f"{name}: is no longer in the repository; unloaded")
+        self._tell(name, Following(active=0, served=0, state="served"))
+
+    def _bring(self, wanted: Published) -> None:
+        old = self._served.get(wanted.name)
+        failure = self._failures.get(wanted.name)
+        if old == wanted or (failure and failure.wanted == wanted and failure.retry_at > time.monotonic()):
+            if old == wanted and failure:
+                self._settle(wanted)
+            return
+        start = time.monotonic()
+        served = old.version if old else 0
+        self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
+        try:
+            if old:
+                self._roller.roll(old, wanted)
+            else:
+                self._roller.add(wanted)
+        except RolloutError as exc:
+            if not self._ended:
+                self._fail(wanted, served, str(exc))
+            return
+        self._settle(wanted)
+        before = f", version {served} before" if old and served != wanted.version else ""
+        self._say(f"{wanted.name}: version {wanted.version} is served{before}, {time.monotonic() - start:.1f} s")
+
+    def _settle(self, published: Published) -> None:
+        self._served[published.name] = published
+        self._failures.pop(published.name, None)
+        self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
+
+    def _fail(self, wanted: Published, served: int, reason: str) -> None:
+        before = self._failures.get(wanted.name)
+        again = before and before.wanted == wanted
+        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and again else _FIRST_RETRY_S
+        self._failures[wanted.name] = _Failure(
+            wanted=wanted, reason=reason, retry_at=time.monotonic() + delay, delay_s=delay
+        )
+        self._say(f"ERROR: {reason} Tried again in {delay:.0f} s, or once the repository changes.")
+        self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))

@@ -1,0 +1,78 @@
+"""What a repository says should be served: which version of each model is active, and which models are its steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .model_text import CONFIG_FILE, read_fields, read_steps, read_versions, serve_versions
+
+GOLDEN_FILE = "golden.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One model that clients ask for.
+
+    Attributes:
+        name: Name of the ensemble, or of the graph where nothing stands around it.
+        version: Active version of the model and its steps; 0 for a model that this project did not write, of which
+            tritonserver serves what its configuration says.
+        configs: Name → text of the `config.pbtxt` of every step, in order, and of the model itself, which comes last.
+    """
+
+    name: str
+    version: int
+    configs: Mapping[str, str]
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Names of the ensemble's steps, in order."""
+        return tuple(name for name in self.configs if name != self.name)
+
+
+def read_repository(repository: Path) -> dict[str, Published]:
+    """Return name → what should be served of it, for every model that has a configuration and a version.
+
+    A model that is being written, or cannot be read, is not among them.
+    """
+    configs = {}
+    for folder in sorted(repository.iterdir()):
+        if not folder.name.startswith(".") and list_versions(folder):
+            try:
+                configs[folder.name] = (folder / CONFIG_FILE).read_text(encoding="utf-8")
+                read_fields(configs[folder.name])
+            # Of a configuration that is not one, tritonserver says what is wrong with it, where it is asked to load it.
+            except (OSError, ValueError):
+                continue
+    found = {name: published for name in configs if (published := _read_ours(repository, name, configs))}
+    owned = {step for published in found.values() for step in published.steps}
+    others = {
+        name: Published(name=name, version=0, configs={name: config})
+        for name, config in configs.items()
+        if name not in found and name not in owned
+    }
+    return found | others
+
+
+def list_versions(folder: Path) -> list[int]:
+    """Return the numbers of a model folder's versions, in order."""
+    try:
+        return sorted(int(entry.name) for entry in folder.iterdir() if entry.is_dir() and entry.name.isdecimal())
+    except OSError:
+        return []
+
+
+def _read_ours(repository: Path, name: str, configs: Mapping[str, str]) -> Published | None:
+    """Return what should be served of a model that was published with an answer to ask it for, else None."""
+    steps = read_steps(configs[name])
+    versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
+    if len(versions) != 1:
+        return None
+    (version,) = versions
+    names = [*(step for step, _ in steps), name]
+    whole = all(step in configs and version in list_versions(repository / step) for step in names)
+    if not whole or not (repository / name / str(version) / GOLDEN_FILE).is_file():
+        return None
+    return Published(
+        name=name, version=version, configs={step: serve_versions(configs[step], [version]) for step in names}
+    )

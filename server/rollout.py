@@ -1,0 +1,169 @@
+"""Brings a running tritonserver from one version of a model to another, without a request lost on the way.
+
+The order, for a model with steps (an ensemble):
+
+    1. each step serves the old version and the new one
+    2. an ensemble under a name of its own answers for the new version; it is asked for the verified answer
+    3. the ensemble itself is pinned to the new version
+    4. what is in flight on the old version is answered
+    5. each step serves the new version alone
+
+Whatever fails before the third step leaves the old version as it was. A model without steps is tried under another name
+and then switched.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .control import Control
+from .errors import ControlError, RolloutError
+from .health import check_answer
+from .model_text import rename, replace_field, serve_versions
+from .overlay import Overlay
+from .published import Published, list_versions
+
+# A model of this name beside the published one answers for a version that is not served yet.
+CANDIDATE_SUFFIX = ".candidate"
+
+# How long requests on the old version may take before its steps are unloaded all the same.
+_FLIGHT_LIMIT_S = 60.0
+_INTERVAL_S = 0.05
+
+
+class Roller:
+    """Loads, switches and unloads published models in one tritonserver.
+
+    Args:
+        repository: Where they are published.
+        overlay: What tritonserver is shown of it.
+        control: Orders to that tritonserver.
+    """
+
+    def __init__(self, repository: Path, overlay: Overlay, control: Control) -> None:
+        self._repository = repository
+        self._overlay = overlay
+        self._control = control
+
+    def show(self, published: Published) -> None:
+        """Show a model to a tritonserver that is about to start."""
+        for name, config in published.configs.items():
+            versions = [published.version] if published.version else list_versions(self._repository / name)
+            self._overlay.show(name, config, self._repository / name, versions)
+
+    def add(self, published: Published) -> None:
+        """Load a model that was not there, its steps first.
+
+        Raises:
+            RolloutError: It cannot be loaded or does not answer as verified; nothing of it stays loaded.
+        """
+        try:
+            self.show(published)
+            for name in published.configs:
+                self._control.load(name)
+            self._check(published, published.name)
+        except (OSError, ValueError, ControlError) as exc:
+            self.remove(published)
+            raise _refuse(published, exc, "it is not served") from exc
+
+    def remove(self, published: Published) -> None:
+        """Unload a model that is no more, its steps last."""
+        for name in reversed([*published.configs]):
+            with contextlib.suppress(ControlError):
+                self._control.unload(name)
+            self._overlay.hide(name)
+
+    def roll(self, old: Published, new: Published) -> None:
+        """Serve `new` in place of `old`, two versions or two configurations of one model.
+
+        Raises:
+            RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
+        """
+        try:
+            if new.version and new.steps:
+                self._load_steps(old, new)
+            if new.version:
+                with self._candidate(new) as name:
+                    self._check(new, name)
+            self._load(new, [new.name], [new.version])
+        except (OSError, ValueError, ControlError) as exc:
+            self._restore(old, new)
+            raise _refuse(new, exc, f"version {old.version} is served as before") from exc
+        self._finish(old, new)
+
+    def _load_steps(self, old: Published, new: Published) -> None:
+        """Serve both versions of each step that they share, and the new one alone of a step that only it has."""
+        for name in new.steps:
+            both = name in old.configs
+            config = old.configs[name] if both else new.configs[name]
+            versions = {old.version, new.version} if both else {new.version}
+            # A warmup may be longer than what the other version takes.
+            config = serve_versions(replace_field(config, "model_warmup"), versions)
+            self._overlay.show(name, config, self._repository / name, versions)
+            self._control.load(name)
+
+    @contextlib.contextmanager
+    def _candidate(self, new: Published) -> Iterator[str]:
+        """Serve the new version under a name of its own for a moment."""
+        name = new.name + CANDIDATE_SUFFIX
+        try:
+            config = rename(new.configs[new.name], name)
+            self._overlay.show(name, config, self._repository / new.name, [new.version])
+            self._control.load(name)
+            yield name
+        finally:
+            with contextlib.suppress(ControlError):
+                self._control.unload(name)
+            self._overlay.hide(name)
+
+    def _load(self, published: Published, names: list[str], versions: list[int]) -> None:
+        for name in names:
+            source = self._repository / name
+            shown = versions if published.version else list_versions(source)
+            self._overlay.show(name, published.configs[name], source, shown)
+            self._control.load(name)
+
+    def _finish(self, old: Published, new: Published) -> None:
+        """Unload the old version once nothing is in flight on it.
+
+        The new version is served already, so what fails here is told and tried no further: it costs memory alone.
+        """
+        if not new.steps:
+            return
+        deadline = time.monotonic() + _FLIGHT_LIMIT_S
+        while time.monotonic() < deadline and self._is_busy(old):
+            time.sleep(_INTERVAL_S)
+        self._load(new, [*new.steps], [new.version])
+        for name in old.steps:
+            if name not in new.configs:
+                self._control.unload(name)
+                self._overlay.hide(name)
+
+    def _is_busy(self, old: Published) -> bool:
+        return any(
+            state.name == old.name and state.version == str(old.version) and state.state in ("READY", "UNLOADING")
+            for state in self._control.read_states()
+        )
+
+    def _restore(self, old: Published, new: Published) -> None:
+        # The ensemble first, while its steps still serve the old version besides the new one.
+        for name in reversed([*new.configs]):
+            with contextlib.suppress(OSError, ControlError):
+                if name in old.configs:
+                    self._load(old, [name], [old.version])
+                else:
+                    self._control.unload(name)
+                    self._overlay.hide(name)
+
+    def _check(self, published: Published, name: str) -> None:
+        """Ask for the verified answer of a version under the name that serves it."""
+        if published.version:
+            check_answer(self._control.url, self._repository, published.name, str(published.version), served_as=name)
+
+
+def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:
+    return RolloutError(
+        f"version {published.version} of {published.name} cannot be served: expected it to load and to answer as "
+        f"verified, got {' '.join(str(exc).split())}; {consequence}, activate another version or export it again."
+    )

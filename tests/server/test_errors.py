@@ -1,0 +1,17 @@
+"""The server's refusals: facts first, one sentence out of them."""
+
+from server.errors import ControlError, NotFoundError
+
+
+def test_a_refusal_keeps_its_facts_apart_and_is_one_sentence() -> None:
+    error = NotFoundError("no model was found", expected="one; or more", got="none", remedy="publish one")
+    assert error.fault == "no model was found: expected one; or more, got none"
+    assert error.remedy == "publish one"
+    assert str(error) == "no model was found: expected one; or more, got none; publish one."
+
+
+def test_what_a_server_answered_is_told_on_one_line_and_never_obeyed_by_a_terminal() -> None:
+    text = str(ControlError("/v2", expected="an answer", got="HTTP 400:\n\x1b[2J" + "x" * 10_000))
+    assert text.startswith(r"/v2: expected an answer, got HTTP 400: \x1b[2Jxxx")
+    assert "\n" not in text
+    assert len(text) < 1_200
