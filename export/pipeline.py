@@ -25,9 +25,11 @@ from .proof.quality import convert, list_quality_feeds
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import Tolerances, choose_tolerances
 from .proof.verify import VerificationReport, hash_file, verify
+from .repository.contents import check_owners
+from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import MAX_BATCH_SIZE, MODEL_INSTANCES, name_models
-from .repository.names import check_name
+from .repository.names import ModelNames
 from .repository.publication import Publication, check_contract, publish
 from .request import ExportRequest
 from .targets import Target, find_target
@@ -147,6 +149,9 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         settings = checkpoint.directory if (checkpoint.directory / "adapter_config.json").is_file() else directory
         weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
         task_name = request.task or find_task_name(directory, config, weights.specs())
+        # Before the weights are read, which may take minutes.
+        names = ModelNames(name=request.name, is_ensemble=must_read_text(task_name))
+        check_owners(request.repository, names.name, names.all)
         tokenizer, rows = None, None
         if must_read_text(task_name) or (may_read_text(task_name) and has_tokenizer(directory)):
             tokenizer = load_tokenizer(directory)
@@ -201,7 +206,7 @@ def run_export(
     Raises:
         ExportError: With the one reason.
     """
-    check_name(request.name)
+    check_destination(request.repository, request.name)
     target = find_target(request.target)
     # Before anything is read: here, where there is no GPU, nothing can come of it.
     tensorrt_version = find_version() if request.engine == "tensorrt" else None

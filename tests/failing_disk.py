@@ -114,8 +114,9 @@ def run_forked(
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal seen
-        # What is written in memory is written by methods of the same names.
-        if event != "c_call" or isinstance(getattr(argument, "__self__", None), io.StringIO | io.BytesIO):
+        # What is written in memory is written by methods of the same names, and a lock is closed but not written.
+        held = getattr(argument, "__self__", None)
+        if event != "c_call" or isinstance(held, io.StringIO | io.BytesIO) or argument is os.close:
             return
         if getattr(argument, "__name__", "") in functions:
             seen += 1

@@ -124,7 +124,6 @@ def publish(
         RepositoryError: The report does not vouch for these bytes, the name is taken, the disk is full or fails, or
             another publication is at work.
     """
-    _check_report(report, files.all)
     homes: dict[str, list[Path]] = {name: [] for name in names.all}
     homes[names.model] += files.model
     for step, paths in files.steps.items():
@@ -136,6 +135,7 @@ def publish(
     undo = Undo()
     with contextlib.ExitStack() as held:
         try:
+            _check_report(report, files.all)
             _make_folder(repository, undo)
             held.enter_context(hold(repository, patience_s))
             check_contract(repository, names, signature)

@@ -1,5 +1,6 @@
 """The way back from a change of the repository that fails, made of steps that need no room on the disk."""
 
+import contextlib
 from collections.abc import Callable
 
 
@@ -36,5 +37,9 @@ class Undo:
 
     def keep(self) -> None:
         """Keep the changes, and remove the litter."""
-        self._steps = [(is_litter, step) for is_litter, step in self._steps if is_litter]
-        self.run()
+        while self._steps:
+            is_litter, step = self._steps.pop()
+            # All is done: whoever interrupts now comes too late to be told that nothing was.
+            with contextlib.suppress(OSError, KeyboardInterrupt):
+                if is_litter:
+                    step()
