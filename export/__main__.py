@@ -13,19 +13,22 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .commands import consolidate, inspect_checkpoint
+from .engines import ENGINES
 from .errors import ExportError, list_some
 from .graph.precisions import PRECISIONS
 from .locations import PROGRAM, REPOSITORY, name_command
 from .progress import Progress
-from .request import AGGREGATIONS, DEFAULT_RELEASE, ENGINES, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
+from .request import AGGREGATIONS, DEFAULT_RELEASE, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
 from .settings import build_request, read_settings
 from .targets import find_target
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from .graph.conversion import PrecisionReport
     from .pipeline import ExportResult
     from .proof.verify import VerificationReport
+    from .stages import Stage
     from .weights.vocabulary_rows import VocabularyRows
 
 _EXAMPLES = f"""
@@ -251,10 +255,10 @@ def _run(arguments: argparse.Namespace) -> int:
     check_destination(request.repository, request.name)
     find_target(request.target)
 
-    from .pipeline import count_steps, run_export
+    from .pipeline import run_export
 
     console = Console(stderr=True)
-    result = run_export(request, Progress(console, count_steps(request)), lambda report: _print_report(report, console))
+    result = run_export(request, Progress(console), partial(_print_report, console))
     if arguments.json:
         print(json.dumps(_to_json(result), indent=2))  # noqa: T201
     else:
@@ -262,14 +266,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_report(report: "VerificationReport", console: Console) -> None:
+def _print_report(console: Console, report: "VerificationReport", stage: "Stage") -> None:
     from .tasks.comparison import describe_errors
 
-    precision = report.precision["precision"] if report.precision else "fp32"
-    engines = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
-    runtime = next(f"{name} {report.versions[key]}" for key, name in engines.items() if key in report.versions)
-    title = f"{runtime} against torch {report.versions['torch']}, {precision}"
-    table = Table(title=title)
+    runtime = f"{stage.engine.title} {report.versions[stage.engine.name]}"
+    table = Table(title=f"{runtime} against torch {report.versions['torch']}, {stage.precision.name}")
     # What was tried and what came of it is never broken over lines, nor cut.
     table.add_column("case", no_wrap=True)
     # On the 80 columns of a log there is no room for more; the report has every figure.
@@ -298,7 +299,6 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         "unchanged": f"version {publication.version} already holds exactly this; nothing was written",
     }[publication.outcome]
     signature = source.task.signature
-    precision = result.precision.precision if result.precision else "fp32"
     facts = {
         "checkpoint": f"{source.origin}, {source.parameters / 1e6:.1f} M parameters",
         "missing": "; ".join(source.missing),
@@ -310,8 +310,9 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
         if SEQ_LEN in signature.longest
         else "",
         "tried": source.task.tried,
-        "model": f"{result.model_bytes / 1e6:.1f} MB, {precision}, {result.engine} of Triton {result.target.release}",
-        "beside fp32": _describe_precision(result.precision) if result.precision else "",
+        "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
+        f"{result.engine} of Triton {result.target.release}",
+        "beside fp32": _describe_precision(result.conversion) if result.conversion else "",
         "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",
         "published": f"{publication.name} in {repository}, {written}",
         "report": str(publication.report_file.with_name(PAGE_FILE)),
@@ -321,6 +322,8 @@ def _print_summary(result: "ExportResult", repository: Path, console: Console) -
     console.print()
     for label, text in lines.items():
         console.print(f"{label:>11}  {text}", markup=False)
+    for warning in source.task.warnings:
+        console.print(f"\n[bold yellow]Warning:[/] {escape(warning)}")
     for note in result.notes:
         console.print(f"\nNote: {note}", markup=False)
     console.print(f"\nNext: {name_command('serve')} --repository {repository}", markup=False)
@@ -380,6 +383,7 @@ def _to_json(result: "ExportResult") -> dict[str, Any]:
         "target": result.target.release,
         "model_bytes": result.model_bytes,
         "peak_bytes": {"export": result.peak_bytes[0], "onnxruntime": result.peak_bytes[1]},
+        "warnings": list(task.warnings),
         "notes": list(result.notes),
         "report": result.report.to_json(),
         "publication": asdict(publication) | {"report_file": str(publication.report_file)},

@@ -14,7 +14,7 @@ class Artefacts:
     """What the export wrote.
 
     Attributes:
-        model: `model.onnx` or `model.plan`, and whatever belongs to it.
+        model: The file that the engine loads, first; then whatever belongs to it.
         steps: Step of the ensemble around it → what the version folder of that step holds.
     """
 
@@ -28,9 +28,14 @@ class Artefacts:
 
     @property
     def graph(self) -> Path:
-        """The file that is run: of ONNX Runtime, or a plan of TensorRT."""
-        return next(path for path in self.model if path.name in ("model.onnx", "model.plan"))
+        """The file that the engine loads."""
+        return self.model[0]
 
     def find(self, name: str) -> Path:
         """Return the file of that name, which is one of a step."""
         return next(path for paths in self.steps.values() for path in paths if path.name == name)
+
+
+def list_model(path: Path) -> tuple[Path, ...]:
+    """Return the file that an engine loads, and behind it everything else in its folder."""
+    return (path, *sorted(other for other in path.parent.iterdir() if other != path))

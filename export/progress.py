@@ -11,18 +11,27 @@ Detail = Callable[[str], None]
 
 
 class Progress:
-    """Numbered steps with their times. A spinner on a terminal, plain lines elsewhere."""
+    """Numbered steps with their times. A spinner on a terminal, plain lines elsewhere.
 
-    def __init__(self, console: Console, steps: int) -> None:
+    Attributes:
+        begun: How many steps have begun.
+    """
+
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._steps = steps
-        self._step = 0
+        self._expected = 0
+        self.begun = 0
+
+    def expect(self, steps: int) -> None:
+        """Count on that many steps more. Whoever takes steps says so before the first of them."""
+        self._expected += steps
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[Detail]:
         """Show that `what` is going on until the block ends, then how long it took."""
-        self._step += 1
-        label = f"[{self._step}/{self._steps}] {what}"
+        self.begun += 1
+        assert self.begun <= self._expected, f"Bug: nobody expected {what}"
+        label = f"[{self.begun}/{self._expected}] {what}"
         start = time.monotonic()
         if not self._console.is_terminal:
             self._say(label)

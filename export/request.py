@@ -23,11 +23,6 @@ TASKS = {
     "audio-feature-extraction": "tensors: the last hidden states of a sound",
 }
 
-ENGINES = {
-    "onnxruntime": "on CPUs and GPUs",
-    "tensorrt": "a plan for the GPU at hand; runs in NVIDIA's image, see docker/tensorrt/build.sh",
-}
-
 # The Triton release whose tritonserver the wheel carries.
 DEFAULT_RELEASE = "24.10"
 

@@ -7,13 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from .engines import ENGINES
 from .errors import SettingsError
 from .graph.precisions import PRECISIONS
 from .locations import REPOSITORY
 from .request import (
     AGGREGATIONS,
     DEFAULT_RELEASE,
-    ENGINES,
     POOLINGS,
     TASKS,
     UNUSED_ROWS,

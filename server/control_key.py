@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import KeyFileError
+from .processes import read_stat
 
 HEADER = "modelyard-key"
 
@@ -16,9 +17,6 @@ HEADER = "modelyard-key"
 RESTRICTED = ("model-repository", "trace", "logging", "shared-memory")
 
 _LINE = re.compile(rf"{HEADER}: ([0-9a-f]{{64}})\n")
-
-# Fields of /proc/PID/stat behind the name, counted from the state (proc(5): fields 48 and 49).
-_ARG_START, _ARG_END = 45, 46
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,10 @@ def hide_key(key: ControlKey, pid: int) -> bool:
         Whether the command line holds no key now.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        stat = read_stat(pid)
+        if stat is None:
+            return False
+        start, end = stat.arguments
         with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
             memory.seek(start)
             arguments = memory.read(end - start)

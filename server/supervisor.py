@@ -1,6 +1,5 @@
 """Keeps one tritonserver serving: starts it, watches it and its backend processes, and ends it."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -10,14 +9,15 @@ from pathlib import Path
 from .control import Control, ModelState
 from .control_key import ControlKey, hide_key
 from .draining import drain
-from .errors import GaveUpError, StartError
+from .errors import ControlError, GaveUpError, StartError
 from .healing import Healer
 from .health import check_answer, is_live
 from .installation import Installation
 from .locations import name_command
 from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .processes import list_children, read_stat, wants_core
 from .status import Status
-from .stubs import list_children
+from .work_queue import KNOWN_VERSIONS
 
 # Dead and hung processes are looked for this often.
 _INTERVAL_S = 0.1
@@ -137,8 +137,9 @@ class Supervisor:
                     self._say("warning: the control key stands in the process list; see docs/threat_model.md")
             if live:
                 self._pulse.start()
+                self._learn_version()
                 return True
-            if _read_state(self._server.pid) == "T":
+            if self._is_stopped():
                 self._server.kill()
             code = self._server.poll()
             if code is not None:
@@ -154,12 +155,25 @@ class Supervisor:
             time.sleep(0.05)
         return False
 
+    def _learn_version(self) -> None:
+        """Find out what can be told of this tritonserver's backend processes."""
+        try:
+            version = self._control.read_version()
+        except ControlError as exc:
+            version = str(exc)
+        self._healer.table.reads_queues = version in KNOWN_VERSIONS
+        if version not in KNOWN_VERSIONS:
+            self._say(
+                f"warning: dead and stopped backend processes are found, those that hang are not: expected "
+                f"tritonserver {', '.join(KNOWN_VERSIONS)}, got {version}"
+            )
+
     def _find_end(self) -> str | None:
         """Return why this tritonserver serves no more, or None."""
         code = self._server.poll()
         if code is not None:
             return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if self._pulse.silent_for_s > _STOPPED_S and _read_state(self._server.pid) == "T":
+        if self._pulse.silent_for_s > _STOPPED_S and self._is_stopped():
             return "was stopped by a signal"
         if self._is_stuck():
             return f"neither answered nor computed for {_IDLE_LOOKS * _INTERVAL_S:g} s"
@@ -167,13 +181,18 @@ class Supervisor:
             return f"gave no sign of life for {_SILENT_S:g} s"
         return None
 
+    def _is_stopped(self) -> bool:
+        stat = read_stat(self._server.pid)
+        return stat is not None and stat.state == "T"
+
     def _is_stuck(self) -> bool:
         """Tell whether it owes an answer and does nothing about it, look after look.
 
         Looks are counted, not seconds: while the whole machine sleeps, we look at nothing either.
         """
-        before, self._cpu_ticks = self._cpu_ticks, _read_cpu_ticks(self._server.pid)
-        waits = self._pulse.owes_answer and self._cpu_ticks == before and not _wants_core(self._server.pid)
+        stat = read_stat(self._server.pid)
+        before, self._cpu_ticks = self._cpu_ticks, stat.cpu_ticks if stat else -1
+        waits = self._pulse.owes_answer and self._cpu_ticks == before and not wants_core(self._server.pid)
         self._idle_looks = self._idle_looks + 1 if waits else 0
         return self._idle_looks >= _IDLE_LOOKS
 
@@ -300,28 +319,6 @@ class _Pulse:
             self._owes_answer = True
             if is_live(self._url):
                 self._last, self._owes_answer = time.monotonic(), False
-
-
-def _read_state(pid: int | str) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""
-
-
-def _read_cpu_ticks(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return -1
-    return int(fields[11]) + int(fields[12])
-
-
-def _wants_core(pid: int) -> bool:
-    """Tell whether a thread of process `pid` runs, waits for a core, or waits for a disk."""
-    with contextlib.suppress(OSError):
-        return any(_read_state(f"{pid}/task/{task.name}") in ("R", "D") for task in Path(f"/proc/{pid}/task").iterdir())
-    return True
 
 
 def _describe(endpoints: Endpoints) -> str:

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import ADDED_TOKENS, Addresses, serve
 from export.__main__ import main as run_export_cli
-from export.pipeline import load_source, write_files
 from export.progress import Progress
 from export.request import AddedToken, ExportRequest, VocabularyOptions
+from export.source import load_source
+from export.stages import write_files
 from export.targets import DEFAULT_TARGET
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and whatever the job starts ignores it as well.
@@ -86,7 +87,7 @@ def server(published: Published) -> Iterator[Addresses]:
 @pytest.fixture(scope="session")
 def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Export and verify the small checkpoint once, with one token added."""
-    progress = Progress(Console(stderr=True, quiet=True), 2)
+    progress = Progress(Console(stderr=True, quiet=True))
     request = ExportRequest(
         checkpoint=tiny_checkpoint,
         name="tiny",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from export.artefacts import Artefacts
-from export.pipeline import Source
+from export.artefacts import Artefacts, list_model
 from export.proof.verify import VerificationReport, verify
+from export.source import Source
 from export.targets import DEFAULT_TARGET
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ class Exported:
 def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> VerificationReport:
     """Run the parity gate on files that may differ from what the source would export."""
     steps = {"preprocess": (tokenizer_file,)}
-    files = Artefacts(model=tuple(sorted(model_file.parent.iterdir())), steps=steps)
+    files = Artefacts(model=list_model(model_file), steps=steps)
     return verify(task=source.task, files=files, target=DEFAULT_TARGET)
 
 

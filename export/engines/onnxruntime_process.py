@@ -146,6 +146,11 @@ class TargetSession:
         _, outputs = self._worker.ask(what, request, list(feeds.values()))
         return outputs
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the process has held so far."""
+        return self._worker.read_peak()
+
     def close(self) -> None:
         """Free what the model holds; closing twice does nothing."""
         if self._worker.is_alive and self._number is not None:

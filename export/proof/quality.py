@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..artefacts import Artefacts
-from ..engines.onnxruntime_process import open_runtime
+from ..artefacts import Artefacts, list_model
+from ..engines import ONNXRUNTIME
 from ..graph.conversion import Conversion, Measure, PrecisionReport, Quality, convert_graph
 from ..graph.files import Feed
 from ..graph.precisions import Precision
@@ -36,13 +36,12 @@ def convert(
         precision: One that converts.
         bounds: What the file must hold.
         target: Whose ONNX Runtime judges.
-        directory: Is made.
+        directory: Empty folder for the new files.
         on_step: Told what is being done.
 
     Raises:
         PrecisionError: The precision cannot be had at this quality.
     """
-    directory.mkdir()
     path = directory / files.graph.name
     cases = list_quality_cases(task)
     key = find_quality_key(task.tolerances)
@@ -55,7 +54,7 @@ def convert(
         on_step=on_step,
     )
     report = convert_graph(precision, conversion)
-    return replace(files, model=tuple(sorted(directory.iterdir()))), report
+    return replace(files, model=list_model(path)), report
 
 
 def list_quality_cases(task: Task) -> list[Case]:
@@ -88,8 +87,7 @@ def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Me
     def measure(path: Path) -> Quality:
         expected: list[Outputs] = []
         got: list[Outputs] = []
-        with open_runtime(target) as runtime:
-            session = runtime.load(path)
+        with ONNXRUNTIME.open(path, target) as session:
             for case in cases:
                 for rows in case.batches:
                     batch = join_rows(rows, task.signature, task.filling, case.padding_side)

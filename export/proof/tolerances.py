@@ -68,6 +68,11 @@ def choose_tolerances(
     )
 
 
+def list_tolerances(exact: Mapping[str, float], precision: Precision) -> Tolerances:
+    """Return the usual tolerances of a precision, of a task that has `exact` in fp32."""
+    return Tolerances(bounds=scale_tolerances(exact, precision), real_inputs_only=precision.real_inputs_only)
+
+
 def scale_tolerances(exact: Mapping[str, float], precision: Precision) -> dict[str, float]:
     """Return what a task's tolerances become in `precision`.
 

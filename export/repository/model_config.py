@@ -8,14 +8,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines.tensorrt_plan import PLAN_BACKEND, configure_plan
+from ..engines import ONNXRUNTIME, Engine
+from ..engines.limits import MAX_BATCH_SIZE
 from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from .names import OWNER_PARAMETER, ModelNames
-
-MODEL_BACKEND = "onnxruntime"
-
-# Rows in one execution. 32 rows keep the ONNX Runtime busy on every CPU and GPU; a request may bring as many itself.
-MAX_BATCH_SIZE = 32
 
 # Requests that may wait in front of one step, eight full batches of one row each; beyond it the server answers 503 /
 # UNAVAILABLE at once. With four times as many, answers took five times as long and 70 MB instead of 18.
@@ -24,11 +20,6 @@ MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 # The step in front of the graph runs in microseconds, so under load a short wait joins requests that arrive together;
 # the model runs in milliseconds, and while it does requests gather by themselves.
 PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
-
-# Two single-threaded sessions answer more on two cores than one session with two threads, and long texts in one of
-# them do not hold up the other.
-MODEL_INSTANCES = 2
-INTRA_OP_THREADS = 1
 
 _TRITON_DTYPES = {
     torch.bool: pb.TYPE_BOOL,
@@ -53,7 +44,7 @@ def name_models(name: str, signature: ModelSignature) -> ModelNames:
 
 
 def build_configs(
-    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int], engine: str = MODEL_BACKEND
+    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int], engine: Engine = ONNXRUNTIME
 ) -> Mapping[str, pb.ModelConfig]:
     """Return model name → configuration, steps first, the ensemble last.
 
@@ -62,7 +53,7 @@ def build_configs(
         signature: Of the ONNX file.
         version: That the ensemble's steps are pinned to.
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
-        engine: What runs the graph, `onnxruntime` or `tensorrt`.
+        engine: What runs the model.
     """
     served = sorted(set(served))
     configs = {names.model: _build_model(names.model, signature, served, engine)}
@@ -103,23 +94,20 @@ def _build_postprocess(name: str, signature: ModelSignature, contract: Contract,
     )
 
 
-def _build_model(name: str, signature: ModelSignature, served: list[int], engine: str) -> pb.ModelConfig:
+def _build_model(name: str, signature: ModelSignature, served: list[int], engine: Engine) -> pb.ModelConfig:
     config = pb.ModelConfig(
         name=name,
-        backend=MODEL_BACKEND,
+        backend=engine.backend,
         max_batch_size=MAX_BATCH_SIZE if signature.is_batched else 0,
-        default_model_filename="model.onnx",
+        default_model_filename=engine.model_file,
         version_policy=_serve(served),
         input=[_input(tensor) for tensor in signature.inputs],
         output=[_output(tensor) for tensor in signature.outputs],
-        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_AUTO, count=MODEL_INSTANCES)],
         model_warmup=_warmups(signature),
     )
     if signature.is_batched:
         config.dynamic_batching.CopyFrom(_batching(0))
-    config.parameters["intra_op_thread_count"].string_value = str(INTRA_OP_THREADS)
-    if engine == PLAN_BACKEND:
-        return configure_plan(config, MODEL_INSTANCES, dynamic=any(t.dynamic_axes for t in signature.inputs))
+    engine.configure(config)
     return config
 
 

@@ -32,6 +32,7 @@ from typing import Literal
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..artefacts import Artefacts
+from ..engines import ONNXRUNTIME, Engine
 from ..errors import ExportError, RepositoryError
 from ..proof.verify import VerificationReport, hash_file
 from ..signature import ModelSignature
@@ -48,7 +49,7 @@ from .contents import (
     list_versions,
 )
 from .lock import PATIENCE_S, hold
-from .model_config import MODEL_BACKEND, build_configs
+from .model_config import build_configs
 from .names import ModelNames
 from .undo import Undo
 
@@ -104,7 +105,7 @@ def publish(
     signature: ModelSignature,
     files: Artefacts,
     report: VerificationReport,
-    engine: str = MODEL_BACKEND,
+    engine: Engine = ONNXRUNTIME,
     document: Callable[[int], Mapping[str, str]] = lambda version: {},
     patience_s: float = PATIENCE_S,
 ) -> Publication:
@@ -116,7 +117,7 @@ def publish(
         signature: Of the ONNX file.
         files: What the export wrote.
         report: Of exactly these files.
-        engine: What runs the graph, `onnxruntime` or `tensorrt`.
+        engine: What runs the model.
         document: Given the version, returns file name → text of what is kept beside the report.
         patience_s: How long another publication is waited for.
 
@@ -292,7 +293,7 @@ def _holds_files(
         if is_public and not {REPORT_FILE, GOLDEN_FILE} <= present:
             return False
         # The documents beside the report tell of the same files; releases differ in which there are.
-        if is_public and not _tells_the_same(folder / REPORT_FILE, report):
+        if is_public and not _tells_the_same(folder, report):
             return False
         wanted = {source.name for source in files[model_name]}
         if not wanted <= present or (not is_public and present != wanted):
@@ -302,14 +303,20 @@ def _holds_files(
     return True
 
 
-def _tells_the_same(path: Path, report: VerificationReport) -> bool:
-    """Tell whether a published report vouches for the same: the same bytes may be proven for another target."""
+def _tells_the_same(folder: Path, report: VerificationReport) -> bool:
+    """Tell whether a published report vouches for the same: the same bytes may be proven for another target.
+
+    Its golden answers must be in today's form too, so that exporting again mends what an older modelyard wrote.
+    """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        told = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+        golden = json.loads((folder / GOLDEN_FILE).read_text(encoding="utf-8"))
+        form = golden["samples"][0].keys()
+    except (OSError, ValueError, LookupError):
         return False
     now = report.to_json()
-    return all(told.get(key) == now.get(key) for key in ("target", "tolerances", "accepted_worse"))
+    is_same = all(told.get(key) == now.get(key) for key in ("target", "tolerances", "accepted_worse"))
+    return is_same and form == report.golden["samples"][0].keys()
 
 
 def _contract(config: pb.ModelConfig) -> str:

@@ -7,6 +7,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from ..checkpoints import TensorSpec
+from ..checkpoints.plain.sentence_modules import find_sentence_home
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..request import TASKS
@@ -103,7 +104,7 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
     """
     if VALUE_HEAD in specs:
         return Reward.name
-    if (directory / "modules.json").is_file():
+    if find_sentence_home(directory) is not None:
         return FeatureExtraction.name
     if _is_cross_encoder(directory, config):
         return TextPairClassification.name

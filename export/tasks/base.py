@@ -76,6 +76,11 @@ class Task(ABC):
         return ""
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was taken for granted and changes the answers if it is wrong, each a sentence with what to do."""
+        return ()
+
+    @property
     def step_files(self) -> Mapping[str, Mapping[str, bytes]]:
         """Step of the ensemble → what its version folder holds, by file name; no two steps hold files of one name."""
         return {}

@@ -32,12 +32,13 @@ from ..errors import ModelError, SettingsError, list_some
 from ..signature import BATCH, ModelSignature, TensorSignature
 from .cases import Outputs, Row, Side, join_rows
 from .comparison import TENSOR_TOLERANCES, compare_tensors, is_within
-from .tensors import KSERVE_DTYPES, SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
+from .golden import KSERVE_DTYPES
+from .tensors import SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
 
 # What the batch is called where rows depend on one another: an axis like any other, which Triton must not join.
 _ROWS = "rows"
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KSERVE_DTYPES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KSERVE_DTYPES if isinstance(dtype, torch.dtype)}
 _PLAIN_VALUES = ("normal", "uniform", "mask", "zeros", "ones")
 _SPEC_KEYS = ("inputs", "outputs", "dims", "arguments", "samples")
 

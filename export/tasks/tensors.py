@@ -13,6 +13,7 @@ from ..signature import BATCH, ModelSignature, TensorSignature
 from .base import Task
 from .cases import SIZES, Case, Outputs, Row, Side, join_rows
 from .comparison import TENSOR_TOLERANCES, compare_tensors
+from .golden import build_sample
 
 # Sizes that are traced: distinct, and none of them 1, which may be taken for a constant.
 _EXAMPLE_BATCH = 2
@@ -190,16 +191,15 @@ class TensorTask(Task):
             yield Case(name=name, rows=rows, batch_size=len(rows), padding_side=side, padded_reference=moved)
 
     def build_golden(self) -> dict[str, Any]:
-        """See `Task`. One row, as a KServe v2 request holds it, and the outputs."""
+        """See `Task`. One row, and what the module makes of it."""
         example = self.build_example()
         row = [tensor[:1] if self.signature.is_batched else tensor for tensor in example]
         with torch.no_grad():
             outputs = self.module(*row)
         several = outputs if isinstance(outputs, tuple) else (outputs,)
-        sample = {
-            "inputs": [_to_json(t, value) for t, value in zip(self.signature.inputs, row, strict=True)],
-            "outputs": [_to_json(t, value) for t, value in zip(self.signature.outputs, several, strict=True)],
-        }
+        asked = {tensor.name: value for tensor, value in zip(self.signature.inputs, row, strict=True)}
+        answered = {tensor.name: value for tensor, value in zip(self.signature.outputs, several, strict=True)}
+        sample = build_sample(self.signature, asked, answered)
         return {"tolerances": dict(self.tolerances), "samples": [sample]}
 
     def _make_row(self, sizes: Mapping[str, int], random: np.random.Generator) -> Row:
@@ -279,26 +279,3 @@ def infer_outputs(
 
 def _have_one_shape(rows: Sequence[Row]) -> bool:
     return len({tuple(array.shape for array in row.values()) for row in rows}) == 1
-
-
-# torch's dtype → what KServe v2 calls it.
-KSERVE_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-}
-
-
-def _to_json(tensor: TensorSignature, value: Tensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "datatype": KSERVE_DTYPES[tensor.torch_dtype],
-        "shape": list(value.shape),
-        "data": value.reshape(-1).tolist(),
-    }

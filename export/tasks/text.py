@@ -25,6 +25,7 @@ from .base import Task, TaskSource
 from .cases import SIZES, Case, Outputs, Row, Side
 from .comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
 from .encoding import Question, QuestionEncoder, TokenRow
+from .golden import build_sample
 
 # What clients send; inside the ensemble the graph's own names are used.
 TEXT = "TEXT"
@@ -162,29 +163,19 @@ class TextTask(Task):
         return len(questions)
 
     def build_golden(self) -> dict[str, Any]:
-        """See `Task`. In the names that clients use, answers to the first questions and the last two.
+        """See `Task`. Answers to the first questions and the last two.
 
         A server asks the first one when it starts; an answer of nothing but zeros would prove little, so one with
         numbers stands first.
         """
-        questions = self._build_all_questions()
-        output = next(tensor.name for tensor in self.contract.outputs if tensor.dtype == torch.float32)
-        samples = []
+        questions, answers = self._build_all_questions(), []
         for question in [*questions[: _GOLDEN_TEXTS - 2], *questions[-2:]]:
-            answer = dict(self.answer(question))
-            sample: dict[str, Any] = {"text": question.text}
-            sample["expected"] = [float(value) for value in answer.pop(output)]
-            if question.pair is not None:
-                sample["pair"] = question.pair
-            if answer:
-                sample["others"] = answer
-            samples.append(sample)
-        return {
-            "input": TEXT,
-            "output": output,
-            "tolerances": dict(self.golden_tolerances),
-            "samples": sorted(samples, key=lambda sample: not any(sample["expected"])),
-        }
+            asked = {TEXT: question.text, TEXT_PAIR: question.pair}
+            answers.append((asked, self.answer(question)))
+        scores = next(tensor.name for tensor in self.contract.outputs if tensor.dtype == torch.float32)
+        answers.sort(key=lambda answer: not any(answer[1][scores]))
+        samples = [build_sample(self.contract, *answer) for answer in answers]
+        return {"tolerances": dict(self.golden_tolerances), "samples": samples}
 
     def build_cases(self) -> Iterator[Case]:
         """See `Task`. Real texts, then ids that no text has, at every length and on both sides of the padding."""

@@ -168,7 +168,8 @@ HOSTILE = [
     (Evil(os.system, "touch PWNED"), f"{os.name}.system"),
     (Evil(eval, "open('PWNED', 'w')"), "builtins.eval"),
     (Evil(exec, "open('PWNED', 'w')"), "builtins.exec"),
-    (Evil(open, "PWNED", "w"), "io.open"),
+    # Python 3.12 calls it _io.open.
+    (Evil(open, "PWNED", "w"), f"{open.__module__}.open"),
     (Evil(__import__, "antigravity"), "builtins.__import__"),
     (Evil(torch.load, "PWNED"), "torch.serialization.load"),
     (Evil(torch.hub.load, "PWNED", "x"), "torch.hub.load"),

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,11 +153,17 @@ def publish(
     return done, config
 
 
+def list_steps(done: Finished) -> list[tuple[int, int]]:
+    """Return number and total of each step, as told when it ended."""
+    return [(int(n), int(total)) for n, total in re.findall(r"^\[(\d+)/(\d+)\] .*: [\d.]+ s$", done.err, re.MULTILINE)]
+
+
 def test_a_module_of_ones_own_is_published_as_a_model_of_tensors(
     export_cli: Callable[..., Finished], module_file: Path
 ) -> None:
     done, config = publish(export_cli, module_file, "frames", FRAMES)
     assert done.code == 0, done.err
+    assert list_steps(done) == [(step, 5) for step in range(1, 6)]
     result = json.loads(done.out)
     assert result["contract"] == {"inputs": ["frames", "mask"], "outputs": ["scores", "states"]}
     assert result["notes"] == []
@@ -232,6 +239,8 @@ def test_the_fast_path_of_attention_is_left_out_and_said_so(
     *reasons, last = json.loads(done.out)["notes"]
     assert reasons[0].startswith("not exported: ")
     assert last == "exported without torch's fast path, after other ways failed"
+    # A further way takes steps of its own: the total grows by what the first way took in vain.
+    assert list_steps(done) == [(1, 5), (2, 5), (3, 5), (4, 7), (5, 7), (6, 7), (7, 7)]
 
 
 def test_a_module_that_only_a_trace_exports_rightly_is_published_with_the_reasons(
@@ -243,6 +252,7 @@ def test_a_module_that_only_a_trace_exports_rightly_is_published_with_the_reason
     *reasons, last = json.loads(done.out)["notes"]
     assert reasons[0].startswith("not exported: model.onnx has other outputs than the model")
     assert last == "traced, after other ways failed"
+    assert list_steps(done)[-1] == (7, 7)
 
 
 def test_outputs_may_bear_any_name_and_be_the_same_value(

@@ -50,6 +50,8 @@ def test_it_tells_each_step_the_proof_and_the_next_command(copy: Path, repositor
     assert "published  tiny in" in done.out
     assert "version 1, new" in done.out
     assert f"Next: python -m server --repository {repository}" in done.out
+    # Nothing in this folder says how its token vectors become one.
+    assert "\nWarning: the pooling is a guess (mean, normalised (default, because there is no modules.json" in done.out
 
 
 def test_run_again_it_publishes_nothing_new(copy: Path, repository: Path, export_cli: Cli) -> None:

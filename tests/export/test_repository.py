@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import Exported, fingerprint
+from launcher import write_older_golden
 from repositories import NAMES, is_consistent, make_other, publish_files, read_config, served
 
 from demo.serving import serve
@@ -52,6 +53,16 @@ def test_the_same_content_again_writes_nothing(exported: Exported, tmp_path: Pat
     before = fingerprint(tmp_path)
     assert publish_files(exported, tmp_path).outcome == "unchanged"
     assert fingerprint(tmp_path) == before
+
+
+def test_exporting_again_mends_golden_answers_that_an_older_modelyard_wrote(exported: Exported, tmp_path: Path) -> None:
+    publish_files(exported, tmp_path)
+    golden = tmp_path / "sentence_embedding" / "1" / "golden.json"
+    new = golden.read_bytes()
+    write_older_golden(golden)
+    publication = publish_files(exported, tmp_path)
+    assert (publication.version, publication.outcome) == (2, "created")
+    assert publication.report_file.with_name("golden.json").read_bytes() == new
 
 
 def test_other_content_becomes_the_next_version_and_every_step_is_pinned(
