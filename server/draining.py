@@ -57,16 +57,17 @@ def drain(
 
 def is_busy(endpoints: Endpoints, table: StubTable) -> bool:
     """Tell whether a request may be in flight: at work, waiting in a queue, or on the wire."""
-    if not all(stub.is_idle for stub in table.refresh()):
-        return True
     try:
+        if not all(stub.is_idle for stub in table.refresh()):
+            return True
         with urllib.request.urlopen(f"{endpoints.metrics_url}/metrics", timeout=1.0) as response:
             metrics = response.read().decode()
+        if any(float(value) > 0 for value in _PENDING.findall(metrics)):
+            return True
+        return any(_has_bytes_under_way(port) for port in (endpoints.http_port, endpoints.grpc_port))
+    # Who cannot ask does not know.
     except (OSError, http.client.HTTPException):
         return True
-    if any(float(value) > 0 for value in _PENDING.findall(metrics)):
-        return True
-    return any(_has_bytes_under_way(port) for port in (endpoints.http_port, endpoints.grpc_port))
 
 
 def _has_bytes_under_way(port: int) -> bool:

@@ -412,7 +412,7 @@ def test_an_archive_within_a_file_is_read_at_its_place(tmp_path: Path) -> None:
     outer.write_bytes(b"before" + inner + b"after")
     opened = open_torch_zip(outer, start=6, length=len(inner))
     assert torch.equal(opened.content["w"].to_torch(), torch.arange(5.0))
-    with pytest.raises(CheckpointError, match="is no intact torch archive at byte 6"):
+    with pytest.raises(CheckpointError, match="is not an intact torch archive at byte 6"):
         open_torch_zip(outer, start=6, length=len(inner) + 1)
 
 

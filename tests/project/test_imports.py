@@ -45,7 +45,7 @@ FLOORS = {
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
     "export/source": ("checkpoints", "errors", "progress", "repository", "request", "tasks", "weights"),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
-    "export/commands": ("checkpoints", "consolidation", "errors"),
+    "export/commands": ("checkpoints", "consolidation", "errors", "locations"),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
     "export/checkpoints/wrapper_names": (),

@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 class Normed(nn.Module):
-    """Statistics that every rank keeps for itself, a layer for FSDP to ignore, and a state that is no tensor."""
+    """Statistics that every rank keeps for itself, a layer for FSDP to ignore, and a state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
