@@ -11,6 +11,15 @@ from pathlib import Path
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
 from ..errors import escape_controls
+from ..locations import name_command
+
+_EXAMPLES = f"""
+examples:
+  {name_command("inspect")} ./checkpoint
+  {name_command("inspect")} ./checkpoint --tag global_step1000 --json
+
+exit codes: 0 it can be read, 1 refused (one sentence on stderr), 2 wrong usage
+"""
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.
@@ -142,6 +151,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "inspect",
         help="say what a checkpoint is and holds, without reading its tensors",
         description="Say what a training checkpoint is and holds. Reads hardly any tensor data, runs nothing from it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
     parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")
