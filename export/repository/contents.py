@@ -19,7 +19,7 @@ def list_versions(folder: Path) -> list[int]:
     """Return the numbers of a model's version folders, in order."""
     if not folder.is_dir():
         return []
-    # As tritonserver reads them: digits, of which the first is no zero.
+    # As tritonserver reads them: digits, the first of which is not a zero.
     names = (entry.name for entry in folder.iterdir() if entry.is_dir())
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and not name.startswith("0"))
 

@@ -42,7 +42,7 @@ def hash_source(
 
     Args:
         directory: What their names are relative to; it is not recorded.
-        files: Which of the files below it; every one where None.
+        files: The files to hash; every one below it where None.
         on_progress: Called with the bytes read so far and those of all files.
 
     Raises:

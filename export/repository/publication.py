@@ -113,10 +113,10 @@ def publish(
 
     Args:
         repository: Is made if it is not there.
-        names: Of the ensemble and its steps.
-        signature: Of the ONNX file.
+        names: Names of the ensemble and its steps.
+        signature: Tensors of the ONNX file.
         files: What the export wrote.
-        report: Of exactly these files.
+        report: The verification report of exactly these files.
         engine: What runs the model.
         document: Given the version, returns file name → text of what is kept beside the report.
         patience_s: How long another publication is waited for.
