@@ -30,6 +30,7 @@ from .locations import PROGRAM, REPOSITORY, name_command
 from .progress import Progress
 from .request import AGGREGATIONS, DEFAULT_RELEASE, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
 from .settings import build_request, read_settings
+from .targets import find_target
 
 if TYPE_CHECKING:
     from .graph.conversion import PrecisionReport
@@ -247,11 +248,16 @@ def _parse_added_token(text: str) -> AddedToken:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Takes seconds, for it imports torch and transformers.
+    from .repository.lock import check_destination
+
+    request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
+    # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
+    check_destination(request.repository, request.name)
+    find_target(request.target)
+
     from .pipeline import run_export
 
     console = Console(stderr=True)
-    request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
     result = run_export(request, Progress(console), partial(_print_report, console))
     if arguments.json:
         print(json.dumps(_to_json(result), indent=2))  # noqa: T201

@@ -329,7 +329,7 @@ COPIED = b"(" + b"N" * 100_000 + b"tq\x00"
             b"\x80\x02c__builtin__\ngetattr\nctorch.nn\nModule\nX\x00\x10\x00\x00" + b"a" * 4096 + b"\x86R.",
             "expected names of at most 1024 characters, got one of 4111",
         ),
-        # A thousand characters for three steps, each time anew.
+        # A thousand characters for three steps, every time.
         (
             b"\x80\x02X\xf4\x01\x00\x00" + b"a" * 500 + b"q\x00" + b"h\x00h\x00\x93" * 90_000 + b".",
             f"expected at most {MAX_STEPS} steps, got more",
