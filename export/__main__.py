@@ -30,6 +30,7 @@ from .locations import PROGRAM, REPOSITORY, name_command
 from .progress import Progress
 from .request import AGGREGATIONS, DEFAULT_RELEASE, POOLINGS, TASKS, UNUSED_ROWS, AddedToken
 from .settings import build_request, read_settings
+from .targets import find_target
 
 if TYPE_CHECKING:
     from .graph.conversion import PrecisionReport
@@ -247,11 +248,16 @@ def _parse_added_token(text: str) -> AddedToken:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    # Takes seconds, for it imports torch and transformers.
+    from .repository.lock import check_destination
+
+    request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
+    # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
+    check_destination(request.repository, request.name)
+    find_target(request.target)
+
     from .pipeline import run_export
 
     console = Console(stderr=True)
-    request = build_request(vars(arguments), read_settings(arguments.config) if arguments.config else {})
     result = run_export(request, Progress(console), partial(_print_report, console))
     if arguments.json:
         print(json.dumps(_to_json(result), indent=2))  # noqa: T201
@@ -261,7 +267,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(console: Console, report: "VerificationReport", stage: "Stage") -> None:
-    from .tasks.comparison import describe_errors
+    from .tasks.comparison import describe_bounds, is_bounded_below
 
     runtime = f"{stage.engine.title} {report.versions[stage.engine.name]}"
     table = Table(title=f"{runtime} against torch {report.versions['torch']}, {stage.precision.name}")
@@ -274,10 +280,10 @@ def _print_report(console: Console, report: "VerificationReport", stage: "Stage"
     table.add_column("", no_wrap=True)
     for case in report.cases:
         verdict = "ok" if case.passed else "[bold red]FAILED[/]"
-        figures = [f"{case.errors[key]:.8f}" if key.startswith("min_") else f"{case.errors[key]:.1e}" for key in shown]
+        figures = [f"{case.errors[key]:.8f}" if is_bounded_below(key) else f"{case.errors[key]:.1e}" for key in shown]
         # A case may bear a token in brackets, which is no style.
         table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
-    table.caption = f"bounds: {describe_errors(report.tolerances, bounds=True)}"
+    table.caption = f"bounds: {describe_bounds(report.tolerances)}"
     console.print(table)
 
 

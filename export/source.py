@@ -7,6 +7,8 @@ from pathlib import Path
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .errors import SettingsError, VocabularyError
 from .progress import Progress
+from .repository.contents import check_owners
+from .repository.names import ModelNames
 from .request import ExportRequest
 from .tasks import Task, TaskSource, build_task, find_task_name, may_read_text, must_read_text
 from .tasks.own_module import build_factory_task
@@ -84,6 +86,9 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         checkpoint = open_checkpoint(path, tag=request.tag, allow_non_finite=request.allow_non_finite)
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
+        # Before the weights are read, which may take minutes.
+        names = ModelNames(name=request.name, is_ensemble=must_read_text(name))
+        check_owners(request.repository, names.name, names.all)
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         task = build_task(name, source)

@@ -66,7 +66,7 @@ def open_key(path: Path) -> ControlKey:
             f"{path} holds no control key",
             expected=f"one line '{HEADER}: ' and 64 hexadecimal digits",
             got="something else",
-            remedy="remove the file and it is made anew",
+            remedy="remove the file; the next start makes a new one",
         )
     return ControlKey(line[1])
 
@@ -119,5 +119,5 @@ def _check_private(path: Path, status: os.stat_result) -> None:
             f"the control key {path} is open to others",
             expected=f"mode 600 and user {os.geteuid()}",
             got=f"mode {stat.S_IMODE(status.st_mode):o} and user {status.st_uid}",
-            remedy="remove the file and it is made anew",
+            remedy="remove the file; the next start makes a new one",
         )

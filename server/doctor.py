@@ -32,7 +32,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        what: Was looked at.
+        what: Subject that was looked at.
         verdict: ok; warning: it serves, but less well; broken: it does not serve.
         found: What is there.
         remedy: What to do about it; empty where all is well.
@@ -181,7 +181,7 @@ def examine_sight() -> Finding:
             what="watching",
             verdict="warning",
             found=f"/proc/PID/syscall: {exc.strerror}",
-            remedy="dead, stopped and blocked processes are found all the same; loops in Python only after a minute",
+            remedy="dead, stopped and blocked processes are found anyway; loops in Python only after a minute",
         )
     finally:
         os.kill(pid, 9)

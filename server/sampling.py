@@ -1,7 +1,7 @@
-"""Which code a busy process runs, as a debugger sees it: what tells a loop in Python from a long inference.
+"""Which code a busy process runs, as a debugger sees it: this distinguishes a loop in Python from a long inference.
 
-/proc does not tell: both use a core and answer nothing. The instruction pointer does: a model that computes is inside
-ONNX Runtime, torch or numpy; one that loops in Python is inside the interpreter, look after look.
+/proc does not show it: both use a core and answer nothing. The instruction pointer does: a model that computes is
+inside ONNX Runtime, torch or numpy; one that loops in Python is inside the interpreter, look after look.
 """
 
 import ctypes

@@ -10,6 +10,15 @@ from pathlib import Path
 
 from ..consolidation.consolidate import DTYPES, consolidate
 from ..errors import escape_controls
+from ..locations import name_command
+
+_EXAMPLES = f"""
+examples:
+  {name_command("consolidate")} ./checkpoint ./model
+  {name_command("consolidate")} ./checkpoint ./model --dtype bfloat16 --max-shard-size 2GB
+
+exit codes: 0 written, 1 refused (one sentence on stderr, nothing written), 2 wrong usage
+"""
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -19,12 +28,12 @@ def parse_size(text: str) -> int:
     """Return the bytes that `5GB`, `300 MB` or `1000` stand for; units of 1000, as in `save_pretrained`.
 
     Raises:
-        argparse.ArgumentTypeError: `text` is no size.
+        argparse.ArgumentTypeError: `text` is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     size = float(match[1]) * _UNITS[match[2].upper()] if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 300MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB or 300MB")
     return int(size)
 
 
@@ -34,6 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "consolidate",
         help="write a training checkpoint as a Hugging Face folder of safetensors",
         description="Write a training checkpoint's weights as safetensors, bit for bit, with config and tokenizer.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
     parser.add_argument("out", type=Path, help="the folder to make")

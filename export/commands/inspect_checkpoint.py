@@ -11,6 +11,15 @@ from pathlib import Path
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
 from ..errors import escape_controls
+from ..locations import name_command
+
+_EXAMPLES = f"""
+examples:
+  {name_command("inspect")} ./checkpoint
+  {name_command("inspect")} ./checkpoint --tag global_step1000 --json
+
+exit codes: 0 it can be read, 1 refused (one sentence on stderr), 2 wrong usage
+"""
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.
@@ -33,7 +42,7 @@ class Inspection:
         tensors: Name → dtype and shape, in the order of the model; tied names included.
         tied: Groups of names that share one tensor, the holder first.
         dtypes: Name of the type → number of tensors.
-        parameters: Elements of floating-point tensors that are no buffers, tied ones once.
+        parameters: Elements of floating-point tensors that are not buffers, tied ones once.
         total_bytes: Bytes of weights, tied ones once.
         missing: What a whole checkpoint of this format would have and this one lacks or cannot show.
     """
@@ -58,7 +67,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
     """Return what the checkpoint in `directory` is and holds; reads directories, pickles and headers only.
 
     Raises:
-        CheckpointError: It is no checkpoint that we read, or files are missing, damaged or of different saves.
+        CheckpointError: It is not a checkpoint that we read, or files are missing, damaged or of different saves.
     """
     checkpoint = open_checkpoint(directory, tag=tag)
     owned = checkpoint.owned()
@@ -142,6 +151,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "inspect",
         help="say what a checkpoint is and holds, without reading its tensors",
         description="Say what a training checkpoint is and holds. Reads hardly any tensor data, runs nothing from it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
     parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")

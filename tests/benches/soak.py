@@ -237,7 +237,7 @@ def main() -> int:
     for when, then in (("it was overloaded", first), ("its queues were first full", full)):
         say(f"growth since {when}: {(sum(last.values()) / sum(then.values()) - 1) * 100:+.1f} %")
     say(f"deaths and restarts: {deaths or 'none'}")
-    # What makes it fail is no figure of this machine: a wrong answer, an error that is no refusal, a death.
+    # What makes it fail does not depend on the machine: a wrong answer, an error that is not a refusal, a death.
     return 1 if deaths or not all(phase.is_sound for phase in phases) else 0
 
 

@@ -43,9 +43,9 @@ FLOORS = {
     "export/tasks": ("artefacts", "checkpoints", "errors", "request", "signature", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
-    "export/source": ("checkpoints", "errors", "progress", "request", "tasks", "weights"),
+    "export/source": ("checkpoints", "errors", "progress", "repository", "request", "tasks", "weights"),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
-    "export/commands": ("checkpoints", "consolidation", "errors"),
+    "export/commands": ("checkpoints", "consolidation", "errors", "locations"),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
     "export/checkpoints/wrapper_names": (),
@@ -114,7 +114,7 @@ def test_what_triton_loads_imports_nothing_relatively_and_our_packages_nothing_o
                 where = f"{path.relative_to(CHECKOUT)}:{node.lineno}"
                 if room.startswith("backends/"):
                     assert node.level == 0, where
-                # The demo is no part of what is installed.
+                # The demo is not part of what is installed.
                 elif room != "demo":
                     assert node.level or (node.module or "").split(".")[0] != room, where
 

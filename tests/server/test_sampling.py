@@ -1,4 +1,4 @@
-"""Whose code a busy process runs: told of real interpreters, with a shared libpython and with one linked in."""
+"""Whose code a busy process runs: seen on real interpreters, with a shared libpython and with one linked in."""
 
 import subprocess
 import sys
