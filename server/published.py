@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .model_text import CONFIG_FILE, read_steps, read_versions, serve_versions
+from .model_text import CONFIG_FILE, read_parameter, read_steps, read_versions, serve_versions
 
 GOLDEN_FILE = "golden.json"
+
+# In every published configuration: the public model that the folder belongs to.
+_OWNER_PARAMETER = "modelyard_owner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +51,17 @@ def read_repository(repository: Path) -> dict[str, Published]:
     others = {
         name: Published(name=name, version=0, configs={name: config})
         for name, config in configs.items()
-        if name not in found and name not in owned
+        if name not in found and name not in owned and not _is_step(name, config)
     }
     return found | others
+
+
+def _is_step(name: str, config: str) -> bool:
+    """Tell whether a folder was published as a step; before its ensemble lies beside it, it is nothing to serve."""
+    try:
+        return read_parameter(config, _OWNER_PARAMETER) not in (None, name)
+    except ValueError:
+        return False
 
 
 def list_versions(folder: Path) -> list[int]:
