@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
-from .errors import SettingsError, VocabularyError
+from .errors import VocabularyError
+from .options import ExportRequest, list_changed
 from .progress import Progress
-from .request import ExportRequest
-from .tasks import Task, TaskSource, build_task, find_task_name, may_read_text, must_read_text
+from .tasks.base import Task, TaskSource
+from .tasks.building import build_task, find_task_name, may_read_text, must_read_text
 from .tasks.own_module import build_factory_task
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
@@ -50,16 +51,13 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
         ExportError: With the one reason.
     """
     if request.factory is not None:
-        return _load_factory(request, progress)
-    if request.checkpoint is None:
-        raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
+        assert request.inputs is not None, "Bug: a request for a factory names its inputs"
+        return _load_factory(request, request.factory, request.inputs, progress)
+    assert request.checkpoint is not None, "Bug: a request names a checkpoint or a factory"
     return _load_checkpoint(request, request.checkpoint, progress)
 
 
-def _load_factory(request: ExportRequest, progress: Progress) -> Source:
-    entry, spec_file = request.factory or "", request.inputs
-    if spec_file is None:
-        raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress: Progress) -> Source:
     weights: StateDict | None = None
     missing: tuple[str, ...] = ()
     files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
@@ -119,9 +117,12 @@ def _read_task_source(
         if not request.vocabulary.allow_other_tokenizer:
             check_special_ids(directory, tokenizer, checkpoint.config)
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
-    elif request.vocabulary.added_tokens:
+    elif idle := list_changed(request.vocabulary):
         raise VocabularyError(
-            f"tokens cannot be added to {directory}", expected="a model with a tokenizer", got=f"--task {name}"
+            f"{', '.join(option.flag for option in idle)} cannot be applied to {directory}",
+            expected="a model with a tokenizer",
+            got=f"--task {name}" if has_tokenizer(directory) else "none",
+            remedy=f"leave {'it' if len(idle) == 1 else 'them'} out",
         )
     source = TaskSource(
         directory=directory,

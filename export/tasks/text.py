@@ -64,6 +64,7 @@ class TextTask(Task):
     """
 
     takes_pairs: ClassVar[bool] = False
+    tokenizer_use = "required"
     tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
     golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
 

@@ -32,20 +32,27 @@ FLOORS = {
     "export/progress": (),
     "export/artefacts": (),
     "export/signature": (),
-    "export/request": (),
+    "export/option_kinds": (),
     "export/targets": ("errors",),
     "export/checkpoints": ("errors",),
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
     "export/engines": ("errors", "graph", "locations", "signature", "targets"),
-    "export/settings": ("engines", "errors", "graph", "locations", "request"),
-    "export/weights": ("checkpoints", "errors", "request"),
-    "export/tasks": ("artefacts", "checkpoints", "errors", "request", "signature", "weights"),
+    "export/weights": ("checkpoints", "errors", "option_kinds"),
+    "export/tasks": ("artefacts", "checkpoints", "errors", "option_kinds", "signature", "weights"),
+    "export/options": ("engines", "errors", "graph", "locations", "option_kinds", "targets", "tasks", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
-    "export/source": ("checkpoints", "errors", "progress", "request", "tasks", "weights"),
+    "export/source": ("checkpoints", "errors", "options", "progress", "tasks", "weights"),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
-    "export/commands": ("checkpoints", "consolidation", "errors"),
+    "export/pipeline": (
+        *("artefacts", "engines", "errors", "graph", "options", "progress", "proof", "repository", "source", "stages"),
+        *("targets", "tasks"),
+    ),
+    "export/commands": (
+        *("checkpoints", "consolidation", "errors", "graph", "interruption", "locations", "options", "pipeline"),
+        *("progress", "proof", "signature", "stages", "tasks", "weights"),
+    ),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
     "export/checkpoints/wrapper_names": (),
@@ -141,7 +148,7 @@ def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
 
 
 def test_every_floor_is_in_the_table() -> None:
-    free = {"__init__", "__main__", "__pycache__", "pipeline", "formats"}
+    free = {"__init__", "__main__", "__pycache__", "formats"}
     for folder in ("export", "export/checkpoints"):
         there = {entry.stem for entry in (CHECKOUT / folder).iterdir()} - free
         assert {f"{folder}/{name}" for name in there} == {name for name in FLOORS if str(Path(name).parent) == folder}
