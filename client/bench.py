@@ -11,7 +11,7 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from .infer import DEFAULT_URLS, ClientError, Server
+from .infer import DEFAULT_URLS, ClientError, Connection
 from .locations import name_command
 from .perf_analyzer import Measurement, find_perf_analyzer, measure_texts
 
@@ -56,7 +56,7 @@ def read_corpus() -> list[str]:
 
 
 def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
-    model = Server(arguments.url, "http", 30.0).find_model(arguments.model)
+    model = Connection(arguments.url, "http", 30.0).find_model(arguments.model)
     program = find_perf_analyzer()
     # The same texts in the same order every time.
     texts = random.Random(0).sample(read_corpus(), _TEXTS)

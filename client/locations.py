@@ -16,6 +16,10 @@ CACHE = (
 )
 
 
+_IS_INSTALLED = __package__.startswith("modelyard.")
+_OTHERS = {} if _IS_INSTALLED else {"run": "python -m export run"}
+
+
 def name_command(verb: str) -> str:
-    """Return what the reader types for `verb`: `modelyard VERB`, or the module that the checkout has for it."""
-    return f"modelyard {verb}" if __package__.startswith("modelyard.") else f"python -m client.{verb}"
+    """Return what the reader types for `verb`, of whichever part it is."""
+    return _OTHERS.get(verb, f"modelyard {verb}" if _IS_INSTALLED else f"python -m client.{verb}")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
-from .infer import DEFAULT_URLS, ClientError, Server
+from .infer import DEFAULT_URLS, ClientError, Connection
 from .locations import name_command
 
 _EXAMPLES = f"""
@@ -64,8 +64,8 @@ class ParityResult:
     Attributes:
         transport: How the answers came.
         texts: How many rows were asked for, alone and in a batch.
-        max_abs_error: Of the values; of tensors in parts of the largest one.
-        min_cosine: Of vectors and tensors; None for other answers.
+        max_abs_error: Largest error of a value; for tensors in parts of the largest value.
+        min_cosine: Smallest cosine of vectors and tensors; None for other answers.
         different: Samples whose labels, answers or places are others than the recorded ones.
         passed: Whether all of this is within the recorded tolerances.
     """
@@ -105,8 +105,10 @@ def read_golden(path: Path) -> Golden:
         samples, tolerances = content["samples"], content["tolerances"]
         if not all({"inputs", "outputs"} <= sample.keys() for sample in samples):
             raise ClientError(
-                f"{path} was written by an older modelyard: expected samples of inputs and outputs, got "
-                f"{', '.join(samples[0])}; export the model again with `python -m export run`."
+                f"{path} was written by an older modelyard",
+                expected="samples of inputs and outputs",
+                got=", ".join(samples[0]),
+                remedy=f"export the model again with `{name_command('run')}`",
             )
         return Golden(
             samples=[
@@ -117,7 +119,10 @@ def read_golden(path: Path) -> Golden:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ClientError(
-            f"{path} cannot be read: expected a golden.json, got {type(exc).__name__} '{exc}'; correct --golden."
+            f"{path} cannot be read",
+            expected="a golden.json",
+            got=f"{type(exc).__name__} '{exc}'",
+            remedy="correct --golden",
         ) from exc
 
 
@@ -143,7 +148,7 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
     Raises:
         ClientError: The server refuses or does not answer.
     """
-    http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
+    http, grpc = Connection(http_url, "http", 60.0), Connection(grpc_url, "grpc", 60.0)
     results = []
     for transport, server, binary in (("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)):
         model = server.describe_model(model_name)

@@ -21,9 +21,9 @@ from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, verify
+from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import name_models
-from .repository.names import check_name
 from .repository.publication import Publication, check_contract, publish
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages
@@ -74,7 +74,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     Raises:
         ExportError: With the one reason.
     """
-    check_name(request.name)
+    check_destination(request.repository, request.name)
     target, precision, engine = find_target(request.target), PRECISIONS[request.precision], ENGINES[request.engine]
     stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
     # Before anything is read: here, where there is no GPU perhaps, nothing can come of it.

@@ -8,8 +8,10 @@ from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .errors import VocabularyError
 from .options import ExportRequest, list_changed
 from .progress import Progress
+from .repository.contents import check_owners
+from .repository.names import ModelNames
 from .tasks.base import Task, TaskSource
-from .tasks.building import build_task, find_task_name, may_read_text, must_read_text
+from .tasks.building import build_task, find_task_name, is_ensemble, may_read_text, must_read_text
 from .tasks.own_module import build_factory_task
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
@@ -82,6 +84,9 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         checkpoint = open_checkpoint(path, tag=request.tag, allow_non_finite=request.allow_non_finite)
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
+        # Before the weights are read, which may take minutes.
+        names = ModelNames(name=request.name, is_ensemble=is_ensemble(name))
+        check_owners(request.repository, names.name, names.all)
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         task = build_task(name, source)

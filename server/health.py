@@ -11,19 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckError, GoldenError
+from .locations import name_command
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
 _METADATA_TIMEOUT_S = 5.0
-
-
-def is_live(url: str) -> bool:
-    """Tell whether the server at `url` accepts requests at all."""
-    try:
-        with urllib.request.urlopen(f"{url}/v2/health/live", timeout=1.0) as response:
-            return bool(response.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
 
 
 def check_answer(url: str, repository: Path, name: str, version: str, *, served_as: str | None = None) -> float | None:
@@ -68,7 +60,7 @@ def read_golden(path: Path) -> dict[str, Any]:
             f"{path} was written by an older modelyard",
             expected="samples of inputs and outputs",
             got=", ".join(golden["samples"][0]),
-            remedy="export the model again with `python -m export run`",
+            remedy=f"export the model again with `{name_command('run')}`",
         )
     return golden
 

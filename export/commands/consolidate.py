@@ -20,12 +20,12 @@ def parse_size(text: str) -> int:
     """Return the bytes that `5GB`, `300 MB` or `1000` stand for; units of 1000, as in `save_pretrained`.
 
     Raises:
-        argparse.ArgumentTypeError: `text` is no size.
+        argparse.ArgumentTypeError: `text` is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     size = float(match[1]) * _UNITS[match[2].upper()] if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 300MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB or 300MB")
     return int(size)
 
 

@@ -34,7 +34,7 @@ class Inspection:
         tensors: Name → dtype and shape, in the order of the model; tied names included.
         tied: Groups of names that share one tensor, the holder first.
         dtypes: Name of the type → number of tensors.
-        parameters: Elements of floating-point tensors that are no buffers, tied ones once.
+        parameters: Elements of floating-point tensors that are not buffers, tied ones once.
         total_bytes: Bytes of weights, tied ones once.
         missing: What a whole checkpoint of this format would have and this one lacks or cannot show.
     """
@@ -59,7 +59,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
     """Return what the checkpoint in `directory` is and holds; reads directories, pickles and headers only.
 
     Raises:
-        CheckpointError: It is no checkpoint that we read, or files are missing, damaged or of different saves.
+        CheckpointError: It is not a checkpoint that we read, or files are missing, damaged or of different saves.
     """
     checkpoint = open_checkpoint(directory, tag=tag)
     owned = checkpoint.owned()

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from ..options import add_options, build_request, read_options
 from ..progress import Progress
+from ..repository.lock import check_destination
+from ..targets import find_target
 from ..tasks.table import TASKS
 from .verb import Verbs, add_verb
 
@@ -51,7 +53,10 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb, and tell what it led to. Raises what `run_export` raises."""
     request = build_request(vars(arguments), read_options(arguments.config) if arguments.config else {})
-    # Takes seconds, for they import torch and transformers.
+    # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
+    check_destination(request.repository, request.name)
+    find_target(request.target)
+
     from ..pipeline import run_export
     from .summary import print_report, print_summary, to_json
 

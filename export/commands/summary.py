@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import list_some
@@ -71,6 +72,8 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
     console.print()
     for label, text in lines.items():
         console.print(f"{label:>11}  {text}", markup=False)
+    for warning in source.task.warnings:
+        console.print(f"\n[bold yellow]Warning:[/] {escape(warning)}")
     for note in result.notes:
         console.print(f"\nNote: {note}", markup=False)
     console.print(f"\nNext: {name_command('serve')} --repository {repository}", markup=False)
@@ -98,6 +101,7 @@ def to_json(result: ExportResult) -> dict[str, Any]:
         "target": result.target.release,
         "model_bytes": result.model_bytes,
         "peak_bytes": {"export": result.peak_bytes[0], "onnxruntime": result.peak_bytes[1]},
+        "warnings": list(task.warnings),
         "notes": list(result.notes),
         "report": result.report.to_json(),
         "publication": asdict(publication) | {"report_file": str(publication.report_file)},

@@ -7,43 +7,19 @@ memory. Needs no torch.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
-from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from ..checkpoints.storage.paths import check_inside, open_regular, read_json
+from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from ..errors import CheckpointError, list_some
+from .carried_files import carry_over, write_derived_config
 from .safetensors_output import SafetensorsOutput, refuse_inflated
 from .staging import stage_folder
 
 DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16)}
-
-# What belongs to a model beside its weights, as `save_pretrained` of models, tokenizers and processors names it.
-_CARRIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "feature_extractor_config.json",
-)
-_MAX_CARRIED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +31,7 @@ class Consolidated:
         tensors: How many were written, tied ones once.
         tied: How many names were left out because another holds their bytes.
         total_bytes: Bytes of weights.
-        files: Names of every file in the folder, sorted.
+        files: Paths of every file in the folder, sorted.
         missing: What a whole checkpoint of the format would have and this one lacks or cannot show.
     """
 
@@ -84,7 +60,7 @@ def consolidate(
     Args:
         source: The checkpoint.
         target: A folder that does not exist yet.
-        tag: Which checkpoint of several in `source`.
+        tag: Name of the checkpoint, where `source` holds several.
         dtype: Cast every floating-point tensor to `float32`, `bfloat16` or `float16`; as they are where None.
         max_shard_bytes: The size from which on a further file is begun.
         allow_non_finite: Let NaN and infinite weights through.
@@ -93,33 +69,48 @@ def consolidate(
         CheckpointError: The checkpoint is refused, or `target` cannot be written.
     """
     checkpoint = open_checkpoint(source, tag=tag, allow_non_finite=allow_non_finite)
-    tensors = checkpoint.owned()
-    refuse_inflated(tensors, source)
+    options = _Options(dtype=None if dtype is None else DTYPES[dtype], max_shard_bytes=max_shard_bytes)
     with stage_folder(target) as staged:
-        output = SafetensorsOutput(
-            staged,
-            tensors,
-            dtype=None if dtype is None else DTYPES[dtype],
-            max_shard_bytes=max_shard_bytes,
-            metadata=_describe(checkpoint),
-            allow_non_finite=allow_non_finite,
-        )
-        _check_room(staged, target, output.total_bytes)
-        with output:
-            checkpoint.stream(output.write)
-        output.write_index()
-        _carry_over(checkpoint.directory, staged, output.dtype_names)
+        output = _write_weights(checkpoint, staged, options, target)
+        further = carry_over(checkpoint.directory, staged, output.dtype_names)
+        for folder, place in further.items():
+            place.mkdir(exist_ok=True)
+            _write_weights(open_checkpoint(folder, allow_non_finite=allow_non_finite), place, options, target)
         if checkpoint.config is not None and not (staged / "config.json").exists():
-            _write_derived_config(checkpoint.config, staged / "config.json", output.dtype_names)
-        files = tuple(sorted(path.name for path in staged.iterdir()))
+            write_derived_config(checkpoint.config, staged / "config.json", output.dtype_names)
+        files = tuple(sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()))
     return Consolidated(
         format_name=checkpoint.format_name,
-        tensors=len(tensors),
+        tensors=len(checkpoint.owned()),
         tied=len(checkpoint.tied),
         total_bytes=output.total_bytes,
         files=files,
         missing=checkpoint.facts.missing,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    dtype: ElementType | None
+    max_shard_bytes: int
+
+
+def _write_weights(checkpoint: StoredCheckpoint, folder: Path, options: _Options, target: Path) -> SafetensorsOutput:
+    tensors = checkpoint.owned()
+    refuse_inflated(tensors, checkpoint.directory)
+    output = SafetensorsOutput(
+        folder,
+        tensors,
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_bytes,
+        metadata=_describe(checkpoint),
+        allow_non_finite=checkpoint.allow_non_finite,
+    )
+    _check_room(folder, target, output.total_bytes)
+    with output:
+        checkpoint.stream(output.write)
+    output.write_index()
+    return output
 
 
 def _describe(checkpoint: StoredCheckpoint) -> dict[str, str]:
@@ -152,64 +143,3 @@ def _check_room(staged: Path, target: Path, needed_bytes: int) -> None:
             got=str(free_bytes),
             remedy="make room, or choose --dtype bfloat16 if that precision will do",
         )
-
-
-def _carry_over(directory: Path, staged: Path, dtype_names: set[str]) -> None:
-    """Copy the model's configuration and tokenizer, as far as `directory` has them."""
-    for pattern in _CARRIED:
-        named = "*" not in pattern
-        for path in (directory / pattern,) if named else sorted(directory.glob(pattern)):
-            # A folder may be called anything, but not as a file that belongs to the model.
-            if not (os.path.lexists(path) if named else path.is_file()):
-                continue
-            check_inside(path, directory)
-            open_regular(path).close()
-            if path.stat().st_size > _MAX_CARRIED_BYTES:
-                raise CheckpointError(
-                    f"{path} is too large to belong to a model's configuration",
-                    expected=f"{_MAX_CARRIED_BYTES} bytes at most",
-                    got=str(path.stat().st_size),
-                )
-            if path.name == "config.json" and len(dtype_names) == 1:
-                _write_config(path, staged / path.name, min(dtype_names))
-            else:
-                shutil.copyfile(path, staged / path.name)
-
-
-def _write_config(source: Path, target: Path, dtype_name: str) -> None:
-    """Copy `config.json`, with the dtype that the weights now have.
-
-    transformers 5 loads in the dtype that the configuration names: after bf16 training it would round fp32 weights.
-    """
-    config = read_json(source)
-    if not _set_dtype(config, dtype_name):
-        shutil.copyfile(source, target)
-        return
-    try:
-        text = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError as exc:
-        raise CheckpointError(
-            f"{source} holds what is no text", expected="Unicode", got="half a character", remedy="correct it"
-        ) from exc
-    target.write_bytes(text)
-
-
-def _write_derived_config(derived: Mapping[str, Any], target: Path, dtype_names: set[str]) -> None:
-    """Write the configuration that a trainer's own files tell, with the dtype that the weights now have."""
-    config = dict(derived)
-    if len(dtype_names) == 1:
-        _set_dtype(config, min(dtype_names))
-    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _set_dtype(config: Any, dtype_name: str) -> bool:
-    """Set every dtype in a configuration and those within it; tell whether anything changed."""
-    changed = False
-    if isinstance(config, dict):
-        for key, value in config.items():
-            if key in ("dtype", "torch_dtype") and value in (*DTYPES, "float64") and value != dtype_name:
-                config[key] = dtype_name
-                changed = True
-            elif isinstance(value, dict):
-                changed |= _set_dtype(value, dtype_name)
-    return changed

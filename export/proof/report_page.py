@@ -23,9 +23,9 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
     """Return the page. Every text is escaped, and what the report does not hold is left out.
 
     Args:
-        report: As `verification.json` holds it.
-        name: Of the model.
-        version: Of the model.
+        report: Content of `verification.json`.
+        name: Name of the model.
+        version: Version of the model.
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(figure=format_figure, words=_to_words)
@@ -53,7 +53,7 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
         versions=_mapping(report, "versions"),
         hashes=_mapping(report, "sha256"),
     )
-    # A lone surrogate, as of a file name that is no UTF-8, could not be written.
+    # A lone surrogate, as in a file name that is not UTF-8, could not be written.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -62,7 +62,7 @@ def format_figure(value: Any, name: str = "") -> str:
 
     Args:
         value: Whatever a report may hold.
-        name: Of the measure; `min_` tells a share.
+        name: Name of the measure; one that begins with `min_` is a share.
     """
     if value is None:
         return "\N{EN DASH}"

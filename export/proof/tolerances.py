@@ -27,33 +27,33 @@ class Tolerances:
 
 
 def choose_tolerances(
-    exact: Mapping[str, float], precision: Precision, asked: Mapping[str, float], accept_worse: str | None
+    exact: Mapping[str, float], precision: Precision, requested: Mapping[str, float], accept_worse: str | None
 ) -> Tolerances:
     """Return the tolerances of a precision, changed as asked for.
 
     Args:
-        exact: Those of the task in fp32.
-        precision: That is verified.
-        asked: Error → another bound.
+        exact: The task's tolerances in fp32.
+        precision: The precision to verify.
+        requested: Error → another bound.
         accept_worse: The reason for which wider bounds are accepted.
 
     Raises:
-        SettingsError: A bound means nothing to the task, is wider without a reason, or a reason comes without one.
+        SettingsError: A bound does not apply to the task, is wider without a reason, or a reason comes without one.
     """
     usual = scale_tolerances(exact, precision)
-    unknown = sorted(set(asked) - set(usual))
+    unknown = sorted(set(requested) - set(usual))
     if unknown:
         raise SettingsError(
-            f"the tolerance {unknown[0]} means nothing here", expected="one of " + ", ".join(usual), got=unknown[0]
+            f"the tolerance {unknown[0]} does not apply here", expected="one of " + ", ".join(usual), got=unknown[0]
         )
-    wider = {name: value for name, value in asked.items() if _is_wider(name, value, usual[name])}
+    wider = {name: value for name, value in requested.items() if _is_wider(name, value, usual[name])}
     if wider and not accept_worse:
         name, value = next(iter(wider.items()))
         raise SettingsError(
             f"the tolerance {name} is wider than what {precision.name} is held to",
             expected=f"{usual[name]:g} or stricter",
             got=f"{value:g}",
-            remedy="pass --accept-worse with the reason, which the report will bear",
+            remedy="pass --accept-worse with the reason, which the report will state",
         )
     if accept_worse and not wider:
         raise SettingsError(
@@ -64,7 +64,9 @@ def choose_tolerances(
         "tolerances": {name: {"usual": usual[name], "accepted": value} for name, value in wider.items()},
     }
     return Tolerances(
-        bounds=usual | dict(asked), real_inputs_only=precision.real_inputs_only, accepted=accepted if wider else None
+        bounds=usual | dict(requested),
+        real_inputs_only=precision.real_inputs_only,
+        accepted=accepted if wider else None,
     )
 
 

@@ -138,7 +138,7 @@ def verify(
 
     Raises:
         VerificationError: The server's tokenizer makes other ids than transformers', or the graph fails on a case.
-        RuntimeFailure: The target's engine cannot be had, or cannot load the file.
+        RuntimeFailure: The target's engine cannot be fetched, or cannot load the file.
     """
     judged = tolerances or Tolerances(bounds=task.tolerances)
     bounds = judged.bounds

@@ -51,11 +51,13 @@ class Task(ABC):
         signature: Tensors of the module, and the contract around it.
         left_out: Names of the tensors that the checkpoint holds and the module has no place for.
         tolerances: Error → bound, which every case of the verification must keep in fp32.
-        tokenizer_use: Whether a tokenizer means anything to it, or must be there.
+        tokenizer_use: Whether it can make use of a tokenizer, or cannot be served without one.
+        is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
     tokenizer_use: ClassVar[Literal["none", "optional", "required"]] = "none"
+    is_ensemble: ClassVar[bool] = False
 
     name: str
     module: nn.Module
@@ -87,6 +89,11 @@ class Task(ABC):
     def tried(self) -> str:
         """Largest sizes that are tried, for the summary; empty where the model takes no larger ones."""
         return ""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was taken for granted and changes the answers if it is wrong, each a sentence with what to do."""
+        return ()
 
     @property
     def step_files(self) -> Mapping[str, Mapping[str, bytes]]:

@@ -57,6 +57,11 @@ def may_read_text(name: str) -> bool:
     return load_class(TASKS[name]).tokenizer_use != "none"
 
 
+def is_ensemble(name: str) -> bool:
+    """Tell whether steps stand around the graph of the task `name`."""
+    return load_class(TASKS[name]).is_ensemble
+
+
 def build_task(name: str, source: TaskSource) -> Task:
     """Return the task `name`, built from the checkpoint and ready to be exported.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
 
 from ..checkpoints import TensorSpec, open_checkpoint
+from ..checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_home, read_sentence_modules
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, TensorSignature
@@ -26,6 +27,8 @@ EMBEDDING = "EMBEDDING"
 
 # Sentence-Transformers, Pooling.py: `pooling_mode_*` → what it is called here.
 _POOLING_MODES = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+
+_UNRECORDED = f"default, because there is no {MODULES_FILE}"
 
 # Sentence-Transformers, Dense.py: the activations that its models are saved with.
 _ACTIVATIONS = {
@@ -46,7 +49,7 @@ class FeatureExtraction(TextTask):
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
         """See `Task`. Sentence-Transformers records what it pools with."""
-        return (directory / "modules.json").is_file() and VALUE_HEAD not in specs
+        return find_sentence_home(directory) is not None and VALUE_HEAD not in specs
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
@@ -78,6 +81,17 @@ class FeatureExtraction(TextTask):
         """See `Task`."""
         return f"pooling {self.pooling}"
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See `Task`."""
+        if not self.pooling.is_default:
+            return ()
+        return (
+            f"the pooling is a guess ({self.pooling}): the proof shows that such vectors are served, not that the "
+            "model was trained for them; say how it was with --pooling and --normalize or --no-normalize, or export "
+            f"the folder that Sentence-Transformers saved, with its {MODULES_FILE}.",
+        )
+
     def answer(self, question: Question) -> Answer:
         """See `Task`. transformers has no code for pooling, so this is the module without any padding."""
         (row,) = self.encoder.encode(question)
@@ -101,12 +115,14 @@ class PoolingSettings:
         normalize: Whether the vector is scaled to length 1.
         source: Where this was read, for the summary.
         dense: Folders of the linear layers between pooling and normalising, in their order.
+        is_default: Whether nothing recorded it and nobody asked for it.
     """
 
     mode: str
     normalize: bool
     source: str
     dense: tuple[Path, ...] = ()
+    is_default: bool = False
 
     def __str__(self) -> str:
         layers = f", {len(self.dense)} dense" if self.dense else ""
@@ -161,23 +177,23 @@ def read_pooling(directory: Path) -> PoolingSettings:
     Raises:
         ModelError: A module or a pooling mode is recorded that is not exported.
     """
-    modules: Any = read_json_if_any(directory / "modules.json")
+    modules = read_sentence_modules(directory)
     if modules is None:
-        return PoolingSettings(mode="mean", normalize=True, source="default, because there is no modules.json")
-    kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+        return PoolingSettings(mode="mean", normalize=True, source=_UNRECORDED, is_default=True)
+    kinds = [module.kind for module in modules]
     rest = kinds[2:]
-    dense = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
+    dense = [module.folder for module in modules if module.kind == "Dense"]
     if kinds[:2] != ["Transformer", "Pooling"] or rest not in (
         ["Dense"] * len(dense),
         ["Dense"] * len(dense) + ["Normalize"],
     ):
         raise ModelError(
-            f"{directory / 'modules.json'} describes a model that is not exported",
+            f"{directory / MODULES_FILE} describes a model that is not exported",
             expected="Transformer, Pooling, any number of Dense and at most one Normalize, in this order",
             got=", ".join(kinds),
             remedy="export a checkpoint made of these modules",
         )
-    settings: Any = read_json_if_any(directory / modules[1]["path"] / "config.json") or {}
+    settings: Any = read_json_if_any(modules[1].folder / "config.json") or {}
     modes = [
         key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on
     ]
@@ -191,8 +207,8 @@ def read_pooling(directory: Path) -> PoolingSettings:
     return PoolingSettings(
         mode=_POOLING_MODES[modes[0]],
         normalize="Normalize" in kinds,
-        source="modules.json",
-        dense=tuple(directory / module["path"] for module in dense),
+        source=MODULES_FILE,
+        dense=tuple(dense),
     )
 
 
@@ -203,6 +219,7 @@ def override_pooling(recorded: PoolingSettings, mode: str | None, normalize: boo
         mode=mode or recorded.mode,
         normalize=recorded.normalize if normalize is None else normalize,
         source="as asked for",
+        is_default=False,
     )
 
 

@@ -230,8 +230,8 @@ DAMAGE = [
     ("z3_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     ("z3_resumed", age_models, "are from different steps: expected one step, got step 3 in .*, step 8 in "),
     ("z3_bf16", age_model, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
-    ("z2_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
-    ("z3_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
+    ("z2_bf16", truncate, "is not an intact torch archive: expected the end of a zip archive in its last bytes"),
+    ("z3_bf16", truncate, "is not an intact torch archive: expected the end of a zip archive in its last bytes"),
     ("z2_bf16", flip_bit, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     ("z3_bf16", flip_bit, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     (

@@ -43,7 +43,7 @@ FLOORS = {
     "export/options": ("engines", "errors", "graph", "locations", "option_kinds", "targets", "tasks", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
-    "export/source": ("checkpoints", "errors", "options", "progress", "tasks", "weights"),
+    "export/source": ("checkpoints", "errors", "options", "progress", "repository", "tasks", "weights"),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
     "export/pipeline": (
         *("artefacts", "engines", "errors", "graph", "options", "progress", "proof", "repository", "source", "stages"),
@@ -51,7 +51,7 @@ FLOORS = {
     ),
     "export/commands": (
         *("checkpoints", "consolidation", "errors", "graph", "interruption", "locations", "options", "pipeline"),
-        *("progress", "proof", "signature", "stages", "tasks", "weights"),
+        *("progress", "proof", "repository", "signature", "stages", "targets", "tasks", "weights"),
     ),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
@@ -121,7 +121,7 @@ def test_what_triton_loads_imports_nothing_relatively_and_our_packages_nothing_o
                 where = f"{path.relative_to(CHECKOUT)}:{node.lineno}"
                 if room.startswith("backends/"):
                     assert node.level == 0, where
-                # The demo is no part of what is installed.
+                # The demo is not part of what is installed.
                 elif room != "demo":
                     assert node.level or (node.module or "").split(".")[0] != room, where
 

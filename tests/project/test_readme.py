@@ -31,7 +31,7 @@ RECIPES = {code: (page, kind) for page, kind, code in BLOCKS if kind in RUN and 
 PRINTS = {
     "--name tickets": "published  tickets in my_models, version 1, new",
     "--name trained": "DeepSpeed ZeRO stage 3, 2 ranks",
-    "export inspect": "ZeRO stage   3",
+    "modelyard inspect": "ZeRO stage   3",
     "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
     "--factory model.py:build": "published  scores in my_models, version 1, new",
     "--precision int8": "times as fast on CPU",
@@ -44,11 +44,11 @@ PRINTS = {
     "sentence_embedding/ready": 'nv_inference_count{model="sentence_embedding",version="1"}',
     "tritonclient.http as": "[[1.    0.714]",
     "asyncio": "(3, 384)",
-    "client.parity": "HTTP binary",
+    "modelyard parity": "HTTP binary",
     "repository/index": '"state":"READY"',
-    "server check": "sentence_embedding answers as verified within",
+    "modelyard check": "sentence_embedding answers as verified within",
     "grep -v '^#'": "modelyard_tritonserver_restarts_total 0",
-    "client.bench": "texts/s",
+    "modelyard bench": "texts/s",
 }
 
 
@@ -56,8 +56,7 @@ PRINTS = {
 def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that looks like the checkout after `make demo`, and takes whatever a recipe writes."""
     directory = tmp_path_factory.mktemp("readme")
-    for name in ("client", "demo", "export", "server", "backends"):
-        (directory / name).symlink_to(CHECKOUT / name)
+    (directory / "demo").symlink_to(CHECKOUT / "demo")
     (directory / ".cache").mkdir()
     (directory / ".cache" / "control.key").symlink_to(CHECKOUT / ".cache" / "control.key")
     (directory / ".cache" / "all-MiniLM-L6-v2").symlink_to(fetch_checkpoint())
@@ -85,7 +84,8 @@ def test_a_recipe_runs_and_prints_what_it_promises(
     for port, address in ports.items():
         code = code.replace(f"localhost:{port}", address).replace(f"-port {port}", f"-port {address.split(':')[1]}")
     command = ["bash", "-euo", "pipefail", "-c", code] if kind == "bash" else [sys.executable, "-c", code]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(command, cwd=checkout_copy, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (expected,) = [text for word, text in PRINTS.items() if word in code]

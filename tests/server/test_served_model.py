@@ -19,7 +19,7 @@ from launcher import read_golden_texts
 from tritonclient.utils import InferenceServerException
 
 from client.bench import read_corpus
-from client.infer import Server
+from client.infer import Connection
 from demo.serving import Addresses
 
 MODEL = "sentence_embedding"
@@ -251,6 +251,6 @@ def test_rows_of_one_request_are_padded_to_its_longest_and_no_further(server: Ad
 
 def test_the_client_splits_more_texts_than_one_request_may_hold(server: Addresses) -> None:
     for protocol in PROTOCOLS:
-        asked = Server(getattr(server, protocol), protocol, 30.0)
+        asked = Connection(getattr(server, protocol), protocol, 30.0)
         answers = asked.infer(asked.find_model(None), [b"one", b"two", b"three"] * 30)
         assert answers["EMBEDDING"].shape == (90, 384)

@@ -22,7 +22,7 @@ from transformers import (
     pipeline,
 )
 
-from client.infer import ClientError, Server
+from client.infer import ClientError, Connection
 from demo.serving import Addresses, serve
 from export.__main__ import main as run_export_cli
 
@@ -50,7 +50,7 @@ class Served:
     results: dict[str, dict[str, Any]]
 
     def ask(self, name: str, texts: list[str], pairs: list[str] | None = None, protocol: str = "http") -> dict:
-        server = Server(getattr(self.addresses, protocol), protocol, 60.0)
+        server = Connection(getattr(self.addresses, protocol), protocol, 60.0)
         encoded = [text.encode() for text in pairs] if pairs else None
         return server.infer(server.find_model(name), [text.encode() for text in texts], pairs=encoded)
 
