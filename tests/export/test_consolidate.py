@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from export.request import ExportRequest
 from harness import CHECKOUT
 from rich.console import Console
 from safetensors import safe_open
@@ -21,6 +20,7 @@ from export.commands.consolidate import parse_size
 from export.commands.inspect_checkpoint import inspect_checkpoint
 from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
+from export.options import ExportRequest
 from export.pipeline import load_source
 from export.progress import Progress
 from export.signature import SEQ_LEN
