@@ -28,7 +28,7 @@ from .repository.publication import Publication, check_contract, publish
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages
 from .targets import Target, find_target
-from .tasks.comparison import describe_errors
+from .tasks.comparison import describe_bounds, describe_errors
 
 # Called with the report of each stage before it is judged.
 OnReport = Callable[[VerificationReport, Stage], None]
@@ -211,7 +211,7 @@ def _require_passed(report: VerificationReport) -> None:
         raise VerificationError(
             f"the ONNX model is not equal to the checkpoint in {len(failed)} of {len(report.cases)} cases, "
             f"worst in {report.worst.name!r}",
-            expected=describe_errors(report.tolerances, bounds=True),
+            expected=describe_bounds(report.tolerances),
             got=describe_errors(report.worst.errors),
             remedy="nothing was published; see every case in the table above",
         )

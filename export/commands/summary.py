@@ -16,7 +16,7 @@ from ..proof.report_page import PAGE_FILE
 from ..proof.verify import VerificationReport
 from ..signature import SEQ_LEN
 from ..stages import Stage
-from ..tasks.comparison import describe_errors
+from ..tasks.comparison import describe_bounds, describe_errors, is_bounded_below
 from ..weights.vocabulary_rows import VocabularyRows
 
 
@@ -33,10 +33,10 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
     table.add_column("", no_wrap=True)
     for case in report.cases:
         verdict = "ok" if case.passed else "[bold red]FAILED[/]"
-        figures = [f"{case.errors[key]:.8f}" if key.startswith("min_") else f"{case.errors[key]:.1e}" for key in shown]
+        figures = [f"{case.errors[key]:.8f}" if is_bounded_below(key) else f"{case.errors[key]:.1e}" for key in shown]
         # A case may bear a token in brackets, which is no style.
         table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
-    table.caption = f"bounds: {describe_errors(report.tolerances, bounds=True)}"
+    table.caption = f"bounds: {describe_bounds(report.tolerances)}"
     console.print(table)
 
 

@@ -16,7 +16,7 @@ import onnx
 
 from ..errors import EngineError, list_some
 from ..graph.files import Feed
-from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature
+from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, split_dim
 from ..targets import Target
 from .engine import AxisRange
 
@@ -225,8 +225,7 @@ def derive_profile(
     for tensor in signature.inputs:
         if not tensor.dynamic_axes:
             continue
-        parts = {part for dim in tensor.dynamic_axes.values() for part in dim.split("+")}
-        unknown = sorted(parts - known.keys())
+        unknown = sorted(tensor.symbols - known.keys())
         if unknown:
             raise EngineError(
                 f"the sizes of the axis {unknown[0]} of the input {tensor.name} are not known",
@@ -235,7 +234,7 @@ def derive_profile(
                 remedy="say how small and how large it gets",
             )
         axes = [
-            _add_ranges([known[part] for part in dim.split("+")])
+            _add_ranges([known[symbol] for symbol in split_dim(dim)])
             if isinstance(dim, str)
             else AxisRange(minimum=dim, optimum=dim, maximum=dim)
             for dim in tensor.dims

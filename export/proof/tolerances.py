@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import SettingsError
 from ..graph.precisions import COSINE, LABEL_AGREEMENT, Precision
+from ..tasks.comparison import Bound
 
 # The tolerance that belongs to a metric of quality.
 QUALITY_KEYS = {"min_cosine": COSINE, "min_label_agreement": LABEL_AGREEMENT}
@@ -46,7 +47,7 @@ def choose_tolerances(
         raise SettingsError(
             f"the tolerance {unknown[0]} does not apply here", expected="one of " + ", ".join(usual), got=unknown[0]
         )
-    wider = {name: value for name, value in requested.items() if _is_wider(name, value, usual[name])}
+    wider = {name: value for name, value in requested.items() if not Bound(name, usual[name]).holds(value)}
     if wider and not accept_worse:
         name, value = next(iter(wider.items()))
         raise SettingsError(
@@ -92,8 +93,3 @@ def scale_tolerances(exact: Mapping[str, float], precision: Precision) -> dict[s
 def find_quality_key(exact: Mapping[str, float]) -> str:
     """Return the tolerance that says how good a lossy file is: of labels where there are any, else of directions."""
     return "min_label_agreement" if "min_label_agreement" in exact else "min_cosine"
-
-
-def _is_wider(name: str, value: float, usual: float) -> bool:
-    # Written so that NaN is wider than anything.
-    return not (value >= usual if name.startswith("min_") else value <= usual)

@@ -172,10 +172,7 @@ def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> 
     inputs = {
         tensor.name: pb.ModelWarmup.Input(
             data_type=_TRITON_DTYPES[tensor.dtype],
-            dims=[
-                dim if isinstance(dim, int) else sum(sizes.get(part, 1) for part in dim.split("+"))
-                for dim in tensor.dims[1:]
-            ],
+            dims=tensor.resolve_dims(dict.fromkeys(tensor.symbols, 1) | dict(sizes))[1:],
             zero_data=True,
         )
         for tensor in signature.inputs

@@ -232,9 +232,7 @@ def read_spec(path: Path) -> InputSpec:
     for name, given in content["inputs"].items():
         inputs.append(_read_input(path, name, given))
         rules[name] = _read_rule(path, name, given)
-    symbols = sorted(
-        {part for t in inputs for dim in t.dims if isinstance(dim, str) for part in dim.split("+")} - {BATCH}
-    )
+    symbols = sorted({symbol for tensor in inputs for symbol in tensor.symbols} - {BATCH})
     sizes = {symbol: _read_range(path, symbol, content.get("dims", {}).get(symbol, {})) for symbol in symbols}
     masks = [tensor for tensor in inputs if rules[tensor.name].kind == "mask"]
     padded = tuple(symbol for symbol in symbols if any(symbol in tensor.dims for tensor in masks))

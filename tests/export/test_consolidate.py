@@ -109,7 +109,7 @@ def test_an_embedding_model_stays_the_same_model(checkpoint: Path, tmp_path: Pat
 def ask_embedder(folder: Path) -> str:
     """Return how the model in `folder` is pooled, its longest text, and its vector for one."""
     request = ExportRequest(checkpoint=folder, name="x", repository=folder)
-    task = load_source(request, Progress(Console(quiet=True), 2)).task
+    task = load_source(request, Progress(Console(quiet=True))).task
     assert isinstance(task, FeatureExtraction)
     pooling = str(task.pooling).partition(" (")[0]
     vector = task.answer(Question(text="A cat sleeps."))["EMBEDDING"]

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -162,3 +163,15 @@ def test_no_two_files_import_each_other_in_a_circle() -> None:
             # A face may hand on the names of files that import another of them through it.
             graph[path] = {target for target in targets if target and target.name != "__init__.py"} - {path}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(("drawn", "folder"), [("export", "export"), ("checkpoints", "export/checkpoints")])
+def test_the_floors_are_drawn_in_docs_architecture_as_the_code_imports_them(drawn: str, folder: str) -> None:
+    page = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (drawing,) = re.findall(rf"^```text\n{drawn} (.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    row_of = {name: row for row, line in enumerate(drawing.splitlines()) for name in re.findall(r"\w+", line)}
+    floors = {Path(floor).name: below for floor, below in FLOORS.items() if Path(floor).parent == Path(folder)}
+    assert set(floors) <= set(row_of), f"not drawn: {sorted(set(floors) - set(row_of))}"
+    for name, below in floors.items():
+        misplaced = [other for other in below if row_of[other] <= row_of[name]]
+        assert not misplaced, f"{name} imports {misplaced}, which must be drawn below it"
