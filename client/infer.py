@@ -87,8 +87,8 @@ class Model:
     """A model, as its metadata describe it.
 
     Attributes:
-        name: As the server knows it.
-        version: That answers; the newest where the server serves several.
+        name: Name by which the server knows it.
+        version: Version that answers; the newest where the server serves several.
         inputs: Names of its inputs.
         outputs: Names of its outputs.
         takes_texts: Whether each input is one string a row.
@@ -126,10 +126,10 @@ class Connection:
         Args:
             url: host:port; https:// in front of it asks for TLS.
             protocol: `http` or `grpc`.
-            timeout_s: For each answer.
+            timeout_s: Seconds to wait for each answer.
             tls: Whether to encrypt, and to refuse a server that cannot prove its name.
             ca: PEM file with the certificates to trust; without it those that this machine, or gRPC, trusts.
-            headers: To send with every request, such as a token.
+            headers: Headers to send with every request, such as a token.
 
         Raises:
             ClientError: `ca` holds no certificates.
@@ -236,7 +236,7 @@ class Connection:
         Args:
             model: Whom to ask.
             inputs: Name → values, the batch first where the model has one; strings as objects.
-            binary: As `infer` takes it.
+            binary: Whether tensors travel as bytes, as `infer` takes it.
 
         Raises:
             ClientError: The server refuses or does not answer.
@@ -489,7 +489,7 @@ def _read_headers(given: list[str]) -> dict[str, str]:
         given: `NAME: VALUE` each, or `@FILE` with such lines.
 
     Raises:
-        ClientError: A file cannot be read or a line is no header; its text, which may be a token, is not repeated.
+        ClientError: A file cannot be read or a line is not a header; its text, which may be a token, is not repeated.
     """
     headers = {}
     for text in given:

@@ -64,8 +64,8 @@ class ParityResult:
     Attributes:
         transport: How the answers came.
         texts: How many rows were asked for, alone and in a batch.
-        max_abs_error: Of the values; of tensors in parts of the largest one.
-        min_cosine: Of vectors and tensors; None for other answers.
+        max_abs_error: Largest error of a value; for tensors in parts of the largest value.
+        min_cosine: Smallest cosine of vectors and tensors; None for other answers.
         different: Samples whose labels, answers or places are others than the recorded ones.
         passed: Whether all of this is within the recorded tolerances.
     """

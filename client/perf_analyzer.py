@@ -36,7 +36,7 @@ class PerfAnalyzer:
 
     Attributes:
         executable: The program, which runs as it is.
-        source: Where it was found, for people.
+        source: Where it was found, in words.
     """
 
     executable: Path
@@ -64,7 +64,7 @@ def find_perf_analyzer() -> PerfAnalyzer:
     """Return the perf_analyzer on PATH or beside this Python if it is the real one, else fetch it from PyPI.
 
     Raises:
-        ClientError: None can be had that runs here.
+        ClientError: None that runs here can be found or fetched.
     """
     for candidate in (shutil.which("perf_analyzer"), Path(sys.executable).with_name("perf_analyzer")):
         if candidate and Path(candidate).is_file():
@@ -75,7 +75,7 @@ def find_perf_analyzer() -> PerfAnalyzer:
 
 
 def is_real(program: PerfAnalyzer) -> bool:
-    """Tell whether `program` is NVIDIA's, not the placeholder that bears its name, and finds its libraries."""
+    """Tell whether `program` is NVIDIA's, not the placeholder of the same name, and finds its libraries."""
     try:
         return program.run(["--version"]).stdout.startswith("Perf Analyzer Version")
     except OSError:

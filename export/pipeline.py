@@ -16,19 +16,19 @@ from .engines import ENGINES
 from .errors import GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS
+from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, verify
+from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import name_models
-from .repository.names import check_name
 from .repository.publication import Publication, check_contract, publish
-from .request import ExportRequest
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages
 from .targets import Target, find_target
-from .tasks.comparison import describe_errors
+from .tasks.comparison import describe_bounds, describe_errors
 
 # Called with the report of each stage before it is judged.
 OnReport = Callable[[VerificationReport, Stage], None]
@@ -74,7 +74,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     Raises:
         ExportError: With the one reason.
     """
-    check_name(request.name)
+    check_destination(request.repository, request.name)
     target, precision, engine = find_target(request.target), PRECISIONS[request.precision], ENGINES[request.engine]
     stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
     # Before anything is read: here, where there is no GPU perhaps, nothing can come of it.
@@ -211,7 +211,7 @@ def _require_passed(report: VerificationReport) -> None:
         raise VerificationError(
             f"the ONNX model is not equal to the checkpoint in {len(failed)} of {len(report.cases)} cases, "
             f"worst in {report.worst.name!r}",
-            expected=describe_errors(report.tolerances, bounds=True),
+            expected=describe_bounds(report.tolerances),
             got=describe_errors(report.worst.errors),
             remedy="nothing was published; see every case in the table above",
         )

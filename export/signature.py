@@ -21,6 +21,11 @@ ANSWERS = "answers"
 STRING: Final = "string"
 
 
+def split_dim(dim: str | int) -> tuple[str, ...]:
+    """Return the symbols whose sum a dimension is; none for a number."""
+    return tuple(dim.split("+")) if isinstance(dim, str) else ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorSignature:
     """One input or output.
@@ -43,7 +48,14 @@ class TensorSignature:
 
     def resolve_dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the dimensions where every symbol has the size that `sizes` gives it."""
-        return tuple(dim if isinstance(dim, int) else sum(sizes[part] for part in dim.split("+")) for dim in self.dims)
+        return tuple(
+            dim if isinstance(dim, int) else sum(sizes[symbol] for symbol in split_dim(dim)) for dim in self.dims
+        )
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Every symbol of its dimensions, those of sums one by one."""
+        return frozenset(symbol for dim in self.dims for symbol in split_dim(dim))
 
     @property
     def dynamic_axes(self) -> dict[int, str]:

@@ -1,23 +1,27 @@
 """`python -m server`: the command line, and the container's entry point."""
 
 import argparse
+import contextlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from .control_key import open_key
 from .doctor import examine, render
-from .errors import ServerError
+from .errors import ServerError, ShortageError
 from .health import check_ensembles
-from .installation import assemble_backends, find_installation
+from .installation import Installation, assemble_backends, find_installation
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
+from .log import Log
 from .models import list_models
 from .process import Endpoints, check_ports_free
-from .status import Status, serve_status
+from .shortage import raise_open_files
+from .status import Status
+from .status_port import serve_status
 from .supervisor import Settings, Supervisor
 
 _DESCRIPTION = """
@@ -78,28 +82,53 @@ def serve(arguments: argparse.Namespace) -> int:
     models = list_models(arguments.repository)
     key = open_key(arguments.key_file)
     check_ports_free(endpoints)
-    status = Status(models)
-    with tempfile.TemporaryDirectory(prefix="modelyard-server-") as folder:
-        backends = Path(folder, "backends")
-        backends.mkdir()
-        assemble_backends(installation, BACKENDS, backends)
-        _say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
+    raise_open_files()
+    status, log = Status(models), Log()
+    with contextlib.closing(log), _make_run_directory(installation) as directory:
+        log.say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
         settings = Settings(
             installation=installation,
             repository=arguments.repository,
             models=models,
             endpoints=endpoints,
             key=key,
-            run_directory=Path(folder),
+            run_directory=directory,
             verbose=arguments.verbose,
         )
         stop_status = serve_status(status, endpoints.host, endpoints.status_port)
         try:
-            answered = Supervisor(settings, status, stops, _say).run()
+            answered = Supervisor(settings, status, stops, log).run()
         finally:
             stop_status()
-    _say("stopped" if answered else "stopped before everything in flight was answered")
+        log.say("stopped" if answered else "stopped before everything in flight was answered")
     return 0 if answered else _EXIT_UNANSWERED
+
+
+@contextlib.contextmanager
+def _make_run_directory(installation: Installation) -> Iterator[Path]:
+    """Make a folder with the assembled `backends`, for as long as the block takes.
+
+    Raises:
+        ShortageError: There is no room for it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            # What cannot be removed in the end is no reason to end otherwise than well.
+            temporary = tempfile.TemporaryDirectory(prefix="modelyard-server-", ignore_cleanup_errors=True)
+            directory = Path(stack.enter_context(temporary))
+            backends = directory / "backends"
+            backends.mkdir()
+            assemble_backends(installation, BACKENDS, backends)
+        except OSError as exc:
+            raise ShortageError(
+                f"the temporary folder {tempfile.gettempdir()} cannot be used"
+                if tempfile.tempdir
+                else "there is no temporary folder",
+                expected="one that this user may write, with 4 MiB free",
+                got=f"'{exc.strerror}'",
+                remedy="make room, or name another folder in the environment variable TMPDIR",
+            ) from exc
+        yield directory
 
 
 def check(arguments: argparse.Namespace) -> int:

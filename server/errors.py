@@ -4,6 +4,7 @@ ServerError                 exit code 1, one line on stderr
 ├── NotFoundError           no tritonserver, no repository, or nothing in it to serve
 ├── PortTakenError          another program listens where we would
 ├── KeyFileError            the file of the control key cannot be used, or is open to others
+├── ShortageError           this machine has no descriptor, process, thread, memory or space left for it
 ├── StartError              tritonserver ended, or no model could be loaded
 ├── ControlError            a running tritonserver refused an order, or did not answer
 ├── RolloutError            a version cannot be served in place of the one before it
@@ -43,6 +44,10 @@ class PortTakenError(ServerError):
 
 class KeyFileError(ServerError):
     """The file of the control key cannot be used, or is open to others."""
+
+
+class ShortageError(ServerError):
+    """This machine has no descriptor, process, thread, memory or space left for it."""
 
 
 class StartError(ServerError):

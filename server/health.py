@@ -18,15 +18,6 @@ _TIMEOUT_S = 60.0
 _METADATA_TIMEOUT_S = 5.0
 
 
-def is_live(url: str) -> bool:
-    """Tell whether the server at `url` accepts requests at all."""
-    try:
-        with urllib.request.urlopen(f"{url}/v2/health/live", timeout=1.0) as response:
-            return bool(response.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
-
-
 def check_answer(url: str, repository: Path, name: str, version: str, *, served_as: str | None = None) -> float | None:
     """Ask a model for an answer that was recorded when it was verified.
 

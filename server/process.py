@@ -6,14 +6,14 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from .control_key import ControlKey
-from .errors import PortTakenError
+from .errors import PortTakenError, ShortageError
 from .installation import Installation, build_environment
+from .log import Log
 
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
 EXIT_TIMEOUT_S = 10
@@ -62,7 +62,11 @@ class Endpoints:
 
 
 class TritonServer:
-    """A tritonserver in a session of its own, so that Ctrl-C reaches only us and we decide how it ends."""
+    """A tritonserver in a session of its own, so that Ctrl-C reaches only us and we decide how it ends.
+
+    Raises:
+        ShortageError: It could not even be started.
+    """
 
     def __init__(
         self,
@@ -74,25 +78,36 @@ class TritonServer:
         key: ControlKey,
         run_directory: Path,
         verbose: bool,
+        log: Log,
     ) -> None:
         command = _build_command(installation, repository, models, endpoints, run_directory / "backends", verbose)
         command += key.options
         self._key = key
+        self._log = log
         # An empty working directory: the Python backend has it first on sys.path.
         working_directory = run_directory / "empty"
-        working_directory.mkdir(exist_ok=True)
-        self._process = subprocess.Popen(
-            command,
-            cwd=working_directory,
-            env=build_environment(installation),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_prepare_process,
-        )
-        self._log = threading.Thread(target=self._copy_log, args=(verbose,), daemon=True)
-        self._log.start()
+        try:
+            working_directory.mkdir(exist_ok=True)
+            self._process = subprocess.Popen(
+                command,
+                cwd=working_directory,
+                env=build_environment(installation),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_prepare_process,
+            )
+            self._reader = threading.Thread(target=self._relay_log, args=(verbose,), daemon=True)
+            self._start_reader()
+        # SubprocessError: the child could not be prepared.
+        except (OSError, MemoryError, subprocess.SubprocessError) as exc:
+            raise ShortageError(
+                "tritonserver cannot be started",
+                expected="a process, a thread, memory and descriptors for it",
+                got=f"'{exc}'",
+                remedy="free some, or raise the limit",
+            ) from exc
 
     @property
     def pid(self) -> int:
@@ -112,15 +127,22 @@ class TritonServer:
         self._process.kill()
         code = self._process.wait()
         # A backend process that outlives it by a moment holds the other end of the pipe.
-        self._log.join(timeout=2)
+        self._reader.join(timeout=2)
         return code
 
-    def _copy_log(self, verbose: bool) -> None:
+    def _start_reader(self) -> None:
+        try:
+            self._reader.start()
+        except RuntimeError as exc:
+            self._process.kill()
+            self._process.wait()
+            raise OSError(str(exc)) from exc
+
+    def _relay_log(self, verbose: bool) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
             if verbose or not _is_noise(line):
-                sys.stderr.buffer.write(self._key.redact(line))
-                sys.stderr.buffer.flush()
+                self._log.relay(self._key.redact(line))
 
 
 def _is_noise(line: bytes) -> bool:

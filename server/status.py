@@ -1,10 +1,6 @@
 """What the launcher itself has to tell: counters for Prometheus, and whether to send requests here at all."""
 
-import socket
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 _HELP = {
     "modelyard_ready": ("gauge", "1 while requests are welcome, 0 while starting, healing tritonserver or stopping."),
@@ -26,9 +22,9 @@ class Status:
         }
         for model in models:
             for reason in ("died", "hung"):
-                self._values["modelyard_backend_deaths_total", f'{{model="{model}",reason="{reason}"}}'] = 0
-            self._values["modelyard_model_revivals_total", f'{{model="{model}"}}'] = 0
-            self._values["modelyard_model_given_up", f'{{model="{model}"}}'] = 0
+                self._values["modelyard_backend_deaths_total", _label(model=model, reason=reason)] = 0
+            self._values["modelyard_model_revivals_total", _label(model=model)] = 0
+            self._values["modelyard_model_given_up", _label(model=model)] = 0
 
     @property
     def ready(self) -> bool:
@@ -43,16 +39,16 @@ class Status:
 
     def count_death(self, model: str, reason: str) -> None:
         """Count a backend process of `model` that `reason` ("died" or "hung")."""
-        self._add("modelyard_backend_deaths_total", f'{{model="{model}",reason="{reason}"}}')
+        self._add("modelyard_backend_deaths_total", _label(model=model, reason=reason))
 
     def count_revival(self, model: str) -> None:
         """Count a model brought back."""
-        self._add("modelyard_model_revivals_total", f'{{model="{model}"}}')
+        self._add("modelyard_model_revivals_total", _label(model=model))
 
     def mark_given_up(self, model: str, value: bool) -> None:
         """Tell whether nobody tries to bring `model` back any more."""
         with self._lock:
-            self._values["modelyard_model_given_up", f'{{model="{model}"}}'] = int(value)
+            self._values["modelyard_model_given_up", _label(model=model)] = int(value)
 
     def count_restart(self) -> None:
         """Count a tritonserver started anew."""
@@ -73,44 +69,9 @@ class Status:
             self._values[name, labels] = self._values.get((name, labels), 0) + 1
 
 
-def serve_status(status: Status, host: str, port: int) -> Callable[[], None]:
-    """Answer /metrics and /ready on a thread of its own; return the function that ends it."""
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 5
-
-        def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self._answer(200, status.render())
-            elif self.path == "/ready":
-                self._answer(*((200, "ready\n") if status.ready else (503, "not ready\n")))
-            else:
-                self._answer(404, "expected /metrics or /ready\n")
-
-        def log_message(self, *arguments: Any) -> None:
-            """Say nothing: every scrape would be a line."""
-
-        def _answer(self, code: int, text: str) -> None:
-            body = text.encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        address_family = _family(host)
-
-    server = Server((host, port), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-
-    return stop
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def _label(**labels: str) -> str:
+    """Return labels as Prometheus' text format writes them: a backslash, a quote and the end of a line are escaped."""
+    escaped = {
+        name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, value in labels.items()
+    }
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"

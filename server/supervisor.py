@@ -1,7 +1,5 @@
 """Keeps one tritonserver serving: starts it, watches it and its backend processes, and ends it."""
 
-import contextlib
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,24 +8,36 @@ from pathlib import Path
 from .control import Control, ModelState
 from .control_key import ControlKey, hide_key
 from .draining import drain
-from .errors import GaveUpError, StartError
+from .errors import ControlError, GaveUpError, ShortageError, StartError
 from .healing import Healer
-from .health import check_answer, is_live
+from .health import check_answer
 from .installation import Installation
 from .locations import name_command
+from .log import Log
 from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .processes import list_children, read_stat, wants_core
+from .pulse import Pulse
+from .shortage import is_shortage
 from .status import Status
-from .stubs import list_children
+from .work_queue import KNOWN_VERSIONS
 
 # Dead and hung processes are looked for this often.
 _INTERVAL_S = 0.1
 
-# A tritonserver that is stopped by a signal, or does not even say that it is alive, for this long is started anew.
+# A tritonserver that is stopped by a signal for this long is started anew.
 _STOPPED_S = 1.0
-_SILENT_S = 10.0
+
+# One that computes and does not say that it is alive is busy: sixteen bodies that inflate to 120 MB each keep all of
+# its threads for ten seconds and more. Only after much longer it is taken for one that runs in circles.
+_BUSY_S = 10.0
+_SILENT_S = 120.0
 
 # One that does not say so and of which no thread used or wanted a core in so many looks in a row waits for itself.
 _IDLE_LOOKS = 12
+
+# Between attempts to start one for which this machine has nothing left: at first, and at most.
+_SHORTAGE_PAUSE_S = 0.5
+_MAX_SHORTAGE_PAUSE_S = 10.0
 
 # Starts in a row that never came to an answer, after which it is given up.
 MAX_FAILED_STARTS = 5
@@ -63,18 +73,21 @@ class Supervisor:
         settings: What to serve, and how.
         status: Where to count what happens.
         stops: Tells how often we were asked to stop.
-        say: Logs a line.
+        log: Where to tell of it.
+
+    Raises:
+        ShortageError: The first cannot even be started.
     """
 
-    def __init__(
-        self, settings: Settings, status: Status, stops: Callable[[], int], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: Settings, status: Status, stops: Callable[[], int], log: Log) -> None:
         self._settings = settings
         self._status = status
         self._stops = stops
-        self._say = say
+        self._log = log
+        self._say = log.say
         self._control = Control(settings.endpoints.http_url, settings.key)
         self._all_stubs = False
+        self._shortage = ""
         self._launch()
 
     def run(self) -> bool:
@@ -90,17 +103,45 @@ class Supervisor:
                 self._status.ready = True
                 self._say(_describe(self._settings.endpoints))
             while not self._stops():
-                if reason := self._find_end():
-                    self._restart(reason)
-                self._healer.look()
+                self._watch()
                 time.sleep(_INTERVAL_S)
             return self._stop()
         finally:
             self._end()
 
+    def _watch(self) -> None:
+        """Look once at everything, and do what is to be done about it.
+
+        Raises:
+            GaveUpError: None of several tritonservers would start.
+        """
+        try:
+            if reason := self._find_end():
+                self._restart(reason)
+            self._healer.look()
+        except (OSError, MemoryError, RuntimeError) as exc:
+            if not is_shortage(exc):
+                raise
+            self._tell_shortage(str(exc))
+        else:
+            self._tell_shortage("")
+
+    def _tell_shortage(self, shortage: str) -> None:
+        """Say once that we cannot look, for want of what, and once that we can again."""
+        if shortage and not self._shortage:
+            self._say(f"warning: cannot look after tritonserver for now: {shortage}; what serves goes on serving")
+        elif self._shortage and not shortage:
+            self._say("can look after tritonserver again")
+        self._shortage = shortage
+
     def _launch(self) -> None:
         settings = self._settings
-        self._server = TritonServer(
+        """Start a tritonserver.
+
+        Raises:
+            ShortageError: This machine has not what it takes.
+        """
+        server = TritonServer(
             settings.installation,
             repository=settings.repository,
             models=settings.models,
@@ -108,10 +149,16 @@ class Supervisor:
             key=settings.key,
             run_directory=settings.run_directory,
             verbose=settings.verbose,
+            log=self._log,
         )
-        self._healer = Healer(self._server.pid, settings.models, self._control, self._status, self._say)
-        self._pulse = _Pulse(settings.endpoints.http_url)
-        self._cpu_ticks, self._idle_looks = -1, 0
+        try:
+            pulse = Pulse(settings.endpoints.http_url)
+        except RuntimeError as exc:
+            server.kill()
+            raise ShortageError("tritonserver cannot be watched", expected="a thread for it", got=f"'{exc}'") from exc
+        self._server, self._pulse = server, pulse
+        self._healer = Healer(server.pid, settings.models, self._control, self._status, self._say)
+        self._cpu_ticks, self._idle_looks, self._is_busy = -1, 0, False
 
     def _end(self) -> None:
         """Leave nothing of this tritonserver behind."""
@@ -129,16 +176,16 @@ class Supervisor:
         start = told = time.monotonic()
         hidden = False
         while not self._stops():
-            live = is_live(self._settings.endpoints.http_url)
+            live = self._pulse.has_answered
             # It has parsed its arguments by the time it starts the first backend process.
             if not hidden and (live or list_children(self._server.pid)):
                 hidden = True
                 if not hide_key(self._settings.key, self._server.pid):
                     self._say("warning: the control key stands in the process list; see docs/threat_model.md")
             if live:
-                self._pulse.start()
+                self._learn_version()
                 return True
-            if _read_state(self._server.pid) == "T":
+            if self._is_stopped():
                 self._server.kill()
             code = self._server.poll()
             if code is not None:
@@ -154,26 +201,57 @@ class Supervisor:
             time.sleep(0.05)
         return False
 
+    def _learn_version(self) -> None:
+        """Find out what can be told of this tritonserver's backend processes."""
+        try:
+            version = self._control.read_version()
+        except ControlError as exc:
+            version = str(exc)
+        self._healer.table.reads_queues = version in KNOWN_VERSIONS
+        if version not in KNOWN_VERSIONS:
+            self._say(
+                f"warning: dead and stopped backend processes are found, those that hang are not: expected "
+                f"tritonserver {', '.join(KNOWN_VERSIONS)}, got {version}"
+            )
+
     def _find_end(self) -> str | None:
         """Return why this tritonserver serves no more, or None."""
         code = self._server.poll()
         if code is not None:
             return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if self._pulse.silent_for_s > _STOPPED_S and _read_state(self._server.pid) == "T":
+        if self._pulse.silent_for_s > _STOPPED_S and self._is_stopped():
             return "was stopped by a signal"
         if self._is_stuck():
             return f"neither answered nor computed for {_IDLE_LOOKS * _INTERVAL_S:g} s"
-        if self._pulse.silent_for_s > _SILENT_S:
+        silent_for_s = self._pulse.silent_for_s
+        if silent_for_s > _SILENT_S:
             return f"gave no sign of life for {_SILENT_S:g} s"
+        self._tell_busy(silent_for_s)
         return None
+
+    def _is_stopped(self) -> bool:
+        stat = read_stat(self._server.pid)
+        return stat is not None and stat.state == "T"
+
+    def _tell_busy(self, silent_for_s: float) -> None:
+        """Say when it has no thread left to answer, for what it is at, and when it has again."""
+        if not self._is_busy and silent_for_s > _BUSY_S:
+            self._is_busy = True
+            self._status.ready = False
+            self._say(f"warning: tritonserver computes and has not answered for {_BUSY_S:g} s; it is left to finish")
+        elif self._is_busy and not silent_for_s:
+            self._is_busy = False
+            self._status.ready = True
+            self._say("tritonserver answers again")
 
     def _is_stuck(self) -> bool:
         """Tell whether it owes an answer and does nothing about it, look after look.
 
         Looks are counted, not seconds: while the whole machine sleeps, we look at nothing either.
         """
-        before, self._cpu_ticks = self._cpu_ticks, _read_cpu_ticks(self._server.pid)
-        waits = self._pulse.owes_answer and self._cpu_ticks == before and not _wants_core(self._server.pid)
+        stat = read_stat(self._server.pid)
+        before, self._cpu_ticks = self._cpu_ticks, stat.cpu_ticks if stat else -1
+        waits = self._pulse.owes_answer and self._cpu_ticks == before and not wants_core(self._server.pid)
         self._idle_looks = self._idle_looks + 1 if waits else 0
         return self._idle_looks >= _IDLE_LOOKS
 
@@ -189,7 +267,7 @@ class Supervisor:
             self._say(f"tritonserver {reason}; starting it anew")
             self._end()
             self._status.count_restart()
-            self._launch()
+            self._launch_when_possible()
             try:
                 if not self._wait_until_live():
                     return
@@ -207,6 +285,23 @@ class Supervisor:
             got=f"{MAX_FAILED_STARTS} failures in a row",
             remedy="see its log above",
         )
+
+    def _launch_when_possible(self) -> None:
+        """Start a tritonserver, after however many attempts this machine has what it takes, or we are asked to stop."""
+        pause_s = _SHORTAGE_PAUSE_S
+        while not self._stops():
+            try:
+                self._launch()
+                return
+            except ShortageError as exc:
+                self._say(f"{exc} Trying again in {pause_s:g} s.")
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, _MAX_SHORTAGE_PAUSE_S)
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._stops() and time.monotonic() < end:
+            time.sleep(_INTERVAL_S)
 
     def _stop(self) -> bool:
         if not self._status.ready:
@@ -264,64 +359,6 @@ class Supervisor:
         except (OSError, ValueError, KeyError) as exc:
             return False, f"FAILED: {exc}"
         return True, "ready" if error is None else f"ready, answers as verified within {error:.1e}"
-
-
-class _Pulse:
-    """Asks a server for a sign of life twice a second, on a thread of its own: a hung one would hold up the asker."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._ended = threading.Event()
-        self._last = time.monotonic()
-        self._owes_answer = False
-        self._thread = threading.Thread(target=self._ask, daemon=True)
-
-    def start(self) -> None:
-        """Begin to ask; it is alive now."""
-        self._last = time.monotonic()
-        self._thread.start()
-
-    def end(self) -> None:
-        """Ask no more."""
-        self._ended.set()
-
-    @property
-    def silent_for_s(self) -> float:
-        """How long the last sign of life is ago."""
-        return time.monotonic() - self._last
-
-    @property
-    def owes_answer(self) -> bool:
-        """Whether the last question is still without an answer."""
-        return self._owes_answer
-
-    def _ask(self) -> None:
-        while not self._ended.wait(0.5):
-            self._owes_answer = True
-            if is_live(self._url):
-                self._last, self._owes_answer = time.monotonic(), False
-
-
-def _read_state(pid: int | str) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""
-
-
-def _read_cpu_ticks(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return -1
-    return int(fields[11]) + int(fields[12])
-
-
-def _wants_core(pid: int) -> bool:
-    """Tell whether a thread of process `pid` runs, waits for a core, or waits for a disk."""
-    with contextlib.suppress(OSError):
-        return any(_read_state(f"{pid}/task/{task.name}") in ("R", "D") for task in Path(f"/proc/{pid}/task").iterdir())
-    return True
 
 
 def _describe(endpoints: Endpoints) -> str:

@@ -31,6 +31,12 @@ def run(*arguments: str, cwd: Path = CHECKOUT, **options: object) -> Finished:
     return Finished(result.returncode, result.stdout, result.stderr)
 
 
+def make(target: str) -> "subprocess.CompletedProcess[str]":
+    """Run a target of the Makefile in the environment that the tests run in."""
+    command = ["make", target, f"VENV={sys.prefix}"]
+    return subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def fingerprint(directory: Path) -> dict[str, str]:
     """Return every path below `directory` with the hash of its bytes, folders included."""
     return {

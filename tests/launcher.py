@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from harness import CHECKOUT, Finished, run
 
-from server.stubs import Stub, StubTable, list_children
+from server.processes import list_children
+from server.stubs import Stub, StubTable
 
 
 def find_ports(count: int = 4) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..consolidation.consolidate import DTYPES, consolidate
 from ..errors import escape_controls
+from .verb import Verbs, add_verb
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -19,21 +20,29 @@ def parse_size(text: str) -> int:
     """Return the bytes that `5GB`, `300 MB` or `1000` stand for; units of 1000, as in `save_pretrained`.
 
     Raises:
-        argparse.ArgumentTypeError: `text` is no size.
+        argparse.ArgumentTypeError: `text` is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     size = float(match[1]) * _UNITS[match[2].upper()] if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB or 300MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB or 300MB")
     return int(size)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_verb(
+        verbs,
         "consolidate",
+        run,
         help="write a training checkpoint as a Hugging Face folder of safetensors",
         description="Write a training checkpoint's weights as safetensors, bit for bit, with config and tokenizer.",
+        examples=(
+            "./zero3_run ./model",
+            "./zero3_run ./model --tag global_step1000",
+            "./zero3_run ./model --dtype bfloat16 --max-shard-size 2GB",
+        ),
+        succeeded="written",
     )
     parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
     parser.add_argument("out", type=Path, help="the folder to make")
@@ -45,10 +54,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--allow-non-finite", action="store_true", help="let NaN and infinite weights through instead of refusing"
     )
-    parser.set_defaults(command=run_consolidate)
 
 
-def run_consolidate(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the verb; write a line on what was done and one on each thing missing. Raises what `consolidate` raises."""
     started = time.monotonic()
     done = consolidate(

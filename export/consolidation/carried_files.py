@@ -135,7 +135,7 @@ def _write_config(source: Path, target: Path, dtype_name: str) -> None:
         text = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError as exc:
         raise CheckpointError(
-            f"{source} holds what is no text", expected="Unicode", got="half a character", remedy="correct it"
+            f"{source} holds what is not text", expected="Unicode", got="half a character", remedy="correct it"
         ) from exc
     target.write_bytes(text)
 

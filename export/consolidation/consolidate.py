@@ -60,7 +60,7 @@ def consolidate(
     Args:
         source: The checkpoint.
         target: A folder that does not exist yet.
-        tag: Which checkpoint of several in `source`.
+        tag: Name of the checkpoint, where `source` holds several.
         dtype: Cast every floating-point tensor to `float32`, `bfloat16` or `float16`; as they are where None.
         max_shard_bytes: The size from which on a further file is begun.
         allow_non_finite: Let NaN and infinite weights through.

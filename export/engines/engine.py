@@ -89,9 +89,9 @@ class Engine(ABC):
 
     Attributes:
         name: What `--engine` takes, and what reports and locks record.
-        title: The name for people.
+        title: Name in messages and summaries.
         help: What it is good for, for `--help`.
-        backend: Triton's backend of it.
+        backend: Name of Triton's backend that runs it.
         model_file: The file that the backend loads.
         graph_precisions: Precision that may be asked for → precision of the graph that it takes for that.
         builds: Whether `model_file` is built from the graph; otherwise it is the graph.
@@ -125,7 +125,7 @@ class Engine(ABC):
         """Refuse, before anything is read, what cannot be built here or would not be loaded there.
 
         Raises:
-            EngineError: With the one reason.
+            EngineError: It cannot; the reason is the message.
         """
 
     def build(self, graph: VerifiedGraph, directory: Path) -> None:
@@ -141,7 +141,7 @@ class Engine(ABC):
         """Return the file at `path`, loaded as the target's server would run it, for the length of a `with` statement.
 
         Raises:
-            RuntimeFailure: The target's engine cannot be had, or cannot load the file.
+            RuntimeFailure: The target's engine cannot be fetched, or cannot load the file.
             EngineError: The same of an engine in this process.
         """
 
@@ -150,5 +150,6 @@ class Engine(ABC):
         """Write into a model's configuration, which has everything else, what this engine alone needs.
 
         Args:
-            config: Changed in place: with inputs, outputs, batching and warm-up; without instances and parameters.
+            config: The configuration, changed in place; it has inputs, outputs, batching and warm-up, but not yet
+            instances and parameters.
         """

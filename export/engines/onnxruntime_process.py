@@ -42,8 +42,8 @@ class TensorInfo:
     """An input or an output as ONNX Runtime sees it.
 
     Attributes:
-        name: Of the tensor.
-        type: In ONNX Runtime's words, such as `tensor(int64)`.
+        name: Name of the tensor.
+        type: Element type in ONNX Runtime's words, such as `tensor(int64)`.
         shape: A size, the name of a dynamic axis, or None for one without a name.
     """
 
@@ -55,7 +55,7 @@ class TensorInfo:
 class TargetRuntime:
     """The target's ONNX Runtime in a process that starts with the first `load`; made by `open_runtime`.
 
-    A process that died is started anew by the next `load`; the sessions that it held are gone. For use by one thread.
+    A process that died is restarted by the next `load`; the sessions that it held are gone. For use by one thread.
     """
 
     def __init__(self, target: Target, threads: int, on_progress: Callable[[str], None]) -> None:
@@ -77,7 +77,7 @@ class TargetRuntime:
         """Open the ONNX file at `path`, with the external data beside it, on the CPU with every optimisation.
 
         Raises:
-            RuntimeFailure: The target's ONNX Runtime cannot be had, cannot load the file, or dies of it.
+            RuntimeFailure: The target's ONNX Runtime cannot be fetched, cannot load the file, or dies of it.
         """
         if self._worker is None or not self._worker.is_alive:
             self.close()
@@ -99,9 +99,9 @@ def open_runtime(
     """Return the target's ONNX Runtime, to be used in a `with` statement, at whose end its process ends.
 
     Args:
-        target: Whose ONNX Runtime this is to be.
+        target: Triton release whose ONNX Runtime this is.
         threads: How many of them run one operator.
-        on_progress: Told when a wheel must be fetched first, which takes seconds.
+        on_progress: Called when a wheel must be fetched first, which takes seconds.
     """
     return TargetRuntime(target, threads, on_progress)
 
@@ -110,8 +110,8 @@ class TargetSession:
     """An ONNX file that the target's ONNX Runtime has loaded.
 
     Attributes:
-        inputs: In the graph's order.
-        outputs: In the graph's order.
+        inputs: Inputs, in the graph's order.
+        outputs: Outputs, in the graph's order.
     """
 
     def __init__(self, worker: "_Worker", path: Path) -> None:
@@ -222,7 +222,9 @@ class _Worker:
             RuntimeFailure: `what`, and why.
         """
         if not self.is_alive:
-            raise RuntimeFailure(f"{self._runtime} {what}", got="a process that has ended", remedy="load the file anew")
+            raise RuntimeFailure(
+                f"{self._runtime} {what}", got="a process that has ended", remedy="load the file again"
+            )
         answer, outputs = self._exchange(what, request, arrays)
         if "error" in answer:
             raise RuntimeFailure(f"{self._runtime} {what}", got=_describe(answer["error"]))

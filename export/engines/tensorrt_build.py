@@ -71,7 +71,7 @@ def build_engine(
     """Build `model.plan` and `model.plan.json` in the folder `destination`.
 
     Args:
-        plan: From `plan_build`, for the version that `find_version` returned.
+        plan: What `plan_build` returned for the version that `find_version` returned.
         graph: The ONNX file to build from; its weights may lie in other files beside it.
         destination: An existing folder.
         onnx_sha256: File name → hash of the verified fp32 graph.
@@ -217,7 +217,7 @@ class PlanRunner:
     """A plan on the GPU, for the verification: the same questions as ONNX Runtime is asked.
 
     Args:
-        path: Of `model.plan`.
+        path: The `model.plan`.
         profile: Number of the optimisation profile.
 
     Raises:

@@ -16,7 +16,7 @@ import onnx
 
 from ..errors import EngineError, list_some
 from ..graph.files import Feed
-from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature
+from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, split_dim
 from ..targets import Target
 from .engine import AxisRange
 
@@ -95,11 +95,11 @@ class BuildPlan:
     """Everything that the builder is told, as data.
 
     Attributes:
-        tensorrt_version: That builds, and so that serves.
+        tensorrt_version: Version that builds, and therefore serves.
         precision: What was asked for.
         build: How TensorRT is told about it.
         profiles: One an instance; none for a graph of fixed shapes.
-        max_batch_size: That the profiles allow.
+        max_batch_size: Largest batch that the profiles allow.
     """
 
     tensorrt_version: str
@@ -184,7 +184,7 @@ def plan_build(
         signature: Inputs and outputs of the graph.
         precision: One of `PRECISION_BUILDS`.
         tensorrt_version: Version of the TensorRT at hand, such as `10.5.0`.
-        max_batch_size: As in the model's `config.pbtxt`.
+        max_batch_size: The one in the model's `config.pbtxt`.
         instances: Each gets a profile of its own, for two of them cannot share one at the same time.
         ranges: Symbolic axis → its sizes, instead of those derived from the signature.
 
@@ -225,8 +225,7 @@ def derive_profile(
     for tensor in signature.inputs:
         if not tensor.dynamic_axes:
             continue
-        parts = {part for dim in tensor.dynamic_axes.values() for part in dim.split("+")}
-        unknown = sorted(parts - known.keys())
+        unknown = sorted(tensor.symbols - known.keys())
         if unknown:
             raise EngineError(
                 f"the sizes of the axis {unknown[0]} of the input {tensor.name} are not known",
@@ -235,7 +234,7 @@ def derive_profile(
                 remedy="say how small and how large it gets",
             )
         axes = [
-            _add_ranges([known[part] for part in dim.split("+")])
+            _add_ranges([known[symbol] for symbol in split_dim(dim)])
             if isinstance(dim, str)
             else AxisRange(minimum=dim, optimum=dim, maximum=dim)
             for dim in tensor.dims
@@ -258,7 +257,7 @@ def _add_ranges(ranges: Sequence[AxisRange]) -> AxisRange:
 
 
 def build_calibration_batches(feeds: Sequence[Feed], plan: BuildPlan) -> list[dict[str, npt.NDArray[Any]]]:
-    """Return the rows of all feeds in batches of one shape, for calibration takes no other.
+    """Return the rows of all feeds in batches of one shape: calibration takes no other.
 
     Rows are padded with zeros to the longest, which is what a mask of zeros hides; the last batch is filled up with
     the first rows.
@@ -308,7 +307,7 @@ def check_operators(graph: Path) -> None:
     """Refuse a graph that TensorRT cannot build, before minutes are spent on it.
 
     Raises:
-        EngineError: Naming its operators that TensorRT does not know.
+        EngineError: It has operators that TensorRT does not know; they are named.
     """
     model = onnx.load(str(graph), load_external_data=False)
     nodes = [node for part in (model.graph, *model.functions) for node in _walk_nodes(part.node)]
@@ -328,17 +327,17 @@ def check_operators(graph: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMetadata:
-    """What lies beside a plan as `model.plan.json`, for a plan itself tells nothing before it is loaded.
+    """What lies beside a plan as `model.plan.json`, because a plan itself shows nothing before it is loaded.
 
     Attributes:
-        tensorrt_version: That built it.
-        compute_capability: Of the GPU that it was built on, such as `9.0`; it runs on no other.
+        tensorrt_version: Version that built it.
+        compute_capability: The one of the GPU that it was built on, such as `9.0`; it runs on no other.
         device: The name of that GPU.
         precision: What was asked for.
         strongly_typed: See `BuildPlan`.
         max_batch_size: See `BuildPlan`.
         profiles: Each input → minimum, optimum and maximum.
-        plan_sha256: Of the plan.
+        plan_sha256: Hash of the plan.
         onnx_sha256: File name → hash of the verified fp32 graph that all this came from.
     """
 

@@ -60,7 +60,7 @@ class Conversion:
         feeds: Real text as the model is asked it, with padding; the longest matter most.
         measure: Function that says how good a candidate file is.
         bounds: Metric → what the worst row must hold; the caller holds the written file to it.
-        on_step: Told what is being done.
+        on_step: Called with what is being done.
         external_above_bytes: Size from which on the weights lie in a file of their own.
     """
 

@@ -16,9 +16,9 @@ from ..engines import ONNXRUNTIME, Engine
 from ..engines.engine import Runner
 from ..errors import EngineError, RuntimeFailure, VerificationError
 from ..targets import Target
-from ..tasks import Task
+from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
-from ..tasks.comparison import Distribution, is_within, measure_outputs
+from ..tasks.comparison import Distribution, choose_worse, is_bounded_below, is_within, measure_outputs
 from .tolerances import Tolerances
 
 # How much further off than in any case a server may be, whose batches are others.
@@ -48,7 +48,7 @@ class CaseResult:
     @property
     def error(self) -> float:
         """The largest difference, as the task counts it."""
-        return next(value for key, value in self.errors.items() if key.startswith("max_"))
+        return next(value for name, value in self.errors.items() if not is_bounded_below(name))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything in one object, the errors beside the name."""
@@ -138,7 +138,7 @@ def verify(
 
     Raises:
         VerificationError: The server's tokenizer makes other ids than transformers', or the graph fails on a case.
-        RuntimeFailure: The target's engine cannot be had, or cannot load the file.
+        RuntimeFailure: The target's engine cannot be fetched, or cannot load the file.
     """
     judged = tolerances or Tolerances(bounds=task.tolerances)
     bounds = judged.bounds
@@ -190,7 +190,7 @@ def _widen_golden(task: Task, bounds: Mapping[str, float], kept: Sequence[CaseRe
         )
 
     tolerances = {
-        key: min(usual, bounds.get(key, usual)) if key.startswith("min_") else max(usual, _MARGIN * find_worst(key))
+        key: choose_worse(key, usual, bounds.get(key, usual) if is_bounded_below(key) else _MARGIN * find_worst(key))
         for key, usual in golden["tolerances"].items()
     }
     return {**golden, "tolerances": tolerances}

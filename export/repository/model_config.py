@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..engines import ONNXRUNTIME, Engine
 from ..engines.limits import MAX_BATCH_SIZE
 from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
-from .names import ModelNames
+from .names import OWNER_PARAMETER, ModelNames
 
 # Requests that may wait in front of one step, eight full batches of one row each; beyond it the server answers 503 /
 # UNAVAILABLE at once. With four times as many, answers took five times as long and 70 MB instead of 18.
@@ -56,13 +56,15 @@ def build_configs(
         engine: What runs the model.
     """
     served = sorted(set(served))
-    model, contract = _build_model(names.model, signature, served, engine), signature.contract
-    if contract is None:
-        return {names.model: model}
-    configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), names.model: model}
-    if contract.postprocess is not None:
-        configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
-    return configs | {names.name: _build_ensemble(names, signature, contract, version)}
+    configs = {names.model: _build_model(names.model, signature, served, engine)}
+    if (contract := signature.contract) is not None:
+        configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
+        if contract.postprocess is not None:
+            configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
+        configs[names.name] = _build_ensemble(names, signature, contract, version)
+    for config in configs.values():
+        config.parameters[OWNER_PARAMETER].string_value = names.name
+    return configs
 
 
 def _build_preprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:
@@ -170,10 +172,7 @@ def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> 
     inputs = {
         tensor.name: pb.ModelWarmup.Input(
             data_type=_TRITON_DTYPES[tensor.dtype],
-            dims=[
-                dim if isinstance(dim, int) else sum(sizes.get(part, 1) for part in dim.split("+"))
-                for dim in tensor.dims[1:]
-            ],
+            dims=tensor.resolve_dims(dict.fromkeys(tensor.symbols, 1) | dict(sizes))[1:],
             zero_data=True,
         )
         for tensor in signature.inputs

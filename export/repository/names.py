@@ -9,6 +9,14 @@ from ..errors import RepositoryError
 # What a path component, a metrics label and a URL can all bear.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 
+# A parameter of every configuration, which no backend reads: the public model that the folder belongs to.
+OWNER_PARAMETER = "modelyard_owner"
+
+_MODEL = "model"
+
+# What the names of an ensemble's steps end in.
+STEP_SUFFIXES = tuple(f"_{step}" for step in (PREPROCESS, _MODEL, POSTPROCESS))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNames:
@@ -36,7 +44,7 @@ class ModelNames:
     @property
     def model(self) -> str:
         """What runs the ONNX file."""
-        return f"{self.name}_model" if self.is_ensemble else self.name
+        return self.step(_MODEL) if self.is_ensemble else self.name
 
     @property
     def postprocess(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..signature import BATCH, WINDOWS, ModelSignature, TensorSignature
+from ..signature import BATCH, WINDOWS, ModelSignature, TensorSignature, split_dim
 
 Array = npt.NDArray[Any]
 
@@ -113,10 +113,10 @@ def read_sizes(signature: ModelSignature, row: Row) -> dict[str, int]:
     """Return symbol → its size in `row`, for every symbol of the inputs but the batch."""
     first = int(signature.is_batched)
     return {
-        dim: size
+        symbols[0]: size
         for tensor in signature.inputs
         for dim, size in zip(tensor.dims[first:], row[tensor.name].shape, strict=True)
-        if isinstance(dim, str) and "+" not in dim
+        if len(symbols := split_dim(dim)) == 1
     }
 
 
@@ -128,9 +128,9 @@ def _place(
 
 
 def _slice(dim: str | int, sizes: Mapping[str, int], longest: Mapping[str, int], padding_side: Side) -> slice:
-    parts = dim.split("+") if isinstance(dim, str) else []
+    symbols = split_dim(dim)
     # A size that only the graph itself knows, such as the frames of a sound, is not padded by us.
-    if not parts or any(part not in sizes for part in parts):
+    if not symbols or any(symbol not in sizes for symbol in symbols):
         return slice(None)
-    own, whole = sum(sizes[part] for part in parts), sum(longest[part] for part in parts)
+    own, whole = sum(sizes[symbol] for symbol in symbols), sum(longest[symbol] for symbol in symbols)
     return slice(whole - own, None) if padding_side == "left" and dim != WINDOWS else slice(0, own)

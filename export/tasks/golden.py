@@ -33,7 +33,7 @@ def build_sample(
     """Return one request of one row, and the answer to it, as KServe v2 tensors.
 
     Args:
-        contract: What clients see: of the ensemble, or of the graph itself.
+        contract: What clients see: that of the ensemble, or of the graph itself.
         asked: Input name → its values, in any shape.
         answered: Output name → its values, in any shape.
     """
@@ -60,7 +60,7 @@ def _describe(tensors: Iterable[TensorSignature], values: Mapping[str, Any]) -> 
 
 
 def _find_shape(tensor: TensorSignature, values: "np.ndarray[Any, Any]") -> list[int]:
-    """Return the shape of one row; of flat values, by the dimensions: one of them may be told by how many there are."""
+    """Return the shape of one row; for flat values from the dimensions, one of which may follow from their number."""
     if values.ndim == len(tensor.dims):
         return list(values.shape)
     shape = [1 if dim == BATCH else dim if isinstance(dim, int) else -1 for dim in tensor.dims]

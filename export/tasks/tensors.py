@@ -33,10 +33,10 @@ class ValueRule:
     Attributes:
         kind: `normal` of mean 0 and deviation 1; `uniform` from `low` to `high`; `integers` from `low` up to below
             `high`; `mask`, ones for what is there; `zeros` and `ones`.
-        low: Of uniform values and integers.
-        high: Of uniform values and integers.
+        low: Lower end of uniform values and integers.
+        high: Upper end of uniform values and integers.
         filling: What stands in padding.
-        hidden: Of a mask: the symbol of the places at its beginning, of which some are 0.
+        hidden: For a mask, the symbol of the places at its beginning, some of which are 0.
     """
 
     kind: Literal["normal", "uniform", "integers", "mask", "zeros", "ones"] = "normal"
@@ -66,7 +66,7 @@ class SizeRange:
     Attributes:
         smallest: At least this.
         largest: At most this.
-        multiple_of: And a multiple of this.
+        multiple_of: Only multiples of this.
     """
 
     smallest: int = 1
@@ -97,7 +97,7 @@ class Tensors:
         rules: Input name → how its values are made up.
         sizes: Symbol → its range, for every symbol but the batch and sums.
         padded: Symbols that rows of one batch may differ in, since a mask tells what is padding. Others may not.
-        counts_from_left: Whether padding on the left moves the positions, so that a row comes out otherwise than alone.
+        counts_from_left: Whether padding on the left moves the positions, so that a row comes out unlike alone.
         samples: Real rows, to be tried as well.
     """
 
@@ -231,7 +231,7 @@ def infer_outputs(
     """Return the signature of what `module` returns, by running it at two sets of sizes.
 
     An axis that has the same size in both is a number; one that is as large as a symbol of the inputs, or as two of
-    them together, bears that symbol; any other gets one of its own.
+    them together, gets that symbol; any other gets one of its own.
 
     Raises:
         ModelError: It returns another number of tensors than `names`, or no tensors.

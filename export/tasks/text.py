@@ -58,12 +58,14 @@ class TextTask(Task):
 
     Attributes:
         golden_tolerances: Error → bound for what the ensemble answers.
-        signature: Of the module, with a contract.
-        tokenizer: The checkpoint's own, with the added tokens.
+        signature: Tensors of the module, with a contract.
+        tokenizer: The checkpoint's own tokenizer, with the added tokens.
         max_length: The longest sequence that is made of a text, in tokens, special tokens included.
     """
 
     takes_pairs: ClassVar[bool] = False
+    tokenizer_use = "required"
+    is_ensemble = True
     tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
     golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
 
@@ -226,8 +228,8 @@ class TextTask(Task):
     def _build_random_cases(self, ids: Sequence[int], side: Side, other: Side) -> Iterator[Case]:
         """Yield ids in no order of any text, of which a model knows less what to expect.
 
-        Where padding stands on the other side than the tokenizer's, positions that are counted from the left move: a
-        row alone is then no reference, and the module is given the padded batch itself.
+        Where padding stands on the side that is not the tokenizer's, positions that are counted from the left move: a
+            row alone is then no reference, and the module is given the padded batch itself.
         """
         for seed in _SEEDS:
             shuffled = np.random.default_rng(seed).permutation(np.array(ids)).tolist()

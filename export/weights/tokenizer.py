@@ -16,8 +16,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.storage.paths import check_inside, read_json_if_any
 from ..errors import CheckpointError, VocabularyError
-from ..request import AddedToken
 from .new_rows import check_initializer
+from .vocabulary_options import AddedToken
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
 # (transformers, modeling_roberta.py, create_position_ids_from_input_ids).

@@ -9,11 +9,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints import StateDict
 from ..errors import VocabularyError
-from ..request import AddedToken, VocabularyOptions
 from .new_rows import DEFAULT_SPREAD, build_row
 from .tokenizer import add_tokens, check_ids_have_rows, hash_vocabulary
 from .torch_model import find_input_embedding, find_logit_biases, find_output_tables
 from .transforms import AssignRows, CutRows, FitColumns
+from .vocabulary_options import AddedToken, VocabularyOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from launcher import Running, read_golden_texts, running
 from tritonclient.utils import InferenceServerException
 
 from demo.serving import REPOSITORY, publish_demo_model
-from server.stubs import list_children
+from server.processes import list_children
 
 NAME = "sentence_embedding"
 CAPACITY_CLIENTS = 16
@@ -162,7 +162,7 @@ class Memory:
     def look(self) -> dict[str, int]:
         tritonserver = self.server.tritonserver
         pids = {"launcher": [self.server.process.pid], "tritonserver": [tritonserver]}
-        pids["backends"] = list(list_children(tritonserver))
+        pids["backends"] = list_children(tritonserver)
         found = {name: sum(read_resident_bytes(pid) for pid in group) for name, group in pids.items()}
         self.rows.append((time.monotonic() - self.start, found))
         return found
@@ -237,7 +237,7 @@ def main() -> int:
     for when, then in (("it was overloaded", first), ("its queues were first full", full)):
         say(f"growth since {when}: {(sum(last.values()) / sum(then.values()) - 1) * 100:+.1f} %")
     say(f"deaths and restarts: {deaths or 'none'}")
-    # What makes it fail is no figure of this machine: a wrong answer, an error that is no refusal, a death.
+    # What makes it fail does not depend on the machine: a wrong answer, an error that is not a refusal, a death.
     return 1 if deaths or not all(phase.is_sound for phase in phases) else 0
 
 

@@ -259,7 +259,7 @@ def test_a_vocabulary_that_is_no_file_is_refused(trained: Path, tmp_path: Path) 
     folder = copy(trained / "t2_bf16", tmp_path / "fifo")
     (folder / "vocab.json").unlink()
     os.mkfifo(folder / "vocab.json")
-    assert "vocab.json is no regular file: expected a file, got a FIFO" in refusal(lambda: open_checkpoint(folder))
+    assert "vocab.json is not a regular file: expected a file, got a FIFO" in refusal(lambda: open_checkpoint(folder))
 
 
 def test_arguments_of_another_rank_must_agree(trained: Path, tmp_path: Path) -> None:

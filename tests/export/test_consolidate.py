@@ -20,8 +20,8 @@ from export.commands.consolidate import parse_size
 from export.commands.inspect_checkpoint import inspect_checkpoint
 from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
+from export.options import ExportRequest
 from export.progress import Progress
-from export.request import ExportRequest
 from export.signature import SEQ_LEN
 from export.source import load_source
 from export.tasks.encoding import Question
@@ -232,9 +232,9 @@ def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        ("folder", "is no regular file: expected a file, got a folder"),
+        ("folder", "is not a regular file: expected a file, got a folder"),
         ("dangling", "cannot be opened: expected a file, got No such file or directory"),
-        ("half a character", "holds what is no text: expected Unicode, got half a character"),
+        ("half a character", "holds what is not text: expected Unicode, got half a character"),
     ],
 )
 def test_a_configuration_that_cannot_be_carried_over_is_refused(tmp_path: Path, kind: str, found: str) -> None:
@@ -345,4 +345,4 @@ def test_a_size_that_is_none_is_a_usage_error(text: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as stopped:
         parser.parse_args(["consolidate", "in", "out", f"--max-shard-size={text}"])
     assert stopped.value.code == 2
-    assert f"{text!r} is no size; write 5GB or 300MB" in capsys.readouterr().err
+    assert f"{text!r} is not a size; write 5GB or 300MB" in capsys.readouterr().err

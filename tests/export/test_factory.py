@@ -278,12 +278,12 @@ def test_real_samples_are_tried_as_well(export_cli: Callable[..., Finished], mod
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("modules.py", "the factory means nothing: expected package.module:function or file.py:function"),
+        ("modules.py", "the factory is not valid: expected package.module:function or file.py:function"),
         ("{file}:nothing", "cannot be imported: got AttributeError"),
         ("nowhere.at.all:build", "cannot be imported: got ModuleNotFoundError"),
         ("{file}:MISSING_FILE", "cannot be imported"),
         ("{file}:broken", "broken fails: expected a torch.nn.Module, got RuntimeError: no such file: weights.bin"),
-        ("{file}:no_module", "builds no module: expected a torch.nn.Module, got int"),
+        ("{file}:no_module", "does not build a module: expected a torch.nn.Module, got int"),
     ],
 )
 def test_a_factory_that_is_none_is_refused(entry: str, message: str, module_file: Path) -> None:
@@ -297,14 +297,14 @@ def test_a_factory_that_is_none_is_refused(entry: str, message: str, module_file
     [
         ({"inputs": {}}, "describes no inputs"),
         ({**VALUES, "output": []}, "describes no inputs: .*got output"),
-        ({**VALUES, "inputs": {"values": {"shape": [0]}}}, "the shape of values in .* means nothing"),
+        ({**VALUES, "inputs": {"values": {"shape": [0]}}}, "the shape of values in .* is not valid"),
         (
             {**VALUES, "inputs": {"values": {"shape": ["batch"], "dtype": "complex64"}}},
             "the dtype of values",
         ),
         ({**VALUES, "inputs": {"values": {"shape": ["batch"], "values": "random"}}}, "the values of values in"),
         ({**VALUES, "dims": {"width": {"min": 5, "max": 2}}}, "the range of width in .* is empty"),
-        ({**VALUES, "dims": {"width": {"least": 5}}}, "the range of width in .* means nothing"),
+        ({**VALUES, "dims": {"width": {"least": 5}}}, "the range of width in .* is not valid"),
         ({**VALUES, "samples": "nowhere.npz"}, "nowhere.npz cannot be read"),
     ],
 )

@@ -186,7 +186,7 @@ def test_an_output_of_strings_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "model.onnx", [node], [("x", TensorProto.FLOAT, [1])], [("y", TensorProto.STRING, [1])])
     with open_runtime(MIDDLE) as runtime:
         session = runtime.load(path)
-        with pytest.raises(RuntimeFailure, match="cannot run model.onnx: got the output y is no tensor of numbers"):
+        with pytest.raises(RuntimeFailure, match="cannot run model.onnx: got the output y is not a tensor of numbers"):
             session.run(["y"], {"x": np.ones(1, dtype=np.float32)})
 
 

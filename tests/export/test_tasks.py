@@ -8,8 +8,8 @@ from transformers import BertConfig, OPTConfig, OPTModel
 
 from export.checkpoints import TensorSpec, open_checkpoint
 from export.errors import CheckpointError, ModelError
-from export.request import TaskOptions
-from export.tasks import TaskSource, build_task, find_task_name
+from export.tasks.base import TaskSource
+from export.tasks.building import build_task, find_task_name
 from export.tasks.classification import Reward, choose_function, read_labels
 from export.tasks.encoding import Question
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
@@ -169,7 +169,7 @@ def build_source(directory: Path, **options: object) -> TaskSource:
         weights=CastToFloat32(source=checkpoint),
         tokenizer=load_tokenizer(directory),
         max_length=64,
-        options=TaskOptions(**options),
+        options=options,
     )
 
 

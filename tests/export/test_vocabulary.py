@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import BertConfig, GPT2Config, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
 from export.errors import CheckpointError, VocabularyError
+from export.options import ExportRequest
 from export.progress import Progress
-from export.request import AddedToken, ExportRequest
 from export.source import load_source
 from export.tasks.encoding import Question, QuestionEncoder
 from export.tasks.text import read_verification_texts
@@ -23,6 +23,7 @@ from export.weights.tokenizer import (
     load_tokenizer,
     read_max_length,
 )
+from export.weights.vocabulary_options import AddedToken
 
 TABLE = "embeddings.word_embeddings.weight"
 START = AddedToken(token="[ENT_START]", initializer="start of entity")

@@ -7,10 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
-from harness import CHECKOUT
+from harness import CHECKOUT, run
+from launcher import Running
+from onnx import numpy_helper
 from safetensors.torch import load_file
+
+from export.repository.config_file import parse_config
 
 PAGE = (CHECKOUT / "docs" / "adding.md").read_text(encoding="utf-8")
 
@@ -20,11 +26,9 @@ def read_section(heading: str) -> str:
     return PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def read_code(heading: str) -> str:
-    """Return the only module that a section shows."""
-    (code,) = re.findall(r"^```text\n(.*?)^```$", read_section(heading), re.MULTILINE | re.DOTALL)
-    assert isinstance(code, str)
-    return code
+def read_code(heading: str) -> list[str]:
+    """Return what a section shows: a module first, then entries of a table."""
+    return re.findall(r"^```text\n(.*?)^```$", read_section(heading), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def run_export(code: Path, *arguments: str) -> str:
 
 def test_a_checkpoint_format_is_one_module_and_its_name_in_a_table(copied: Path, tmp_path: Path) -> None:
     checkpoints = copied / "export" / "checkpoints"
-    (checkpoints / "plain" / "raw_weights.py").write_text(read_code("A checkpoint format"), encoding="utf-8")
+    (checkpoints / "plain" / "raw_weights.py").write_text(read_code("A checkpoint format")[0], encoding="utf-8")
     insert_line(checkpoints / "formats.py", after="from .plain import huggingface, ", line="raw_weights, ")
     insert_line(
         checkpoints / "formats.py", after="_PLAIN: tuple[Reader, ...] = (huggingface, torch_file", line=", raw_weights"
@@ -80,3 +84,78 @@ def test_a_checkpoint_format_is_one_module_and_its_name_in_a_table(copied: Path,
         check=False,
     )
     assert done.returncode == 1 and "weights.raw with weights.json" in done.stderr
+
+
+MODULE = """
+import torch
+
+
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+"""
+INPUTS = {"inputs": {"features": {"shape": ["batch", 8]}}, "outputs": ["scores"]}
+
+
+def export_module(code: Path, folder: Path, *options: str) -> dict:
+    """Export a small module with the code in `code` into `folder`, and return what `--json` says."""
+    (folder / "model.py").write_text(MODULE, encoding="utf-8")
+    (folder / "inputs.json").write_text(json.dumps(INPUTS), encoding="utf-8")
+    what = ["--factory", f"{folder / 'model.py'}:build", "--inputs", str(folder / "inputs.json"), "--name", "scores"]
+    return json.loads(run_export(code, "run", *what, "--repository", str(folder / "models"), "--json", *options))
+
+
+def test_a_precision_is_one_module_and_its_entry_in_a_table(copied: Path, tmp_path: Path) -> None:
+    graph = copied / "export" / "graph"
+    module, entry = read_code("A precision")
+    (graph / "fp24.py").write_text(module, encoding="utf-8")
+    insert_line(graph / "precisions.py", after="        FP32,\n", line=entry)
+
+    assert "fp24" in run_export(copied, "run", "--help")
+    report = export_module(copied, tmp_path, "--precision", "fp24")["report"]
+    assert report["passed"] and report["precision"]["precision"] == "fp24"
+    assert report["tolerances"]["max_relative_error"] == pytest.approx(1e-3), "ten times that of fp32"
+    assert report["precision"]["threshold"] == 0.99999
+    weights = numpy_helper.to_array(onnx.load(tmp_path / "models" / "scores" / "1" / "model.onnx").graph.initializer[0])
+    assert weights.ndim == 2 and not (weights.view(np.uint32) & 0xFF).any()
+
+
+def test_an_engine_is_one_class_and_its_name_in_a_table_and_is_served(copied: Path, tmp_path: Path) -> None:
+    engines = copied / "export" / "engines"
+    (engines / "ort_engine.py").write_text(read_code("An engine")[0], encoding="utf-8")
+    insert_line(
+        engines / "__init__.py",
+        after="from .onnxruntime_engine import OnnxRuntime\n",
+        line="from .ort_engine import OrtFormat\n",
+    )
+    insert_line(engines / "__init__.py", after="for engine in (ONNXRUNTIME, ", line="OrtFormat(), ")
+
+    assert "ort" in run_export(copied, "run", "--help")
+    report = export_module(copied, tmp_path, "--engine", "ort")["report"]
+    assert report["passed"] and "ort" in report["versions"]
+    version = tmp_path / "models" / "scores" / "1"
+    assert "model.ort" in report["sha256"] and (version / "model.ort").is_file()
+    assert not (version / "model.onnx").exists()
+    config = parse_config((version.parent / "config.pbtxt").read_text())
+    assert (config.backend, config.default_model_filename) == ("onnxruntime", "model.ort")
+    done = subprocess.run(
+        [sys.executable, "-m", "export", "run", "x", "--name", "x", "--engine", "ort", "--precision", "fp16"],
+        cwd=copied,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.startswith("error: ORT format does not serve fp16: expected one of fp32, got fp16; ")
+    server = Running(tmp_path / "models")
+    server.read_until("ready, answers as verified")
+    server.read_until("serving HTTP")
+    assert server.stop() == 0
+
+
+def test_the_tables_are_read_without_anything_heavy() -> None:
+    code = (
+        "import sys; from export.engines import ENGINES; from export.graph.precisions import PRECISIONS; "
+        "print([e.help for e in ENGINES.values()], [p.help for p in PRECISIONS.values()], "
+        "sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxruntime', 'numpy', 'tritonclient'} & {*sys.modules}))"
+    )
+    assert run("-c", code).out.endswith("[]\n")

@@ -20,7 +20,8 @@ from benches.load import Load
 from harness import CHECKOUT, Published, run
 
 from server.process import EXIT_TIMEOUT_S
-from server.stubs import StubTable, list_children
+from server.processes import list_children
+from server.stubs import StubTable
 
 pytestmark = pytest.mark.containers
 

@@ -105,7 +105,7 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
     last = max((step for step in steps.values() if step is not None), default=None)
     if last is not None and model.step is not None and not _is_count_of_sharers(states, last, model):
         # A step that overflowed is counted, but not by the optimizer. Trainers may count from elsewhere in the tag, and
-        # an optimizer may have started anew; but where tag and optimizer agree, it is the model states that are wrong.
+        # an optimizer may have been restarted; but where tag and optimizer agree, the model states are wrong.
         match = _DEFAULT_TAG.fullmatch(files.folder.name)
         tagged = int(match[1]) if match else model.step
         if last > model.step or (tagged != model.step and tagged == last + model.skipped_steps):

@@ -91,7 +91,7 @@ def join_expert_group(
     Args:
         shapes: Local name → shape of the experts of rank 0, in the order of the flat group.
         states: The optimizer states of every rank, by rank.
-        index: Which group of theirs.
+        index: Position of the group among theirs.
         config: The `ds_config` of the run.
         experts: Name → tensor of every expert of every layer, as `read_experts` returns them.
         source: What to call the group in messages.

@@ -1,4 +1,4 @@
-"""Which files of a DeepSpeed folder belong to the checkpoint, told by `latest` and by their names.
+"""Which files of a DeepSpeed folder belong to the checkpoint, by `latest` and by their names.
 
 Names: DeepSpeed 0.19.8, runtime/engine.py (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`). Ranks are
 numbers: rank 10 comes after rank 9.

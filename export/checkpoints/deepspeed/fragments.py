@@ -1,4 +1,4 @@
-"""The parameter groups of BF16_Optimizer without ZeRO, told by the fragments that each rank recorded of its piece.
+"""The parameter groups of BF16_Optimizer without ZeRO, from the fragments that each rank recorded of its piece.
 
 PipelineEngine uses it for bf16 at stage 0, and lists no shapes then: `param_slice_mappings` (DeepSpeed 0.19.8,
 runtime/bf16_optimizer.py and utils/tensor_fragment.py) names what lies where in each rank's piece. At stages 1 and 2
@@ -19,7 +19,7 @@ def derive_groups(states: Sequence[OptimizerStates]) -> list[dict[str, tuple[int
     """Return name → shape per parameter group in flat order, each shape 1-D: fragments are flat.
 
     Args:
-        states: Of every rank, by rank.
+        states: Optimizer states of every rank, by rank.
 
     Raises:
         CheckpointError: None are recorded, or those of the ranks do not follow one another as their pieces do.

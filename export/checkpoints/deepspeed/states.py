@@ -130,7 +130,7 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
         module = None
     other = [name for name, value in (module or {}).items() if not isinstance(value, StoredTensor)]
     refuse_foreign_tensors(path, module or {})
-    # What a module keeps beside its tensors (torch.nn.Module.get_extra_state) is no weight.
+    # What a module keeps beside its tensors (torch.nn.Module.get_extra_state) is not a weight.
     if any(not str(name).endswith("_extra_state") for name in other):
         raise _unlike(path, f"tensors under module, not {list_some(other)}")
     groups = content.get("param_shapes")

@@ -43,7 +43,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
-        tag: Which checkpoint in it; the one that `latest` names where None.
+        tag: Name of the checkpoint in it; the one that `latest` names where None.
 
     Raises:
         CheckpointError: Files are missing, too many, damaged, or not of one save.

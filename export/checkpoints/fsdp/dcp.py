@@ -49,11 +49,11 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
 
     Args:
         directory: The folder with `.metadata`.
-        sub_tree: Which part of the saved state is the model, where it cannot be told.
+        sub_tree: The part of the saved state that is the model, where it cannot be determined.
 
     Raises:
         CheckpointError: Files are missing, too many, cut off or not of one save; chunks do not tile a tensor; the model
-            cannot be told from the rest; or the data is compressed.
+            cannot be told apart from the rest; or the data is compressed.
     """
     metadata = _read_metadata(directory)
     _check_files(directory, metadata)
@@ -200,8 +200,8 @@ def _assemble(directory: Path, tensor: DcpTensor) -> StoredTensor:
 def _refuse_doubles(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse a file that is a copy of another under its name: every checksum is the same then.
 
-    Files of constant values are let pass, since shards of zeros or ones may well be equal, and so are two names of one
-    tensor, which lie in two files where a rank writes several: then the tensors are equal as a whole.
+    Files of constant values are accepted, since shards of zeros or ones may well be equal, and so are two names of one
+        tensor, which lie in two files where a rank writes several: then the tensors are equal as a whole.
     """
     parts: dict[Path, list[tuple[str, ByteRange]]] = {}
     for name, tensor in tensors.items():
@@ -240,7 +240,7 @@ def _open_region(directory: Path, region: Region) -> Any:
 
 
 def _read_step(directory: Path, metadata: DcpMetadata) -> int | None:
-    """Return the application's step counter, if there is exactly one; it is only told, never used."""
+    """Return the application's step counter, if there is exactly one; it is only reported, never used."""
     steps = set()
     for name in _candidates(metadata.objects):
         try:

@@ -146,7 +146,7 @@ def _read_offsets(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[in
         info: Any = json.loads(metadata[_INFO_KEY])
         offsets = {name: tuple(entry[_OFFSETS_KEY]) for name, entry in info.items()}
         if not all(type(number) is int and 0 <= number < 1 << 62 for place in offsets.values() for number in place):
-            raise ValueError("offsets that are no numbers")
+            raise ValueError("offsets that are not numbers")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointError(
             f"{path} does not say which part of each tensor it holds",

@@ -50,7 +50,7 @@ class RankTensor:
     """What one rank saved of a tensor, before the other ranks are known.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         local: This rank's part; None where `boxes` say it all.
         placements: Per mesh dimension, the dimension that is sharded over it, or None where it is replicated.
         place: Where the rank stands.

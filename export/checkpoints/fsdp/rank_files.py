@@ -104,7 +104,7 @@ def _read_rank_file(path: Path, rank: int) -> RankFile:
             unknown.append(name)
     if unknown:
         raise CheckpointError(
-            f"{path} holds what is no tensor",
+            f"{path} holds what is not a tensor",
             expected="a state dict of tensors, DTensors or ShardedTensors",
             got=list_some(unknown),
             remedy="save the model's state dict alone",

@@ -145,7 +145,7 @@ def _check_version(version: Any, path: Path) -> None:
 
 
 def _check_architecture(settings: Mapping[str, Any], path: Path) -> None:
-    """Refuse every option that makes something else than GPT-2, all at once."""
+    """Refuse every option that makes something other than GPT-2, all at once."""
     other = []
     for name, accepted in _GPT2_VALUES.items():
         value = settings.get(name)

@@ -82,7 +82,7 @@ def flatten(path: Path, module: Any) -> dict[str, StoredTensor]:
 
 
 def name_layers(layers: Mapping[int, Sequence[str]], count: int, source: str) -> dict[tuple[int, str], str]:
-    """Return (pipeline layer, its own name) → our name, told by what each layer holds.
+    """Return (pipeline layer, its own name) → our name, determined by what each layer holds.
 
     The numbers of a pipeline's layers count functions without weights, and differ between versions.
 

@@ -10,7 +10,7 @@ The fp32 pieces are the weights wherever there are any; the copies in training p
 tensor ranks must agree with them. The last stage's copy of the tied embeddings is not looked at: its position
 embeddings are not trained.
 
-What nothing shows is told among the facts: which tensor parallel rank is which, and without fp32 pieces, which layer.
+What nothing shows is reported as a fact: which tensor parallel rank is which, and without fp32 pieces, which layer.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _choose_parts(
                 got=f"differences in {list_some(different)}",
                 remedy="files of two runs are mixed, or parameters were frozen, which is not proven",
             )
-        # Where nothing but fragments told them, the pieces are still flat.
+        # Where only fragments identified them, the pieces are still flat.
         parts.append({name: trained[name].reshape(own.shape) for name, own in rank.tensors.items()})
     return parts
 

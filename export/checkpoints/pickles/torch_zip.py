@@ -8,7 +8,7 @@
 Tensors of one storage share a `StoredBlock`, so two names are tied exactly when their `StoredTensor`s are equal. What
 is neither tensor nor plain data is a `Record` (`export.checkpoints.inert_globals` has the policy); a tensor subclass
 whose data lies in other tensors, such as DTensor, is a `Record` with them in its `state`. A tensor whose values are not
-those of its bytes, one after the other, is a `ForeignTensor`: refused in a model (`refuse_foreign_tensors`), let be
+those of its bytes, one after the other, is a `ForeignTensor`: refused in a model (`refuse_foreign_tensors`), ignored
 beside it.
 
 Format: a zip archive of stored entries `NAME/data.pkl`, `NAME/data/KEY` (one per storage), `NAME/byteorder`,
@@ -75,7 +75,7 @@ class TorchZip:
 
 
 class ForeignTensor(Record):
-    """A tensor that is no plain range of bytes.
+    """A tensor that is not a plain range of bytes.
 
     Attributes:
         found: What it is instead, in words.
@@ -143,7 +143,7 @@ def read_bare_pickle(path: Path) -> Any:
 
 
 def refuse_foreign_tensors(path: Path, state: Mapping[Any, Any]) -> None:
-    """Refuse a state dict with tensors that are no plain byte ranges: sparse, quantised, complex, distributed, negated.
+    """Refuse a state dict whose tensors are not plain byte ranges: sparse, quantised, complex, distributed, negated.
 
     Other values than tensors are none of its business: a module may keep any state it likes.
 
@@ -222,7 +222,7 @@ class _Storages:
             # Complex and quantised elements: `refuse_foreign_tensors` has a word on them where they are weights.
             return Record(storage_type.name)
         if kind != "storage" or not isinstance(storage_type, _StorageType) or not isinstance(key, str):
-            raise ValueError("an outer reference that is no storage")
+            raise ValueError("an outer reference that is not a storage")
         block = self._blocks.get(key)
         if block is None:
             raise self._broken(key, "its bytes in the archive", "none")
@@ -320,10 +320,10 @@ def _read_metadata(metadata: list[Any]) -> ForeignTensor | None:
 
 
 def _rebuild_parameter(_: InertUnpickler, args: tuple[Any, ...]) -> Any:
-    """A parameter is its tensor: whether it was trained is no part of its value."""
+    """A parameter is its tensor: whether it was trained is not part of its value."""
     data = args[0]
     if not isinstance(data, (StoredTensor, Record)):
-        raise ValueError("a parameter that is no tensor")
+        raise ValueError("a parameter that is not a tensor")
     return data
 
 
@@ -345,7 +345,7 @@ def _build_size(_: InertUnpickler, args: tuple[Any, ...]) -> tuple[int, ...]:
     """`torch.Size(sides)` is a tuple of its sides."""
     sides = tuple(args[0]) if args and len(args[0]) <= _MAX_DIMS else ()
     if (args and len(args[0]) != len(sides)) or not all(type(side) is int and side >= 0 for side in sides):
-        raise ValueError("a shape that is no list of sizes")
+        raise ValueError("a shape that is not a list of sizes")
     return sides
 
 
@@ -375,7 +375,7 @@ def _build_member(machine: InertUnpickler, args: tuple[Any, ...]) -> GlobalName:
     """
     owner, name = args
     if not isinstance(owner, GlobalName) or not isinstance(name, str):
-        raise ValueError("an attribute of what is no class")
+        raise ValueError("an attribute of what is not a class")
     machine.charge_name(len(owner.name) + len(name))
     return GlobalName(f"{owner.name}.{name}")
 

@@ -76,7 +76,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
 def read_gathered(directory: Path) -> dict[str, StoredTensor]:
     """Return the weights that a trainer gathered beside its own checkpoint; empty if there are none.
 
-    The placeholders of size 0, which are left where nobody asked ZeRO stage 3 to gather, are no weights.
+    The placeholders of size 0, which are left where nobody asked ZeRO stage 3 to gather, are not weights.
 
     Raises:
         CheckpointError: The files are damaged.
@@ -91,7 +91,7 @@ def read_facts(directory: Path) -> CheckpointFacts:
     """Return what `config.json` and `trainer_state.json` say, where they are there and are JSON.
 
     Raises:
-        CheckpointError: One of them is no regular file, or is too large.
+        CheckpointError: One of them is not a regular file, or is too large.
     """
     config, state = read_json_beside(directory / "config.json"), read_json_beside(directory / "trainer_state.json")
     version, step = config.get("transformers_version"), state.get("global_step")
@@ -167,7 +167,7 @@ def read_state_dict(path: Path) -> dict[str, StoredTensor]:
     tensors = find_tensors(path, content) if isinstance(content, dict) else {}
     if not tensors:
         raise CheckpointError(
-            f"{path} is no state dict",
+            f"{path} is not a state dict",
             expected="a dict of tensors",
             got=type(content).__name__ if not isinstance(content, dict) else "a dict with other values",
             remedy="save it with model.save_pretrained()",

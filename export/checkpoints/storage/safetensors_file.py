@@ -45,12 +45,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         except (OSError, ValueError) as exc:
             raise _unreadable(path, str(exc)) from exc
     if not isinstance(header, dict):
-        raise _unreadable(path, "the header is no JSON object")
+        raise _unreadable(path, "the header is not a JSON object")
     if len(header) > _MAX_TENSORS:
         raise _unreadable(path, f"{len(header)} entries where {_MAX_TENSORS} are read")
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _unreadable(path, "metadata that is no text")
+        raise _unreadable(path, "metadata that is not text")
     start = 8 + length
     tensors = {name: _read_entry(path, name, entry, start) for name, entry in header.items()}
     _check_tiling(path, tensors, size - start)

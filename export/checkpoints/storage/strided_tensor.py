@@ -68,7 +68,7 @@ class StridedTensor(StoredTensor):
         import numpy as np
 
         itemsize, length = self.dtype.itemsize, self.runs[0].numel
-        # A side of 1 has a stride that means nothing.
+        # The stride of a side of 1 has no meaning.
         sides = [(side, step) for side, step in zip(self.shape, self.stride, strict=True) if side != 1]
         (rows, row_step), inner = sides[0], sides[1:]
         if row_step > sum((side - 1) * step for side, step in inner):

@@ -290,7 +290,7 @@ class ZipArchive:
     def _damaged(self, expected: str, got: str) -> CheckpointError:
         where = f" at byte {self._start}" if self._start else ""
         return CheckpointError(
-            f"{self.path} is no intact torch archive{where}",
+            f"{self.path} is not an intact torch archive{where}",
             expected=expected,
             got=got,
             remedy=RECOPY_OR_USE_OLDER,

@@ -1,0 +1,126 @@
+"""Signs of life of a tritonserver, asked for on a connection that stays open.
+
+A server that cannot accept one connection more may still answer on those that it has, so a new one is opened only where
+the old one does not answer. And who cannot ask, for want of a descriptor or of memory, has learnt nothing.
+"""
+
+import enum
+import http.client
+import threading
+import time
+import urllib.parse
+
+from .shortage import is_shortage
+
+_START_INTERVAL_S = 0.05
+_INTERVAL_S = 0.5
+_TIMEOUT_S = 1.0
+
+
+class Answer(enum.Enum):
+    """What came of one question."""
+
+    ALIVE = enum.auto()
+    SILENT = enum.auto()
+    NOT_ASKED = enum.auto()
+
+
+class Probe:
+    """Asks the server at `url` whether it is alive, over a connection that it keeps."""
+
+    def __init__(self, url: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        self._address = (parts.hostname or "", parts.port or 0)
+        self._connection: http.client.HTTPConnection | None = None
+
+    def ask(self) -> Answer:
+        """Return whether it is alive."""
+        if self._connection is not None:
+            if self._ask(self._connection) is Answer.ALIVE:
+                return Answer.ALIVE
+            # One thread of the server reads this connection, and may be the only one that is at work.
+            self._connection.close()
+            self._connection = None
+        connection = http.client.HTTPConnection(*self._address, timeout=_TIMEOUT_S)
+        answer = self._ask(connection)
+        if answer is Answer.ALIVE:
+            self._connection = connection
+        else:
+            connection.close()
+        return answer
+
+    def close(self) -> None:
+        """Leave no connection behind."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _ask(self, connection: http.client.HTTPConnection) -> Answer:
+        try:
+            connection.request("GET", "/v2/health/live")
+            response = connection.getresponse()
+            response.read()
+        except (OSError, http.client.HTTPException, MemoryError) as exc:
+            return Answer.NOT_ASKED if is_shortage(exc) else Answer.SILENT
+        return Answer.ALIVE if response.status == 200 else Answer.SILENT
+
+
+class Pulse:
+    """Asks again and again, on a thread of its own: a hung server would hold up the asker.
+
+    Args:
+        url: Of the HTTP port of a server that is starting.
+
+    Raises:
+        RuntimeError: There is no thread to be had.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._probe = Probe(url)
+        self._ended = threading.Event()
+        self._has_answered = False
+        self._silent_for_s = 0.0
+        self._asked_at: float | None = None
+        threading.Thread(target=self._ask_again_and_again, daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has been alive."""
+        return self._has_answered
+
+    @property
+    def silent_for_s(self) -> float:
+        """How long it has been asked without an answer, since its first one.
+
+        Only the time in which it was asked counts, so neither a launcher that was stopped nor a machine that slept
+        takes its own absence for the server's.
+        """
+        asked_at = self._asked_at
+        return self._silent_for_s + (0.0 if asked_at is None else _count(asked_at))
+
+    @property
+    def owes_answer(self) -> bool:
+        """Whether it has been asked and has not answered yet."""
+        return self._asked_at is not None or self._silent_for_s > 0
+
+    def _ask_again_and_again(self) -> None:
+        while not self._ended.wait(_START_INTERVAL_S) and self._probe.ask() is not Answer.ALIVE:
+            pass
+        self._has_answered = not self._ended.is_set()
+        while not self._ended.wait(_INTERVAL_S):
+            asked_at = self._asked_at = time.monotonic()
+            answer = self._probe.ask()
+            if answer is Answer.SILENT:
+                self._silent_for_s += _count(asked_at) + _INTERVAL_S
+            elif answer is Answer.ALIVE:
+                self._silent_for_s = 0.0
+            self._asked_at = None
+        self._probe.close()
+
+
+def _count(asked_at: float) -> float:
+    """Return how long ago that was, at most what a question can take: on the connection kept and on a new one."""
+    return min(time.monotonic() - asked_at, 2 * _TIMEOUT_S)
