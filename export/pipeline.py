@@ -16,6 +16,7 @@ from .engines import ENGINES
 from .errors import GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS
+from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
@@ -24,7 +25,6 @@ from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
-from .request import ExportRequest
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages
 from .targets import Target, find_target

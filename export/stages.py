@@ -18,7 +18,7 @@ from .proof.quality import convert, list_quality_feeds
 from .proof.tolerances import Tolerances, list_tolerances
 from .proof.verify import hash_file
 from .targets import Target
-from .tasks import Task
+from .tasks.base import Task
 from .tasks.tensors import TensorTask
 
 # A size that axes of no known use have most often.

@@ -20,11 +20,12 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import ADDED_TOKENS, Addresses, serve
 from export.__main__ import main as run_export_cli
+from export.options import ExportRequest
 from export.progress import Progress
-from export.request import AddedToken, ExportRequest, VocabularyOptions
 from export.source import load_source
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET
+from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and whatever the job starts ignores it as well.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
