@@ -118,7 +118,7 @@ def _read_task_source(
     name = request.task or find_task_name(directory, config, weights.specs())
     tokenizer, rows = None, None
     if must_read_text(name) or (may_read_text(name) and has_tokenizer(directory)):
-        tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory, config)
         if not request.vocabulary.allow_other_tokenizer:
             check_special_ids(directory, tokenizer, checkpoint.config)
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
