@@ -1,4 +1,4 @@
-"""What `run` tells: the table of each proof, the summary, and the same for programs."""
+"""What `run` prints: the table of each proof, the summary, and the same for programs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +21,10 @@ from ..weights.vocabulary_rows import VocabularyRows
 
 
 def print_report(console: Console, report: VerificationReport, stage: Stage) -> None:
-    """Print what a stage's files were tried on, and what came of it."""
+    """Print what a stage's files were tried on, and the errors."""
     runtime = f"{stage.engine.title} {report.versions[stage.engine.name]}"
     table = Table(title=f"{runtime} against torch {report.versions['torch']}, {stage.precision.name}")
-    # What was tried and what came of it is never broken over lines, nor cut.
+    # Case and verdict are never broken over lines, nor cut.
     table.add_column("case", no_wrap=True)
     # On the 80 columns of a log there is no room for more; the report has every figure.
     shown = [key for key in report.tolerances if key != "max_relative_length_error"]
@@ -34,7 +34,7 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
     for case in report.cases:
         verdict = "ok" if case.passed else "[bold red]FAILED[/]"
         figures = [f"{case.errors[key]:.8f}" if is_bounded_below(key) else f"{case.errors[key]:.1e}" for key in shown]
-        # A case may bear a token in brackets, which is no style.
+        # A case may hold a token in brackets, which is not a style.
         table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
     table.caption = f"bounds: {describe_bounds(report.tolerances)}"
     console.print(table)
