@@ -79,6 +79,25 @@ class Follower:
         """Names of every model that tritonserver should have loaded."""
         return [name for published in list(self._served.values()) for name in published.configs]
 
+    @property
+    def published(self) -> list[Published]:
+        """Every model that should be asked by clients now, with its steps."""
+        return list(self._served.values())
+
+    @property
+    def wanted(self) -> int:
+        """How many models clients should be able to ask, those included that cannot be served now."""
+        return len({*self._served, *self._failures})
+
+    def doubt(self, name: str, reason: str) -> None:
+        """Take a model that was shown at the start for one that cannot be served; it is tried again like any other."""
+        published = self._served.pop(name)
+        self._roller.remove(published)
+        self._failures[name] = _Failure(
+            wanted=published, reason=reason, retry_at=time.monotonic() + _FIRST_RETRY_S, delay_s=_FIRST_RETRY_S
+        )
+        self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
+
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen = self._fingerprint()

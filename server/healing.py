@@ -24,6 +24,10 @@ MAX_DEATHS_WINDOW_S = 600.0
 # So many looks in a row must find a process missing: instances come and go while a model is loaded.
 _MISSING_LOOKS = 3
 
+# Between two attempts to load a model: at first, and at most.
+_FIRST_PAUSE_S = 0.25
+_LAST_PAUSE_S = 60.0
+
 # What a replaced instance gets to answer what it still has, before it is taken for forgotten.
 _RETIREMENT_S = 5.0
 _RETIREMENT_LIMIT_S = 60.0
@@ -43,6 +47,8 @@ class ModelHealer:
         self.model = model
         self._reload = reload
         self.given_up = False
+        # While it could not be loaded anew; what is left of it may answer all the same.
+        self.cannot_load = False
         self._ended = False
         status.mark_given_up(model, False)
         self._control = control
@@ -152,27 +158,39 @@ class ModelHealer:
         self._revive(reason)
 
     def _revive(self, reason: str) -> None:
+        """Load the model anew, however often that takes: what it lacks, a file perhaps, or room, may come back."""
         start = time.monotonic()
         self._say(f"{self.model}: {reason}; loading it anew")
-        for attempt in range(MAX_STREAK):
+        is_counted, pause_s, told = False, _FIRST_PAUSE_S, ""
+        while not self._ended:
             try:
-                answers = self._control.count_answers(self.model)
-                self._streak = 1 if answers > self._answers_at_start else self._streak + 1
+                if not is_counted:
+                    answers = self._control.count_answers(self.model)
+                    self._streak = 1 if answers > self._answers_at_start else self._streak + 1
+                    is_counted = True
                 if self._is_hopeless():
-                    break
+                    self._give_up()
+                    return
                 self._reload(self.model)
                 # Loading resets the statistics, and the warmup's answers are counted in them.
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
-                if self._ended:
-                    return
-                self._say(f"{self.model}: cannot be loaded anew: {exc}")
-                time.sleep(0.25 * 2**attempt)
+                self.cannot_load = True
+                if not self._ended and str(exc) != told:
+                    told = str(exc)
+                    self._say(f"{self.model}: cannot be loaded anew, and is tried again ever more rarely: {told}")
+                self._pause(pause_s)
+                pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
+            self.cannot_load = False
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
-        self._give_up()
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._ended and time.monotonic() < end:
+            time.sleep(min(0.25, seconds))
 
     def _is_hopeless(self) -> bool:
         recent = [moment for moment in self._deaths if time.monotonic() - moment < MAX_DEATHS_WINDOW_S]
@@ -217,6 +235,8 @@ class Healer:
         self.table = StubTable(tritonserver_pid)
         self._make = partial(ModelHealer, control=control, status=status, say=say, reload=reload)
         self._models: dict[str, ModelHealer] = {}
+        # Names of models of which nothing answers.
+        self.down: set[str] = set()
 
     def look(self, models: Iterable[str]) -> None:
         """Look at every process once, and start to bring back what needs it.
@@ -224,8 +244,18 @@ class Healer:
         Args:
             models: Names of those that should run now.
         """
-        self._models = {model: self._models.get(model) or self._make(model) for model in models}
+        wanted = [*models]
+        for name, healer in self._models.items():
+            if name not in wanted:
+                healer.end()
+        self._models = {model: self._models.get(model) or self._make(model) for model in wanted}
         stubs = self.table.refresh()
+        living = {stub.model for stub in stubs if not stub.is_dead}
+        self.down = {
+            name
+            for name, healer in self._models.items()
+            if healer.given_up or (healer.cannot_load and name not in living)
+        }
         for name, healer in self._models.items():
             healer.look([stub for stub in stubs if stub.model == name])
 

@@ -6,7 +6,12 @@ import threading
 from .following import Following
 
 _HELP = {
-    "modelyard_ready": ("gauge", "1 while requests are welcome, 0 while starting, healing tritonserver or stopping."),
+    "modelyard_ready": (
+        "gauge",
+        "1 while requests are welcome and some model answers, 0 while starting, healing tritonserver or stopping.",
+    ),
+    "modelyard_models": ("gauge", "Models that clients should be able to ask."),
+    "modelyard_models_served": ("gauge", "Models that clients can ask now."),
     "modelyard_backend_deaths_total": ("counter", "Backend processes that died or hung, by model."),
     "modelyard_model_revivals_total": ("counter", "Times a model was loaded anew after a death, by model."),
     "modelyard_model_given_up": ("gauge", "1 for a model that died too often and was unloaded."),
@@ -23,8 +28,11 @@ class Status:
     def __init__(self, models: list[str]) -> None:
         self._lock = threading.Lock()
         self._followed: dict[str, Following] = {}
+        self._is_welcoming = False
         self._values: dict[tuple[str, str], int] = {
             ("modelyard_ready", ""): 0,
+            ("modelyard_models", ""): 0,
+            ("modelyard_models_served", ""): 0,
             ("modelyard_tritonserver_restarts_total", ""): 0,
         }
         for model in models:
@@ -35,14 +43,43 @@ class Status:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are welcome."""
+        """Whether requests are welcome, and some model answers them."""
         with self._lock:
             return self._values["modelyard_ready", ""] == 1
 
     @ready.setter
     def ready(self, value: bool) -> None:
         with self._lock:
-            self._values["modelyard_ready", ""] = int(value)
+            self._is_welcoming = value
+            self._update_ready()
+
+    @property
+    def is_welcoming(self) -> bool:
+        """Whether requests are welcome, whatever answers them."""
+        with self._lock:
+            return self._is_welcoming
+
+    def count_models(self, served: int, wanted: int) -> None:
+        """Tell how many models clients can ask now, and how many they should be able to ask."""
+        with self._lock:
+            self._values["modelyard_models_served", ""] = served
+            self._values["modelyard_models", ""] = wanted
+            self._update_ready()
+
+    def describe_readiness(self) -> str:
+        """Return in words whether requests are welcome, and what for."""
+        with self._lock:
+            served, wanted = self._values["modelyard_models_served", ""], self._values["modelyard_models", ""]
+            if not self._is_welcoming:
+                return "not ready"
+            if not served:
+                return f"not ready: none of {wanted} models is served"
+            return "ready" if served == wanted else f"ready, {served} of {wanted} models"
+
+    def _update_ready(self) -> None:
+        self._values["modelyard_ready", ""] = int(
+            self._is_welcoming and self._values["modelyard_models_served", ""] > 0
+        )
 
     def count_death(self, model: str, reason: str) -> None:
         """Count a backend process of `model` that `reason` ("died" or "hung")."""

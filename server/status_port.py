@@ -116,5 +116,5 @@ def _choose(status: Status, method: str, path: str) -> tuple[int, str]:
     if path == "/versions":
         return 200, status.render_versions()
     if path == "/ready":
-        return (200, "ready\n") if status.ready else (503, "not ready\n")
+        return 200 if status.ready else 503, status.describe_readiness() + "\n"
     return 404, "expected /metrics, /ready or /versions\n"

@@ -92,7 +92,6 @@ class Supervisor:
         self._log = log
         self._say = log.say
         self._control = Control(settings.endpoints.http_url, settings.key)
-        self._all_stubs = False
         self._shortage = ""
         overlay = Overlay(settings.run_directory / _OVERLAY)
         self._roller = Roller(settings.repository, overlay, self._control)
@@ -131,12 +130,18 @@ class Supervisor:
             if self._settings.follows:
                 self._follower.look()
             self._healer.look(self._follower.models)
+            self._count_models()
         except (OSError, MemoryError, RuntimeError) as exc:
             if not is_shortage(exc):
                 raise
             self._tell_shortage(str(exc))
         else:
             self._tell_shortage("")
+
+    def _count_models(self) -> None:
+        """Tell the status how many models answer: all parts of each, as far as anything is known of them."""
+        served = [item for item in self._follower.published if not self._healer.down & item.configs.keys()]
+        self._status.count_models(len(served), self._follower.wanted)
 
     def _tell_shortage(self, shortage: str) -> None:
         """Say once that we cannot look, for want of what, and once that we can again."""
@@ -318,17 +323,19 @@ class Supervisor:
             time.sleep(_INTERVAL_S)
 
     def _stop(self) -> bool:
-        if not self._status.ready:
+        if not self._status.is_welcoming:
             return True
         self._status.ready = False
+        self._follower.end()
         self._pulse.end()
+        all_stubs = self._runs_in_stubs()
         asked = self._stops()
         self._say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
         return drain(
             self._server,
             self._settings.endpoints,
             self._healer.table,
-            all_stubs=self._all_stubs,
+            all_stubs=all_stubs,
             hurry=lambda: self._stops() > asked,
         )
 
@@ -339,29 +346,42 @@ class Supervisor:
             StartError: None does.
         """
         models, repository = self._follower.models, self._settings.repository
-        states = self._control.read_states()
+        states = [state for state in self._control.read_states() if state.state != "NOT LOADED"]
         # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
         states += [
             ModelState(
                 name=name, version="", state="NOT LOADED", reason="a step of it or its configuration failed, see above"
             )
             for name in models
-            if name not in {state.name for state in states if state.state != "NOT LOADED"}
+            if name not in {state.name for state in states}
         ]
         verdicts = {state: self._judge(state) for state in states if state.name in models and state.state}
         width = max(len(state.name) for state in verdicts)
         for state, (_, text) in verdicts.items():
             self._say(f"  {state.name:<{width}}  {'version ' + state.version if state.version else '-':<11}  {text}")
-        if not any(answers for answers, _ in verdicts.values()):
+        public = {item.name for item in self._follower.published}
+        if not any(answers and state.name in public for state, (answers, _) in verdicts.items()):
             raise StartError(
                 f"no model of {repository} can be served",
                 expected=f"at least one of {', '.join(models)} to load",
                 got="none",
                 remedy="see the log above",
             )
-        in_stubs = {stub.model for stub in self._healer.table.refresh()}
-        ready = {state.name for state in states if state.ready}
-        self._all_stubs = all(name in in_stubs or self._control.is_ensemble(name) for name in ready)
+        answering = {state.name for state, (answers, _) in verdicts.items() if answers}
+        failed = {state.name: text for state, (_, text) in verdicts.items() if state.name not in answering}
+        for published in self._follower.published:
+            if reasons := [failed[name] for name in published.configs if name in failed]:
+                self._follower.doubt(published.name, reasons[0].removeprefix("FAILED: "))
+        self._count_models()
+
+    def _runs_in_stubs(self) -> bool:
+        """Tell whether every model that is loaded runs in backend processes, of which we can tell what they are at."""
+        try:
+            in_stubs = {stub.model for stub in self._healer.table.refresh()}
+            ready = {state.name for state in self._control.read_states() if state.ready}
+            return all(name in in_stubs or self._control.is_ensemble(name) for name in ready)
+        except (OSError, ControlError):
+            return False
 
     def _judge(self, state: ModelState) -> tuple[bool, str]:
         if not state.ready:

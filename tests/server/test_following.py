@@ -1,5 +1,7 @@
 """What becomes active in the repository is served by the running server, and no request is lost on the way."""
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -234,3 +236,61 @@ def test_a_server_that_does_not_follow_stays_with_what_it_started_with(repositor
         activate(copy, 2)
         time.sleep(2)
         assert read_following(server)[NAME] == {"active": 1, "served": 1, "state": "served", "reason": ""}
+
+
+def test_a_model_whose_file_is_away_comes_back_with_it_and_what_still_answers_goes_on(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    graph = repository / f"{NAME}_model" / "1" / "model.onnx"
+    content = graph.read_bytes()
+    graph.write_bytes(content[:5000])
+    first, second = server.find_stubs(f"{NAME}_model")
+    first.kill()
+    server.wait_for_line("cannot be loaded anew, and is tried again", 30)
+    # Longer than five attempts took, after which it used to be given up and unloaded.
+    time.sleep(10)
+    assert second.pid in {stub.pid for stub in server.find_stubs(f"{NAME}_model")}
+    graph.write_bytes(content)
+    server.wait_for_line(f"{NAME}_model: answers again", 60)
+    with Callers(server, repository, count=2) as callers:
+        while sum(callers.answers.values()) < 20:
+            time.sleep(0.05)
+    assert callers.failures == []
+    assert not any("given up" in line for line in server.lines)
+
+
+def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    for name in PARTS:
+        shutil.copytree(copy / name, copy / f"half{name}")
+        path = copy / f"half{name}" / "config.pbtxt"
+        path.write_text(path.read_text().replace(f'"{NAME}', f'"half{NAME}'))
+    graph = copy / f"half{NAME}_model" / "1" / "model.onnx"
+    content = graph.read_bytes()
+    graph.write_bytes(content[:5000])
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+        assert server.read_metrics()["modelyard_models_served"] == 1
+        assert read_following(server)[f"half{NAME}"]["state"] == "failed"
+        # What it lacked is there again: it is tried by itself.
+        graph.write_bytes(content)
+        wait_for(server, lambda models: models[f"half{NAME}"]["state"] == "served")
+        assert read_ready(server) == (200, "ready\n")
+        for name in PARTS:
+            shutil.rmtree(copy / name)
+            shutil.rmtree(copy / f"half{name}")
+        wait_for(server, lambda models: not models)
+        assert read_ready(server) == (503, "not ready: none of 0 models is served\n")
+        assert server.read_metrics()["modelyard_ready"] == 0
+
+
+def read_ready(server: Running) -> tuple[int, str]:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.status, timeout=5)) as connection:
+        connection.request("GET", "/ready")
+        response = connection.getresponse()
+        return response.status, response.read().decode()

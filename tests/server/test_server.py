@@ -174,8 +174,10 @@ def test_a_model_that_answers_otherwise_than_verified_is_named(published: Publis
     content["samples"][0]["outputs"][0]["data"][5] += 9.0
     golden.write_text(json.dumps(content))
     with running(repository) as server:
-        server.read_until("serving HTTP")
+        # Nobody can ask it for an answer that is right, so nothing is served.
+        assert server.finish() == 1
         assert any("FAILED: expected the verified EMBEDDING within 1e-05" in line for line in server.lines)
+        assert "no model of" in server.lines[-1]
 
 
 def test_golden_answers_of_an_older_modelyard_are_refused_with_what_to_do(
