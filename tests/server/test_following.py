@@ -280,12 +280,12 @@ def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> 
         # What it lacked is there again: it is tried by itself.
         graph.write_bytes(content)
         wait_for(server, lambda models: models[f"half{NAME}"]["state"] == "served")
-        assert read_ready(server) == (200, "ready\n")
+        wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
         for name in PARTS:
             shutil.rmtree(copy / name)
             shutil.rmtree(copy / f"half{name}")
         wait_for(server, lambda models: not models)
-        assert read_ready(server) == (503, "not ready: none of 0 models is served\n")
+        wait_for(server, lambda models: read_ready(server) == (503, "not ready: none of 0 models is served\n"))
         assert server.read_metrics()["modelyard_ready"] == 0
 
 
