@@ -53,7 +53,7 @@ def test_a_reward_is_the_value_head_of_what_the_model_ends_in(
 ) -> None:
     build_reward_model(tmp_path / "reward", checkpoint, prefix=prefix, hidden_size=hidden_size)
     task = build_task("reward", build_source(tmp_path / "reward"))
-    assert isinstance(task, Reward) and task.unused == []
+    assert isinstance(task, Reward) and task.unused_tensors == []
     saved = torch.load(tmp_path / "reward" / "pytorch_model.bin")
     base = OPTModel(OPTConfig.from_pretrained(tmp_path / "reward")).eval()
     base.load_state_dict({name.removeprefix(prefix): value for name, value in saved.items() if name.startswith("rw")})
