@@ -16,6 +16,7 @@ from .engines import ENGINES
 from .errors import GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS
+from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
@@ -24,7 +25,6 @@ from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
-from .request import ExportRequest
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages
 from .targets import Target, find_target
@@ -72,7 +72,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         on_report: Called with the report of each stage before it is judged.
 
     Raises:
-        ExportError: With the one reason.
+        ExportError: The export is refused.
     """
     check_destination(request.repository, request.name)
     target, precision, engine = find_target(request.target), PRECISIONS[request.precision], ENGINES[request.engine]
@@ -108,7 +108,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
 def _run_stage(
     stage: Stage, job: Job, before: Draft, folder: Path, progress: Progress, on_report: OnReport
 ) -> tuple[Draft, VerificationReport]:
-    """Return what the first way makes whose files are proven, with notes why others were given up, and their report.
+    """Return the files of the first way that are proven, with notes why others were given up, and their report.
 
     Raises:
         ExportError: The last way fails, or what it made is not equal to the checkpoint.
@@ -186,7 +186,7 @@ def _build_lock(
     request: ExportRequest, source: Source, target: Target, report: VerificationReport
 ) -> dict[str, object]:
     options = asdict(request)
-    # Where it was published, and where it was read from, is no part of what it is.
+    # Where it was published, and where it was read from, is not part of what it is.
     del options["repository"], options["checkpoint"]
     if request.factory:
         options["factory"] = Path(request.factory).name

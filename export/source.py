@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
-from .errors import SettingsError, VocabularyError
+from .errors import VocabularyError
+from .options import ExportRequest, list_changed
 from .progress import Progress
 from .repository.contents import check_owners
 from .repository.names import ModelNames
-from .request import ExportRequest
-from .tasks import Task, TaskSource, build_task, find_task_name, may_read_text, must_read_text
+from .tasks.base import Task, TaskSource
+from .tasks.building import build_task, find_task_name, is_ensemble, may_read_text, must_read_text
 from .tasks.own_module import build_factory_task
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
@@ -32,7 +33,7 @@ class Source:
         task: What is exported.
         parameters: How many numbers it holds.
         rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
-        adapters: That were merged.
+        adapters: Folders of the adapters that were merged.
         missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
     """
 
@@ -49,19 +50,16 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
     """Read what is to be served, and build the task's module around it.
 
     Raises:
-        ExportError: With the one reason.
+        ExportError: It is refused.
     """
     if request.factory is not None:
-        return _load_factory(request, progress)
-    if request.checkpoint is None:
-        raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
+        assert request.inputs is not None, "Bug: a request for a factory names its inputs"
+        return _load_factory(request, request.factory, request.inputs, progress)
+    assert request.checkpoint is not None, "Bug: a request names a checkpoint or a factory"
     return _load_checkpoint(request, request.checkpoint, progress)
 
 
-def _load_factory(request: ExportRequest, progress: Progress) -> Source:
-    entry, spec_file = request.factory or "", request.inputs
-    if spec_file is None:
-        raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress: Progress) -> Source:
     weights: StateDict | None = None
     missing: tuple[str, ...] = ()
     files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
@@ -87,7 +85,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.
-        names = ModelNames(name=request.name, is_ensemble=must_read_text(name))
+        names = ModelNames(name=request.name, is_ensemble=is_ensemble(name))
         check_owners(request.repository, names.name, names.all)
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
@@ -120,13 +118,16 @@ def _read_task_source(
     name = request.task or find_task_name(directory, config, weights.specs())
     tokenizer, rows = None, None
     if must_read_text(name) or (may_read_text(name) and has_tokenizer(directory)):
-        tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory, config)
         if not request.vocabulary.allow_other_tokenizer:
             check_special_ids(directory, tokenizer, checkpoint.config)
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
-    elif request.vocabulary.added_tokens:
+    elif idle := list_changed(request.vocabulary):
         raise VocabularyError(
-            f"tokens cannot be added to {directory}", expected="a model with a tokenizer", got=f"--task {name}"
+            f"{', '.join(option.flag for option in idle)} cannot be applied to {directory}",
+            expected="a model with a tokenizer",
+            got=f"--task {name}" if has_tokenizer(directory) else "none",
+            remedy=f"leave {'it' if len(idle) == 1 else 'them'} out",
         )
     source = TaskSource(
         directory=directory,

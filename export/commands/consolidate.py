@@ -10,15 +10,7 @@ from pathlib import Path
 
 from ..consolidation.consolidate import DTYPES, consolidate
 from ..errors import escape_controls
-from ..locations import name_command
-
-_EXAMPLES = f"""
-examples:
-  {name_command("consolidate")} ./checkpoint ./model
-  {name_command("consolidate")} ./checkpoint ./model --dtype bfloat16 --max-shard-size 2GB
-
-exit codes: 0 written, 1 refused (one sentence on stderr, nothing written), 2 wrong usage
-"""
+from .verb import Verbs, add_verb
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -37,29 +29,38 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_verb(
+        verbs,
         "consolidate",
+        run,
         help="write a training checkpoint as a Hugging Face folder of safetensors",
         description="Write a training checkpoint's weights as safetensors, bit for bit, with config and tokenizer.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=(
+            "./zero3_run ./model",
+            "./zero3_run ./model --tag global_step1000",
+            "./zero3_run ./model --dtype bfloat16 --max-shard-size 2GB",
+        ),
+        succeeded="written",
     )
-    parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
-    parser.add_argument("out", type=Path, help="the folder to make")
-    parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")
+    parser.add_argument("directory", type=Path, help="folder or file of the checkpoint, as the trainer left it")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument(
+        "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast the weights (default: as they are)")
     parser.add_argument(
-        "--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help="such as 300MB (default: 5GB)"
+        "--max-shard-size",
+        type=parse_size,
+        default="5GB",
+        metavar="SIZE",
+        help="largest size of a file, such as 300MB (default: 5GB)",
     )
-    parser.add_argument(
-        "--allow-non-finite", action="store_true", help="let NaN and infinite weights through instead of refusing"
-    )
-    parser.set_defaults(command=run_consolidate)
+    parser.add_argument("--allow-non-finite", action="store_true", help="accept NaN and infinite weights")
 
 
-def run_consolidate(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the verb; write a line on what was done and one on each thing missing. Raises what `consolidate` raises."""
     started = time.monotonic()
     done = consolidate(

@@ -11,15 +11,7 @@ from pathlib import Path
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
 from ..errors import escape_controls
-from ..locations import name_command
-
-_EXAMPLES = f"""
-examples:
-  {name_command("inspect")} ./checkpoint
-  {name_command("inspect")} ./checkpoint --tag global_step1000 --json
-
-exit codes: 0 it can be read, 1 refused (one sentence on stderr), 2 wrong usage
-"""
+from .verb import Verbs, add_verb
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.
@@ -145,22 +137,25 @@ def _or_unknown(value: int | None) -> str:
     return "not recorded" if value is None else str(value)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_verb(
+        verbs,
         "inspect",
+        run,
         help="say what a checkpoint is and holds, without reading its tensors",
         description="Say what a training checkpoint is and holds. Reads hardly any tensor data, runs nothing from it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=("./zero3_run", "./zero3_run --tag global_step1000", "./zero3_run --json | jq .missing"),
+        succeeded="told",
     )
-    parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
-    parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")
+    parser.add_argument("directory", type=Path, help="folder or file of the checkpoint, as the trainer left it")
+    parser.add_argument(
+        "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
+    )
     parser.add_argument("--json", action="store_true", help="write JSON for programs instead of text")
-    parser.set_defaults(command=run_inspect)
 
 
-def run_inspect(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the verb and write what was found. Raises what `inspect_checkpoint` raises."""
     found = inspect_checkpoint(args.directory, tag=args.tag)
     sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else format_inspection(found))

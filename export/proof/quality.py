@@ -12,7 +12,7 @@ from ..graph.conversion import Conversion, Measure, PrecisionReport, Quality, co
 from ..graph.files import Feed
 from ..graph.precisions import Precision
 from ..targets import Target
-from ..tasks import Task
+from ..tasks.base import Task
 from ..tasks.cases import Case, Outputs, join_rows
 from .tolerances import QUALITY_KEYS, find_quality_key
 from .verify import Reference

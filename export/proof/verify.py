@@ -16,7 +16,7 @@ from ..engines import ONNXRUNTIME, Engine
 from ..engines.engine import Runner
 from ..errors import EngineError, RuntimeFailure, VerificationError
 from ..targets import Target
-from ..tasks import Task
+from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
 from ..tasks.comparison import Distribution, choose_worse, is_bounded_below, is_within, measure_outputs
 from .tolerances import Tolerances

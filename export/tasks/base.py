@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..artefacts import Artefacts
-from ..checkpoints import StateDict
+from ..checkpoints import StateDict, TensorSpec
 from ..errors import ModelError
-from ..request import TaskOptions
 from ..signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from .cases import Case, Outputs
 
@@ -30,7 +29,7 @@ class TaskSource:
         weights: The checkpoint's tensors, in fp32.
         tokenizer: The tokenizer with the added tokens; None for a model that reads no text, or a folder without one.
         max_length: The longest sequence that the model was made for, in tokens; 0 where nothing says.
-        options: The user's choices for the task.
+        options: Option of a task → the user's choice, or None.
         added_tokens: Tokens that the export adds, to be tried one by one.
     """
 
@@ -39,7 +38,7 @@ class TaskSource:
     weights: StateDict
     tokenizer: PreTrainedTokenizerBase | None
     max_length: int
-    options: TaskOptions
+    options: Mapping[str, Any]
     added_tokens: tuple[str, ...] = ()
 
 
@@ -47,18 +46,34 @@ class Task(ABC):
     """One way of serving a checkpoint, built and ready to be exported.
 
     Attributes:
+        name: Its name in the table of tasks.
         module: Tensors in the order of the signature in, the graph's outputs out. The source of truth.
         signature: Tensors of the module, and the contract around it.
         left_out: Names of the tensors that the checkpoint holds and the module has no place for.
         tolerances: Error → bound, which every case of the verification must keep in fp32.
+        tokenizer_use: Whether it can make use of a tokenizer, or cannot be served without one.
+        is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
     """
 
-    name: ClassVar[str]
     tolerances: ClassVar[Mapping[str, float]]
+    tokenizer_use: ClassVar[Literal["none", "optional", "required"]] = "none"
+    is_ensemble: ClassVar[bool] = False
 
+    name: str
     module: nn.Module
     signature: ModelSignature
     left_out: list[str]
+
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """Tell whether a checkpoint is for this task by more than the name of its architecture.
+
+        Args:
+            directory: Folder of the checkpoint.
+            config: Its configuration.
+            specs: Name → dtype and shape of its tensors.
+        """
+        return False
 
     @property
     @abstractmethod

@@ -1,6 +1,7 @@
 """text-classification, text-pair-classification and reward: a label, or a score, for a text or a pair of texts."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..checkpoints import TensorSpec
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, STRING, TensorSignature
-from ..weights.torch_model import load_model
+from ..weights.torch_model import find_output_width, load_model
 from ..weights.transforms import SelectPrefix
 from .base import HeadModule, TaskSource, build_inputs
 from .encoding import Question
@@ -30,8 +33,6 @@ REWARD = "REWARD"
 class TextClassification(TextTask):
     """Labels and their scores, best first."""
 
-    name = "text-classification"
-
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         set_pad_token(self.tokenizer, source.config)
@@ -39,7 +40,7 @@ class TextClassification(TextTask):
         self.model = model
         self.labels = read_labels(source.config)
         self.function = choose_function(source.config)
-        self.top_k = min(source.options.top_k or len(self.labels), len(self.labels))
+        self.top_k = min(source.options.get("top_k") or len(self.labels), len(self.labels))
         inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         dims = (BATCH, self.top_k)
@@ -77,14 +78,24 @@ class TextClassification(TextTask):
 class TextPairClassification(TextClassification):
     """The same for a pair of texts: entailment, duplicates, and the score of a cross-encoder."""
 
-    name = "text-pair-classification"
     takes_pairs = True
+
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """See `Task`. Sentence-Transformers records which models score pairs."""
+        recorded = read_json_if_any(directory / "config_sentence_transformers.json")
+        named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
+        keys = ("sentence_transformers", "sbert_ce_default_activation_function")
+        return named or any(getattr(config, key, None) for key in keys)
 
 
 class Reward(TextTask):
     """How good a text is, as a reward model scores it: one number without bounds."""
 
-    name = "reward"
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """See `Task`. DeepSpeed-Chat's models have a head of that name."""
+        return VALUE_HEAD in specs
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
@@ -121,9 +132,10 @@ class Reward(TextTask):
         return {REWARD: output[0].tolist()}
 
 
-# DeepSpeed-Chat, reward_model.py: the base model under `rwtransformer.`, the head beside it.
+# DeepSpeed-Chat, reward_model.py: the base model under `rwtransformer.`, which was `rwtranrsformer.` in its saves of
+# 2023, and the head beside it.
 VALUE_HEAD = "v_head.weight"
-VALUE_MODEL_PREFIX = "rwtransformer."
+_VALUE_MODEL_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
 
 
 class ValueModule(nn.Module):
@@ -205,12 +217,13 @@ def _check_one_label(config: PretrainedConfig) -> None:
 
 def _load_value_model(source: TaskSource) -> tuple[PreTrainedModel, list[str], Tensor]:
     weights = source.weights
-    if any(name.startswith(VALUE_MODEL_PREFIX) for name in weights.specs()):
-        weights = SelectPrefix(source=weights, prefix=VALUE_MODEL_PREFIX)
+    for prefix in _VALUE_MODEL_PREFIXES:
+        if any(name.startswith(prefix) for name in weights.specs()):
+            weights = SelectPrefix(source=weights, prefix=prefix)
     model, left_out = load_model(source.config, weights, AutoModel)
     head = source.weights.read(VALUE_HEAD)
-    # Not the width of the embedding: OPT-350m embeds in 512 dimensions and computes in 1024.
-    wanted = (1, source.config.hidden_size)
+    # DeepSpeed-Chat builds it for OPT's `word_embed_proj_dim`, which is what OPT-350m ends in.
+    wanted = (1, find_output_width(model))
     if tuple(head.shape) != wanted:
         raise ModelError(
             f"{VALUE_HEAD} does not fit the model",

@@ -25,8 +25,6 @@ _DEFAULT_TOP_K = 5
 class FillMask(TextTask):
     """Tokens and their probabilities, best first, for every mask in the text."""
 
-    name = "fill-mask"
-
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         if self.tokenizer.mask_token_id is None:
@@ -37,7 +35,7 @@ class FillMask(TextTask):
                 remedy="pass another --task",
             )
         model, self.left_out = load_model(source.config, source.weights, AutoModelForMaskedLM)
-        self.top_k = min(source.options.top_k or _DEFAULT_TOP_K, source.config.vocab_size - 1)
+        self.top_k = min(source.options.get("top_k") or _DEFAULT_TOP_K, source.config.vocab_size - 1)
         inputs = build_inputs(self.tokenizer, model)
         # One more than is answered, so that the comparison sees whether the last one is tied with the next.
         ranks = self.top_k + 1

@@ -67,9 +67,8 @@ class FactoryTask(TensorTask):
         notes: What was found out about it that limits how it is served.
     """
 
-    name = "module"
-
     def __init__(self, module: nn.Module, spec: InputSpec) -> None:
+        self.name = "module"
         self.left_out: list[str] = []
         self.notes: list[str] = []
         self.tensors = spec.tensors

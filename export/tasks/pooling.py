@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
+from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
 
-from ..checkpoints import open_checkpoint
-from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
+from ..checkpoints import TensorSpec, open_checkpoint
+from ..checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_home, read_sentence_modules
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, TensorSignature
-from ..weights.torch_model import load_model
+from ..weights.torch_model import find_output_width, load_model
 from .base import TaskSource, build_inputs
 from .cases import Outputs
+from .classification import VALUE_HEAD
 from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from .encoding import Question
 from .text import Answer, TextTask
@@ -42,16 +43,20 @@ _ACTIVATIONS = {
 class FeatureExtraction(TextTask):
     """One vector a text."""
 
-    name = "feature-extraction"
     tolerances = EMBEDDING_TOLERANCES
     golden_tolerances = EMBEDDING_TOLERANCES
+
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """See `Task`. Sentence-Transformers records what it pools with."""
+        return find_sentence_home(directory) is not None and VALUE_HEAD not in specs
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         self.pooling = read_pooling(source.directory)
-        options = source.options
-        if options.pooling is not None or options.normalize is not None:
-            self.pooling = override_pooling(self.pooling, options.pooling, options.normalize)
+        mode, normalize = source.options.get("pooling"), source.options.get("normalize")
+        if mode is not None or normalize is not None:
+            self.pooling = override_pooling(self.pooling, mode, normalize)
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
         auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
@@ -62,7 +67,7 @@ class FeatureExtraction(TextTask):
         self.module = SentenceEmbedding(
             model, self.pooling, tuple(tensor.name for tensor in inputs), nn.Sequential(*blocks)
         ).eval()
-        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else source.config.hidden_size
+        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else find_output_width(model)
         dims = (BATCH, size)
         self.signature = self.build_signature(
             inputs,

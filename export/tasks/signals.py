@@ -68,7 +68,6 @@ class SignalTask(TensorTask):
 class ImageClassification(SignalTask):
     """Logits of an image."""
 
-    name = "image-classification"
     auto_class = AutoModelForImageClassification
     output = "logits"
 
@@ -76,7 +75,6 @@ class ImageClassification(SignalTask):
 class ImageFeatureExtraction(SignalTask):
     """The last hidden states of an image."""
 
-    name = "image-feature-extraction"
     auto_class = AutoModel
     output = "last_hidden_state"
 
@@ -84,7 +82,6 @@ class ImageFeatureExtraction(SignalTask):
 class AudioClassification(SignalTask):
     """Logits of a sound."""
 
-    name = "audio-classification"
     auto_class = AutoModelForAudioClassification
     output = "logits"
 
@@ -92,7 +89,6 @@ class AudioClassification(SignalTask):
 class SpeechRecognition(SignalTask):
     """Logits of the characters at each frame of a sound, for connectionist temporal classification."""
 
-    name = "automatic-speech-recognition"
     auto_class = AutoModelForCTC
     output = "logits"
 
@@ -100,7 +96,6 @@ class SpeechRecognition(SignalTask):
 class AudioFeatureExtraction(SignalTask):
     """The last hidden states of a sound; of an encoder-decoder those of its encoder."""
 
-    name = "audio-feature-extraction"
     auto_class = AutoModel
     output = "last_hidden_state"
 

@@ -31,7 +31,6 @@ _MAX_ANSWER_TOKENS = 15
 class QuestionAnswering(TextTask):
     """Spans of the context, best first. A context beyond one window is read in several that overlap."""
 
-    name = "question-answering"
     takes_pairs = True
 
     def __init__(self, source: TaskSource) -> None:
@@ -44,7 +43,7 @@ class QuestionAnswering(TextTask):
                 remedy="set padding_side in tokenizer_config.json if the model was trained so",
             )
         model, self.left_out = load_model(source.config, source.weights, AutoModelForQuestionAnswering)
-        self.top_k = source.options.top_k or 1
+        self.top_k = source.options.get("top_k") or 1
         self.max_length = min(source.max_length, _MAX_WINDOW)
         self.stride = min(self.max_length // 2, _MAX_STRIDE)
         inputs = build_inputs(self.tokenizer, model, (BATCH, WINDOWS, SEQ_LEN))

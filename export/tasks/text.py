@@ -64,6 +64,8 @@ class TextTask(Task):
     """
 
     takes_pairs: ClassVar[bool] = False
+    tokenizer_use = "required"
+    is_ensemble = True
     tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
     golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
 

@@ -26,13 +26,11 @@ _IGNORED_LABELS = ["O"]
 class TokenClassification(TextTask):
     """Entities of a text: label, score, first character and the one behind the last."""
 
-    name = "token-classification"
-
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         model, self.left_out = load_model(source.config, source.weights, AutoModelForTokenClassification)
         self.labels = read_labels(source.config)
-        self.aggregation = source.options.aggregation or DEFAULT_AGGREGATION
+        self.aggregation = source.options.get("aggregation") or DEFAULT_AGGREGATION
         inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         answers = [(LABEL, STRING), (SCORE, torch.float32), (START, torch.int64), (END, torch.int64)]

@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..errors import VocabularyError
-from ..request import AddedToken
+from .vocabulary_options import AddedToken
 
 _WHOLE_WORDS = ("zeros", "mean", "random")
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from client.bench import read_corpus
 from export.errors import VerificationError, VocabularyError
-from export.request import AddedToken
 from export.tasks.encoding import Question, QuestionEncoder
 from export.weights.tokenizer import add_tokens, load_tokenizer
+from export.weights.vocabulary_options import AddedToken
 
 tokenization = load_backend("python_preprocess", "tokenization")
 

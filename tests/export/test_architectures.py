@@ -14,9 +14,9 @@ from rich.console import Console
 from trainers.architectures import ARCHITECTURES, WITH_PAST, save_model
 
 from export.engines.onnxruntime_process import open_runtime
+from export.options import ExportRequest
 from export.progress import Progress
 from export.proof.verify import verify
-from export.request import ExportRequest
 from export.source import Source, load_source
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET

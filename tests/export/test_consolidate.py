@@ -20,10 +20,10 @@ from export.commands.consolidate import parse_size
 from export.commands.inspect_checkpoint import inspect_checkpoint
 from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
-from export.pipeline import load_source
+from export.options import ExportRequest
 from export.progress import Progress
-from export.request import ExportRequest
 from export.signature import SEQ_LEN
+from export.source import load_source
 from export.tasks.encoding import Question
 from export.tasks.pooling import FeatureExtraction
 
@@ -109,7 +109,7 @@ def test_an_embedding_model_stays_the_same_model(checkpoint: Path, tmp_path: Pat
 def ask_embedder(folder: Path) -> str:
     """Return how the model in `folder` is pooled, its longest text, and its vector for one."""
     request = ExportRequest(checkpoint=folder, name="x", repository=folder)
-    task = load_source(request, Progress(Console(quiet=True), 2)).task
+    task = load_source(request, Progress(Console(quiet=True))).task
     assert isinstance(task, FeatureExtraction)
     pooling = str(task.pooling).partition(" (")[0]
     vector = task.answer(Question(text="A cat sleeps."))["EMBEDDING"]

@@ -49,7 +49,7 @@ def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     verb.add_parser(parser.add_subparsers())
     args = parser.parse_args(["inspect", str(find_checkpoint("z0_fp32")), "--json"])
-    assert args.command(args) == 0
+    assert args.run(args) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stage"] == 0
     assert found["tied"] == [["embed.weight", "head.weight"]]

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -32,20 +33,27 @@ FLOORS = {
     "export/progress": (),
     "export/artefacts": (),
     "export/signature": (),
-    "export/request": (),
+    "export/option_kinds": (),
     "export/targets": ("errors",),
     "export/checkpoints": ("errors",),
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
     "export/engines": ("errors", "graph", "locations", "signature", "targets"),
-    "export/settings": ("engines", "errors", "graph", "locations", "request"),
-    "export/weights": ("checkpoints", "errors", "request"),
-    "export/tasks": ("artefacts", "checkpoints", "errors", "request", "signature", "weights"),
+    "export/weights": ("checkpoints", "errors", "option_kinds"),
+    "export/tasks": ("artefacts", "checkpoints", "errors", "option_kinds", "signature", "weights"),
+    "export/options": ("engines", "errors", "graph", "locations", "option_kinds", "targets", "tasks", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
-    "export/source": ("checkpoints", "errors", "progress", "repository", "request", "tasks", "weights"),
+    "export/source": ("checkpoints", "errors", "options", "progress", "repository", "tasks", "weights"),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
-    "export/commands": ("checkpoints", "consolidation", "errors", "locations"),
+    "export/pipeline": (
+        *("artefacts", "engines", "errors", "graph", "options", "progress", "proof", "repository", "source", "stages"),
+        *("targets", "tasks"),
+    ),
+    "export/commands": (
+        *("checkpoints", "consolidation", "errors", "graph", "interruption", "locations", "options", "pipeline"),
+        *("progress", "proof", "repository", "signature", "stages", "targets", "tasks", "weights"),
+    ),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
     "export/checkpoints/wrapper_names": (),
@@ -141,7 +149,7 @@ def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
 
 
 def test_every_floor_is_in_the_table() -> None:
-    free = {"__init__", "__main__", "__pycache__", "pipeline", "formats"}
+    free = {"__init__", "__main__", "__pycache__", "formats"}
     for folder in ("export", "export/checkpoints"):
         there = {entry.stem for entry in (CHECKOUT / folder).iterdir()} - free
         assert {f"{folder}/{name}" for name in there} == {name for name in FLOORS if str(Path(name).parent) == folder}
@@ -155,3 +163,15 @@ def test_no_two_files_import_each_other_in_a_circle() -> None:
             # A face may hand on the names of files that import another of them through it.
             graph[path] = {target for target in targets if target and target.name != "__init__.py"} - {path}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(("drawn", "folder"), [("export", "export"), ("checkpoints", "export/checkpoints")])
+def test_the_floors_are_drawn_in_docs_architecture_as_the_code_imports_them(drawn: str, folder: str) -> None:
+    page = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (drawing,) = re.findall(rf"^```text\n{drawn} (.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    row_of = {name: row for row, line in enumerate(drawing.splitlines()) for name in re.findall(r"\w+", line)}
+    floors = {Path(floor).name: below for floor, below in FLOORS.items() if Path(floor).parent == Path(folder)}
+    assert set(floors) <= set(row_of), f"not drawn: {sorted(set(floors) - set(row_of))}"
+    for name, below in floors.items():
+        misplaced = [other for other in below if row_of[other] <= row_of[name]]
+        assert not misplaced, f"{name} imports {misplaced}, which must be drawn below it"

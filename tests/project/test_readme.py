@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from harness import CHECKOUT, Published, run
-from project.test_imports import FLOORS
 from trainers.task_checkpoints import build_adapted
 
 from demo.checkpoint import fetch_checkpoint
@@ -142,17 +141,6 @@ def test_every_page_can_be_reached_from_the_first() -> None:
         targets = {(page.parent / target.partition("#")[0]).resolve() for target in links(page)}
         waiting += [file for file in targets if file.suffix == ".md" and file.is_file() and file not in reached]
     assert not set(PAGES) - reached
-
-
-@pytest.mark.parametrize(("drawn", "folder"), [("export", "export"), ("checkpoints", "export/checkpoints")])
-def test_the_floors_are_drawn_as_the_code_imports_them(drawn: str, folder: str) -> None:
-    (drawing,) = [code for page, _, code in BLOCKS if page == "architecture.md" and code.startswith(f"{drawn} ")]
-    rows = [re.findall(r"\w+", line) for line in drawing.removeprefix(drawn).splitlines()]
-    row_of = {name: index for index, row in enumerate(rows) for name in row}
-    floors = {Path(floor).name: below for floor, below in FLOORS.items() if Path(floor).parent == Path(folder)}
-    assert set(floors) <= set(row_of), "every folder and module is drawn"
-    for name, below in floors.items():
-        assert all(row_of[other] > row_of[name] for other in below), f"{name} imports only what is drawn below it"
 
 
 @pytest.mark.parametrize("page", [*PAGES, CHECKOUT / "CHANGELOG.md"], ids=lambda page: page.name)

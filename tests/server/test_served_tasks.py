@@ -231,8 +231,6 @@ QUESTIONS = [
 
 def test_answers_are_spans_of_the_context_and_long_ones_are_read_in_windows(served: Served) -> None:
 
-    from export.request import TaskOptions  # noqa: F401
-
     directory = served.checkpoints / "question-answering"
     model, tokenizer = (
         BertForQuestionAnswering.from_pretrained(directory).eval(),
