@@ -77,8 +77,9 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     check_destination(request.repository, request.name)
     target, precision, engine = find_target(request.target), PRECISIONS[request.precision], ENGINES[request.engine]
     stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
-    # Before anything is read: here, where there is no GPU perhaps, nothing can come of it.
-    engine.check(precision.name, target)
+    # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
+    for stage in reversed(stages):
+        stage.engine.check(precision.name, target)
     progress.expect(2 * len(stages) + 2)
     source = load_source(request, progress)
     task = source.task
