@@ -1,7 +1,7 @@
 """What tritonserver is shown: a folder of the launcher's own, with links to the versions that it serves.
 
 The repository says what should be served; it may be read-only, shared with other servers, and change at any moment. The
-overlay says what is served. So a tritonserver that is started anew serves what was seen to answer before, and a new
+overlay says what is served. So a tritonserver that is restarted serves what was seen to answer before, and a new
 version is tried beside the old one without a word written into the repository.
 """
 
@@ -29,10 +29,10 @@ class Overlay:
         tritonserver sees a change by the time at which the configuration was written.
 
         Args:
-            name: Of the model; `source` may bear another.
+            name: Name of the model; `source` may have another.
             config: The text of its `config.pbtxt`.
             source: A model folder of the repository.
-            versions: Which of its version folders; what else lies there, such as labels, is shown as well.
+            versions: Versions to show; what else lies there, such as labels, is shown as well.
 
         Raises:
             OSError: It cannot be written.
@@ -51,11 +51,11 @@ class Overlay:
 
     def write_config(self, name: str, config: str) -> None:
         """Give a model that is shown another configuration."""
-        (self.directory / name / CONFIG_FILE).write_text(config, encoding="utf-8")
+        (self.directory / name / CONFIG_FILE).write_text(config, encoding="utf-8", errors="surrogateescape")
 
     def read_config(self, name: str) -> str:
         """Return the configuration under which a model is shown."""
-        return (self.directory / name / CONFIG_FILE).read_text(encoding="utf-8")
+        return (self.directory / name / CONFIG_FILE).read_text(encoding="utf-8", errors="surrogateescape")
 
     def hide(self, name: str) -> None:
         """Show nothing under `name` any more."""
