@@ -17,6 +17,7 @@ from .health import check_ensembles
 from .installation import Installation, assemble_backends, find_installation
 from .log import Log
 from .models import list_models
+from .passed_options import check_passed_options
 from .process import Endpoints, check_ports_free
 from .shortage import raise_open_files
 from .status import Status
@@ -79,6 +80,7 @@ def serve(arguments: argparse.Namespace) -> int:
         ServerError: It cannot start, or no model can be served, or it would not stay alive.
     """
     stops, endpoints = StopSignals(), _read_endpoints(arguments)
+    check_passed_options(arguments.passed_options)
     installation = find_installation()
     models = list_models(arguments.repository)
     key = open_key(arguments.key_file)
@@ -95,6 +97,7 @@ def serve(arguments: argparse.Namespace) -> int:
             key=key,
             run_directory=directory,
             verbose=arguments.verbose,
+            passed_options=tuple(arguments.passed_options),
         )
         stop_status = serve_status(status, endpoints.host, endpoints.status_port)
         try:
@@ -155,7 +158,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
     """Return what the command line says; options without a command are those of `serve`."""
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["serve", *words]
-    return _build_parser().parse_args(words)
+    end = words.index("--") if "--" in words else len(words)
+    arguments = _build_parser().parse_args(words[:end])
+    arguments.passed_options = words[end + 1 :]
+    return arguments
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -182,11 +188,13 @@ def _add_serve(commands: "_Commands") -> None:
         "serve",
         serve,
         help="serve until Ctrl-C or SIGTERM",
-        description="Serve a model repository until Ctrl-C or SIGTERM.",
+        description="Serve a model repository until Ctrl-C or SIGTERM. Options after -- are handed on to tritonserver.",
         examples=(
             "",
             "--repository /srv/models --host 0.0.0.0",
             "--http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003",
+            "-- --trace-config mode=opentelemetry --trace-config opentelemetry,url=localhost:4318/v1/traces",
+            "-- --cache-config local,size=104857600 --metrics-config summary_latencies=true",
         ),
         exit_codes={
             0: "stopped, and everything in flight was answered",

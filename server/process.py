@@ -78,10 +78,11 @@ class TritonServer:
         key: ControlKey,
         run_directory: Path,
         verbose: bool,
+        passed_options: tuple[str, ...],
         log: Log,
     ) -> None:
         command = _build_command(installation, repository, models, endpoints, run_directory / "backends", verbose)
-        command += key.options
+        command += [*key.options, *passed_options]
         self._key = key
         self._log = log
         # An empty working directory: the Python backend has it first on sys.path.
@@ -190,6 +191,8 @@ def _build_command(
         str(installation.executable),
         f"--model-repository={repository.resolve()}",
         f"--backend-directory={backends}",
+        # Its own default is a folder of NVIDIA's image.
+        f"--cache-directory={installation.backends.parent / 'caches'}",
         # Explicit, for polling sees half-copied models. Complete configs are required, so nothing is guessed.
         "--model-control-mode=explicit",
         *(f"--load-model={name}" for name in models),

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness import CHECKOUT, Finished, run
@@ -29,13 +29,19 @@ class Running:
     """A `python -m server` with its output."""
 
     def __init__(
-        self, repository: Path, *options: str, cwd: Path = CHECKOUT, environment: dict[str, str] | None = None
+        self,
+        repository: Path,
+        *options: str,
+        cwd: Path = CHECKOUT,
+        environment: dict[str, str] | None = None,
+        under: Sequence[str] = (),
     ) -> None:
         self.http, self.grpc, self.metrics, self.status = find_ports()
         ports = ["--http-port", self.http, "--grpc-port", self.grpc]
         ports += ["--metrics-port", self.metrics, "--status-port", self.status]
         self.options = [*map(str, ports), "--repository", str(repository)]
-        command = [sys.executable, "-m", "server", *self.options, *options]
+        # `under` is a program that runs it with fewer rights or lower limits, and becomes it.
+        command = [*under, sys.executable, "-m", "server", *self.options, *options]
         self.process = subprocess.Popen(
             command, cwd=cwd, env=os.environ | (environment or {}), stderr=subprocess.PIPE, text=True
         )
