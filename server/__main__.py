@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,11 +17,11 @@ from .doctor import examine, render
 from .errors import ServerError, ShortageError
 from .health import check_ensembles
 from .installation import Installation, assemble_backends, find_installation
+from .limits import check_open_files, check_threads, raise_limits
 from .log import Log
 from .models import list_models
 from .passed_options import check_passed_options
 from .process import Endpoints, check_ports_free
-from .shortage import raise_open_files
 from .status import Status
 from .status_port import serve_status
 from .supervisor import Settings, Supervisor
@@ -85,7 +87,9 @@ def serve(arguments: argparse.Namespace) -> int:
     models = list_models(arguments.repository)
     key = open_key(arguments.key_file)
     check_ports_free(endpoints)
-    raise_open_files()
+    check_open_files()
+    check_threads()
+    raise_limits()
     status, log = Status(models), Log()
     with contextlib.closing(log), _make_run_directory(installation) as directory:
         log.say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
@@ -124,12 +128,12 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
             backends.mkdir()
             assemble_backends(installation, _CHECKOUT / "backends", backends)
         except OSError as exc:
+            # Of a folder that could not be copied, the reasons are told file by file.
+            reason = exc.args[0][0][2] if isinstance(exc, shutil.Error) else exc.strerror
             raise ShortageError(
-                f"the temporary folder {tempfile.gettempdir()} cannot be used"
-                if tempfile.tempdir
-                else "there is no temporary folder",
-                expected="one that this user may write, with 4 MiB free",
-                got=f"'{exc.strerror}'",
+                f"no temporary folder can be made in {os.environ.get('TMPDIR', '/tmp')}",
+                expected="a folder that this user may write, with 4 MiB free",
+                got=f"'{reason}'",
                 remedy="make room, or name another folder in the environment variable TMPDIR",
             ) from exc
         yield directory

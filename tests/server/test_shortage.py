@@ -61,6 +61,52 @@ def no_files_for(pid: int) -> Iterator[None]:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
 
 
+# A user who is not root may read here what root may, and no more.
+RIGHTS = "-all,+dac_override,+dac_read_search"
+ANOTHER_USER = ["setpriv", "--reuid", "12345", "--clear-groups", f"--inh-caps={RIGHTS}"]
+ANOTHER_USER += [f"--ambient-caps={RIGHTS}", f"--bounding-set={RIGHTS}"]
+
+
+def test_too_few_files_to_serve_with_end_the_start_in_one_sentence(published: Published) -> None:
+    for limit in (24, 64, 255):
+        with running(published.repository, under=["prlimit", f"--nofile={limit}:{limit}"]) as server:
+            assert server.finish() == 1
+        assert server.lines == [
+            f"error: one process may open too few files: expected at least 256, and one more for every connection, got "
+            f"{limit}; raise the limit (ulimit -Hn, LimitNOFILE of systemd, --ulimit nofile of a container)."
+        ]
+
+
+def test_few_files_are_enough_to_serve_with_and_more_are_taken_where_allowed(published: Published) -> None:
+    for soft, hard in ((256, 256), (64, 2000)):
+        with running(published.repository, under=["prlimit", f"--nofile={soft}:{hard}"]) as server:
+            server.read_until("serving HTTP")
+            assert infer(connect(server)) == 200
+            assert resource.prlimit(server.tritonserver, resource.RLIMIT_NOFILE) == (hard, hard)
+            assert server.stop() == 0
+
+
+@as_root
+def test_too_few_threads_to_serve_with_end_the_start_in_one_sentence(published: Published, tmp_path: Path) -> None:
+    key = ["--key-file", str(tmp_path / "control.key")]
+    with running(published.repository, *key, under=["prlimit", "--nproc=200:200", *ANOTHER_USER]) as server:
+        assert server.finish() == 1
+    (line,) = server.lines
+    assert line.startswith("error: too few threads may run: expected 256 more at least, got ")
+
+
+@as_root
+def test_no_room_for_a_temporary_folder_ends_the_start_in_one_sentence(published: Published, tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=1m tmpfs "$1" && export TMPDIR=$1 && shift && exec "$@"'
+    with running(published.repository, under=["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path)]) as server:
+        assert server.finish() == 1
+    (line,) = server.lines
+    assert line.startswith(
+        f"error: no temporary folder can be made in {tmp_path}: expected a folder that this user may"
+    )
+    assert "No space left on device" in line
+
+
 def test_a_tritonserver_that_can_accept_nobody_more_but_answers_is_left_alone(published: Published) -> None:
     with running(published.repository, under=["prlimit", f"--nofile={FILES}:{FILES}"]) as server:
         server.read_until("serving HTTP")
