@@ -12,31 +12,37 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-containers architectures lint bench bench-consolidate targets fuzz kills soak \
-	clean
+	wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
 
 setup: $(VENV)/installed ## Install everything into .venv
 
-$(VENV)/installed: pyproject.toml
+# Everything by its hash, but torch: which build of it, with CUDA's libraries or without, is the reader's choice.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+LOCKED := $(PIP) --require-hashes --no-deps --requirement
+
+$(VENV)/installed: pyproject.toml setup.py requirements/dev.txt requirements/torch.txt requirements/stubs.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit("error: this Python cannot run modelyard: expected 3.10, 3.11 or 3.12, got %d.%d; pass another, as in make PYTHON=python3.12." % v)'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv: expected the standard module, got none; install it (Debian: apt-get install python3-venv)." >&2; exit 1; }
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@$(LOCKED) requirements/dev.txt
+	@$(PIP) --requirement requirements/torch.txt
+	@$(PIP) --no-build-isolation --no-deps --editable .
 	@# Beside the environment, not in it: a package of stubs alone would pass for an installed TensorRT, and pip would
 	@# want TensorRT itself with it.
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/stubs tensorrt-stubs==10.13.0.35.1
+	@$(LOCKED) requirements/stubs.txt --upgrade --target $(VENV)/stubs
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@# As an installed package would be: an environment that writes no bytecode would parse every module at every start.
-	@$(BIN)/python -m compileall -q export server client demo || true
+	@$(BIN)/python -m compileall -q modelyard export server client demo || true
 	@touch $@
 
 # Only the tests train; its build imports torch, so it comes after everything else.
-$(VENV)/trainers: $(VENV)/installed
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation deepspeed==0.19.8
+$(VENV)/trainers: $(VENV)/installed requirements/trainers.txt
+	@$(LOCKED) requirements/trainers.txt --no-build-isolation
 	@touch $@
 
 demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, stop
@@ -50,7 +56,7 @@ test: setup lint $(VENV)/trainers ## Run the whole test suite
 
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
 	@docker/podman/prepare.sh
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,containers]'
+	@$(LOCKED) requirements/containers.txt
 	@$(BIN)/python -m pytest -m containers tests/project/test_containers.py
 	@$(BIN)/python -m pytest tests/project/test_compose.py
 
@@ -81,5 +87,32 @@ SOAK_MINUTES ?= 20
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
 	@$(BENCH)soak --minutes $(SOAK_MINUTES)
 
-clean: ## Remove the environment and the caches; published models stay
-	rm -rf $(VENV) .cache build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+wheel: setup ## Build the distribution into dist/
+	@rm -rf build dist
+	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+UV := .cache/uv/bin/uv
+LOCK = $(UV) pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url --no-annotate \
+	--no-emit-package torch --custom-compile-command 'make lock' --constraint requirements/torch.txt $(LOCK_OPTIONS)
+
+$(UV):
+	@$(PYTHON) -m venv .cache/uv
+	@.cache/uv/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
+
+lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the newest of everything
+	@$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt
+	@for extra in server export; do \
+		$(LOCK) pyproject.toml --extra $$extra --constraint requirements/dev.txt --output-file requirements/$$extra.txt || exit; \
+	done
+	@for name in build trainers containers; do \
+		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
+	done
+	@# Of these nothing is used that would need what they depend on.
+	@for name in gpu stubs; do \
+		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \
+	done
+
+clean: ## Remove the environment and the caches; published models stay, and the key of a server that may be running
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find .cache -mindepth 1 -maxdepth 1 ! -name control.key -exec rm -rf {} + 2>/dev/null || true

@@ -11,13 +11,14 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from .infer import DEFAULT_URLS, ClientError, Server
+from .infer import DEFAULT_URLS, ClientError, Connection
+from .locations import name_command
 from .perf_analyzer import Measurement, find_perf_analyzer, measure_texts
 
-_EXAMPLES = """
+_EXAMPLES = f"""
 examples:
-  python -m client.bench
-  python -m client.bench --url localhost:8000 --grpc-url localhost:8001 --concurrency 1 --concurrency 32 --json
+  {name_command("bench")}
+  {name_command("bench")} --url localhost:8000 --grpc-url localhost:8001 --concurrency 1 --concurrency 32 --json
 
 exit codes: 0 measured, 1 no server, no perf_analyzer or a failed request, 2 wrong usage
 """
@@ -55,7 +56,7 @@ def read_corpus() -> list[str]:
 
 
 def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
-    model = Server(arguments.url, "http", 30.0).find_model(arguments.model)
+    model = Connection(arguments.url, "http", 30.0).find_model(arguments.model)
     program = find_perf_analyzer()
     # The same texts in the same order every time.
     texts = random.Random(0).sample(read_corpus(), _TEXTS)
@@ -72,7 +73,7 @@ def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
             measurements.append(
                 measure_texts(
                     program,
-                    model=model.name,
+                    model=model,
                     url=url,
                     protocol=protocol,
                     texts=texts,
@@ -96,7 +97,7 @@ def _to_table(measurements: list[Measurement]) -> list[str]:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m client.bench",
+        prog=name_command("bench"),
         description="Measure a running server with perf_analyzer on real text.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

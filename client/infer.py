@@ -4,15 +4,17 @@ One file without siblings, so that it runs from any folder and can be copied nex
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import socket
 import ssl
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -24,58 +26,89 @@ try:
     import numpy.typing as npt
     import tritonclient.grpc
     import tritonclient.http
-    from tritonclient.utils import InferenceServerException
+    from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 except ImportError as missing:
+    if __name__ != "__main__":
+        raise
     sys.exit(
         f"error: {missing.name} is not installed for {sys.executable}; pip install 'tritonclient[http,grpc]' numpy."
     )
 
-DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
-TEXT_INPUT = "TEXT"
-PAIR_INPUT = "TEXT_PAIR"
+# For whoever asks the same server again and again.
+DEFAULT_URLS = {
+    "http": os.environ.get("MODELYARD_URL", "localhost:8000"),
+    "grpc": os.environ.get("MODELYARD_GRPC_URL", "localhost:8001"),
+}
+
+_USUAL_PORTS = {"http": 8000, "grpc": 8001}
+
+# For telling what listens where no answer came from: how long, and how much of its metrics is looked at.
+_LOOK_TIMEOUT_S = 3.0
+_LOOK_BYTES = 1 << 16
+# RFC 9113, section 3.4: what a client begins with, an empty SETTINGS frame, and the type of frame that answers it.
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_HTTP2_SETTINGS = b"\x04"
 
 # RFC 9110, section 5: a token, and visible characters with blanks between.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):\s*([!-~]+(?: +[!-~]+)*)")
 
-_EXAMPLES = """
+# What the reader types: a command where this was installed, else this file, which may be a copy.
+_IS_INSTALLED = __package__ == "modelyard.client"
+_COMMAND = "modelyard infer" if _IS_INSTALLED else f"python {sys.argv[0]}"
+_SERVE = "modelyard serve" if _IS_INSTALLED else "python -m server"
+
+_EXAMPLES = f"""
 examples:
-  python client/infer.py --url localhost:8000 --text "A cat sleeps." "A kitten naps."
-  python client/infer.py --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
-  python client/infer.py --url localhost:8001 --protocol grpc --file sentences.txt
-  printf 'one\\ntwo\\n' | python client/infer.py --file - --json
-  python client/infer.py --url https://models.example:8443 --header @token.txt --text "Hello"
+  {_COMMAND} --url localhost:8000 --text "A cat sleeps." "A kitten naps."
+  {_COMMAND} --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
+  {_COMMAND} --url localhost:8001 --protocol grpc --file sentences.txt
+  printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
+  {_COMMAND} --url https://models.example:8443 --header @token.txt --text "Hello"
 
 A token is best kept in a file with a line such as "Authorization: Bearer TOKEN": what stands on a command line can be
 read by everyone on this machine.
+
+MODELYARD_URL and MODELYARD_GRPC_URL, where they are set, are used without --url.
 
 exit codes: 0 answered, 1 refused or no answer (one sentence on stderr), 2 wrong usage
 """
 
 
 class ClientError(Exception):
-    """Why there is no answer, in one sentence."""
+    """Why there is no answer, in one sentence: what and where, expected, got, remedy."""
+
+    def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
+        facts = ", ".join(f"{word} {fact}" for word, fact in (("expected", expected), ("got", got)) if fact)
+        super().__init__(what + (f": {facts}" if facts else "") + (f"; {remedy}" if remedy else "") + ".")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model that takes texts.
+    """A model, as its metadata describe it.
 
     Attributes:
-        name: As the server knows it.
-        version: That answers; the newest where the server serves several.
+        name: Name by which the server knows it.
+        version: Version that answers; the newest where the server serves several.
+        inputs: Names of its inputs.
         outputs: Names of its outputs.
-        takes_pairs: Whether every text goes with a second one.
-        max_batch_size: Texts that one request may hold.
+        takes_texts: Whether each input is one string a row.
+        max_batch_size: Rows that one request may hold.
     """
 
     name: str
     version: str
+    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    takes_pairs: bool
+    takes_texts: bool
     max_batch_size: int
 
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether every text goes with a second one."""
+        return len(self.inputs) == 2
 
-class Server:
+
+class Connection:
     """A server over HTTP or gRPC; the two clients of tritonclient differ in little that matters here."""
 
     def __init__(
@@ -93,10 +126,10 @@ class Server:
         Args:
             url: host:port; https:// in front of it asks for TLS.
             protocol: `http` or `grpc`.
-            timeout_s: For each answer.
+            timeout_s: Seconds to wait for each answer.
             tls: Whether to encrypt, and to refuse a server that cannot prove its name.
             ca: PEM file with the certificates to trust; without it those that this machine, or gRPC, trusts.
-            headers: To send with every request, such as a token.
+            headers: Headers to send with every request, such as a token.
 
         Raises:
             ClientError: `ca` holds no certificates.
@@ -127,27 +160,40 @@ class Server:
             )
 
     def find_model(self, name: str | None) -> Model:
-        """Return the model named, or the one ensemble there is.
+        """Return the model named, or the one ensemble there is, which takes a text or a pair of them.
 
         Raises:
-            ClientError: There is no such model, or not exactly one ensemble, or the server does not answer.
+            ClientError: There is no such model, or not exactly one ensemble, or the server does not answer, or the
+                model takes something else.
         """
-        name = name or self._find_ensemble()
+        model = self.describe_model(name or self._find_ensemble())
+        if not model.takes_texts or len(model.inputs) > 2:
+            raise ClientError(
+                f"{model.name} takes no texts",
+                expected="one or two inputs of one string a row",
+                got=", ".join(model.inputs),
+                remedy="ask the ensemble it belongs to",
+            )
+        return model
+
+    def describe_model(self, name: str) -> Model:
+        """Return the model of that name, whatever it takes.
+
+        Raises:
+            ClientError: There is no such model, or the server does not answer.
+        """
         metadata = self._call("get_model_metadata", name)
         config = self._call("get_model_config", name)
         # The gRPC client wraps the configuration once more.
         config = config.get("config", config)
-        inputs = [tensor["name"] for tensor in metadata["inputs"]]
-        if inputs not in ([TEXT_INPUT], [TEXT_INPUT, PAIR_INPUT]):
-            raise ClientError(
-                f"{name} takes no texts: expected one input {TEXT_INPUT}, got {', '.join(inputs)}; "
-                f"ask the ensemble it belongs to."
-            )
+        inputs = metadata["inputs"]
         return Model(
             name=name,
             version=max(metadata["versions"], key=int),
+            inputs=tuple(tensor["name"] for tensor in inputs),
             outputs=tuple(tensor["name"] for tensor in metadata["outputs"]),
-            takes_pairs=PAIR_INPUT in inputs,
+            # gRPC spells numbers as text.
+            takes_texts=all((t["datatype"], [*map(int, t["shape"])]) == ("BYTES", [-1, 1]) for t in inputs),
             max_batch_size=int(config.get("max_batch_size", 0)) or 1,
         )
 
@@ -170,52 +216,40 @@ class Server:
             ClientError: The server refuses a text or does not answer.
         """
         _check_pairs(model, texts, pairs)
-        columns = {TEXT_INPUT: texts} | ({PAIR_INPUT: pairs} if pairs else {})
+        # The first input takes the texts, the second one, where there is one, their partners.
+        columns = {
+            name: np.array(values, dtype=np.object_).reshape(-1, 1)
+            for name, values in zip(model.inputs, (texts, pairs or []), strict=False)
+        }
         answers: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in model.outputs}
         for start in range(0, len(texts), model.max_batch_size):
             batch = {name: values[start : start + model.max_batch_size] for name, values in columns.items()}
-            result = self._infer_batch(model, batch, {} if self.protocol == "grpc" else {"binary_data": binary})
-            for name in model.outputs:
-                answers[name].append(result.as_numpy(name))
+            for name, values in self.infer_tensors(model, batch, binary=binary).items():
+                answers[name].append(values)
         return {name: _join(arrays) for name, arrays in answers.items()}
 
-    def _infer_batch(self, model: Model, batch: dict[str, list[bytes]], encoding: dict[str, bool]) -> Any:
-        tensors = []
-        for name, values in batch.items():
-            tensor = self._library.InferInput(name, [len(values), 1], "BYTES")
-            tensor.set_data_from_numpy(np.array(values, dtype=np.object_).reshape(-1, 1), **encoding)
-            tensors.append(tensor)
-        outputs = [self._library.InferRequestedOutput(name, **encoding) for name in model.outputs]
-        return self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
-
     def infer_tensors(
-        self,
-        name: str,
-        inputs: dict[str, tuple[npt.NDArray[Any], str]],
-        outputs: list[str],
-        *,
-        binary: bool = True,
+        self, model: Model, inputs: Mapping[str, npt.NDArray[Any]], *, binary: bool = True
     ) -> dict[str, npt.NDArray[Any]]:
-        """Return output name → values, from a model that takes tensors as they are.
+        """Return output name → values, in one request.
 
         Args:
-            name: Whom to ask.
-            inputs: Name → values and what KServe v2 calls their dtype, such as `FP32`.
-            outputs: Names.
-            binary: As `infer` takes it.
+            model: Whom to ask.
+            inputs: Name → values, the batch first where the model has one; strings as objects.
+            binary: Whether tensors travel as bytes, as `infer` takes it.
 
         Raises:
             ClientError: The server refuses or does not answer.
         """
         encoding = {} if self.protocol == "grpc" else {"binary_data": binary}
         tensors = []
-        for tensor_name, (values, datatype) in inputs.items():
-            tensor = self._library.InferInput(tensor_name, list(values.shape), datatype)
+        for name, values in inputs.items():
+            tensor = self._library.InferInput(name, list(values.shape), np_to_triton_dtype(values.dtype))
             tensor.set_data_from_numpy(values, **encoding)
             tensors.append(tensor)
-        wanted = [self._library.InferRequestedOutput(output, **encoding) for output in outputs]
-        result = self._call("infer", name, tensors, outputs=wanted)
-        return {output: result.as_numpy(output) for output in outputs}
+        outputs = [self._library.InferRequestedOutput(name, **encoding) for name in model.outputs]
+        result = self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
+        return {name: result.as_numpy(name) for name in model.outputs}
 
     def _find_ensemble(self) -> str:
         statistics = self._call("get_inference_statistics")["model_stats"]
@@ -224,8 +258,10 @@ class Server:
         if len(ensembles) == 1:
             return str(ensembles[0])
         raise ClientError(
-            f"there is not exactly one ensemble at {self.url}: expected one, got {', '.join(ensembles) or 'none'}; "
-            f"choose with --model."
+            f"there is not exactly one ensemble at {self.url}",
+            expected="one",
+            got=", ".join(ensembles) or "none",
+            remedy="choose with --model",
         )
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -245,9 +281,9 @@ class Server:
             raise self._explain_distrust(exc.verify_message) from exc
         except OSError as exc:
             raise self._explain_unreachable(exc.strerror or str(exc)) from exc
-        # The peer speaks no HTTP, or hung up in the middle.
-        except HTTPException as exc:
-            raise self._explain_unreachable(f"no HTTP: {exc}") from exc
+        # The peer speaks no HTTP or hung up in the middle, or what it says is no JSON.
+        except (HTTPException, ValueError) as exc:
+            raise self._explain_unreachable("another answer than KServe's") from exc
 
     def _explain(self, exc: InferenceServerException) -> ClientError:
         status, message = str(exc.status()), " ".join(str(exc.message()).split())
@@ -255,47 +291,109 @@ class Server:
             return self._explain_timeout()
         if match := re.search(r"CERTIFICATE_VERIFY_FAILED: [^:;]+|Hostname Verification Check failed", message):
             return self._explain_distrust(match[0].split(": ")[-1])
-        # What stands in front of a server answers in its own words.
+        # What stands in front of a server answers in its own words, and so does another port than the one meant.
         if "while decoding the response" in message:
+            if stranger := self._explain_stranger():
+                return stranger
             message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", str(exc.debug_details())).split())[:200]
         if status in ("401", "403") or "UNAUTHENTICATED" in status or "PERMISSION_DENIED" in status:
             return ClientError(
-                f"{self.url} lets nobody in without leave: expected a token that it knows and a call that it allows, "
-                f"got '{message.rstrip('.')}'; pass the token with --header."
+                f"{self.url} lets nobody in without leave",
+                expected="a token that it knows and a call that it allows",
+                got=f"'{message.rstrip('.')}'",
+                remedy="pass the token with --header",
             )
         # gRPC reports a server that is not there as it reports one that refuses for now.
         if "UNAVAILABLE" in status and "connect" in message:
             return self._explain_unreachable(message.rsplit(": ", 1)[-1])
         if "unknown model" in message:
-            return ClientError(f"{message.rstrip('.')}: expected a model that {self.url} serves; choose with --model.")
-        return ClientError(f"the server refused the request: {message.rstrip('.')}.")
+            return ClientError(
+                message.rstrip("."), expected=f"a model that {self.url} serves", remedy="choose with --model"
+            )
+        return ClientError(f"the server refused the request: {message.rstrip('.')}")
 
     def _explain_timeout(self) -> ClientError:
         return ClientError(
-            f"no answer from {self.url}: expected one within {self.timeout_s:g} s, got none; raise --timeout."
+            f"no answer from {self.url}",
+            expected=f"one within {self.timeout_s:g} s",
+            got="none",
+            remedy="raise --timeout",
         )
 
     def _explain_distrust(self, reason: str) -> ClientError:
         return ClientError(
-            f"the server at {self.url} is not trusted: expected a certificate of that name from an authority in "
-            f"{self._ca or 'the default ones'}, got '{reason}'; pass the authority's certificate with --ca."
+            f"the server at {self.url} is not trusted",
+            expected=f"a certificate of that name from an authority in {self._ca or 'the default ones'}",
+            got=f"'{reason}'",
+            remedy="pass the authority's certificate with --ca",
         )
 
     def _explain_unreachable(self, reason: str) -> ClientError:
-        return ClientError(
-            f"no server can be reached at {self.url} over {self.protocol}: expected one to listen there, "
-            f"got '{reason}'; start it with `python -m server`, or correct --url and --protocol."
+        return self._explain_stranger() or ClientError(
+            f"no server can be reached at {self.url} over {self.protocol}",
+            expected="one to listen there",
+            got=f"'{reason}'",
+            remedy=f"start it with `{_SERVE}`, or correct --url and --protocol",
         )
+
+    def _explain_stranger(self) -> ClientError | None:
+        """Return what to say where another of the server's ports was asked than the one that was meant."""
+        found = None if self._tls else _identify_port(self.url, min(self.timeout_s, _LOOK_TIMEOUT_S))
+        other = {"HTTP": "http", "gRPC": "grpc"}.get(found or "")
+        if found is None or other == self.protocol:
+            return None
+        ours = {"http": "HTTP", "grpc": "gRPC"}[self.protocol]
+        return ClientError(
+            f"{self.url} is another port than the one meant",
+            expected=f"the server's {ours} port",
+            got=f"its {found} port",
+            remedy=f"pass the {ours} port with --url ({_USUAL_PORTS[self.protocol]} unless the server was told another)"
+            + (f", or ask with --protocol {other}" if other else ""),
+        )
+
+
+def _identify_port(url: str, timeout_s: float) -> str | None:
+    """Return which port of a server listens at `url`: HTTP, gRPC, metrics or status; None where it is none of them."""
+    try:
+        status, text = _get(url, "/metrics", timeout_s)
+        if status == 200:
+            return "status" if "modelyard_" in text else "metrics" if "nv_" in text else None
+        return "HTTP" if _get(url, "/v2/health/live", timeout_s)[0] == 200 else None
+    except (OSError, HTTPException):
+        return "gRPC" if _speaks_http2(url, timeout_s) else None
+
+
+def _get(url: str, path: str, timeout_s: float) -> tuple[int, str]:
+    connection = HTTPConnection(url, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read(_LOOK_BYTES).decode("utf-8", errors="replace")
+    finally:
+        connection.close()
+
+
+def _speaks_http2(url: str, timeout_s: float) -> bool:
+    host, _, port = url.rpartition(":")
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as connection,
+    ):
+        connection.sendall(_HTTP2_PREFACE)
+        return connection.recv(9)[3:4] == _HTTP2_SETTINGS
+    return False
 
 
 def _check_pairs(model: Model, texts: list[bytes], pairs: list[bytes] | None) -> None:
     if model.takes_pairs and len(pairs or ()) != len(texts):
         raise ClientError(
-            f"{model.name} takes pairs: expected a second text for each of {len(texts)}, got {len(pairs or ())}; "
-            f"pass as many --pair as --text."
+            f"{model.name} takes pairs",
+            expected=f"a second text for each of {len(texts)}",
+            got=str(len(pairs or ())),
+            remedy="pass as many --pair as --text",
         )
     if pairs and not model.takes_pairs:
-        raise ClientError(f"{model.name} takes single texts: expected none for {PAIR_INPUT}, got {len(pairs)}.")
+        raise ClientError(f"{model.name} takes single texts", expected="no --pair", got=str(len(pairs)))
 
 
 def _join(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -320,7 +418,7 @@ def main() -> int:
         texts = _collect_texts(arguments)
         # One second text goes with every first one, such as one context with many questions.
         pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
-        server = Server(
+        connection = Connection(
             arguments.url or DEFAULT_URLS[arguments.protocol],
             arguments.protocol,
             arguments.timeout,
@@ -328,9 +426,9 @@ def main() -> int:
             ca=arguments.ca,
             headers=_read_headers(arguments.header),
         )
-        model = server.find_model(arguments.model)
+        model = connection.find_model(arguments.model)
         start = time.perf_counter()
-        answers = server.infer(model, texts, pairs=pairs)
+        answers = connection.infer(model, texts, pairs=pairs)
         seconds = time.perf_counter() - start
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
@@ -342,7 +440,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(_to_json(model, shown, shown_pairs, answers), ensure_ascii=False))  # noqa: T201
     else:
-        head = f"{model.name}, version {model.version}, at {server.url} over {server.protocol}"
+        head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
         print(f"{head}: {len(texts)} texts in {seconds * 1000:.1f} ms\n")  # noqa: T201
         print("\n".join(_to_table(shown, answers)))  # noqa: T201
     return 0
@@ -355,11 +453,19 @@ def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
             content = sys.stdin.buffer.read() if arguments.file == "-" else Path(arguments.file).read_bytes()
         except OSError as exc:
             raise ClientError(
-                f"{arguments.file} cannot be read: expected a file with one text a line, got '{exc.strerror}'."
+                f"{arguments.file} cannot be read",
+                expected="a file with one text a line",
+                got=f"'{exc.strerror}'",
+                remedy="correct --file",
             ) from exc
         texts += [line.rstrip(b"\r") for line in content.removesuffix(b"\n").split(b"\n")] if content else []
-    if not texts:
-        raise ClientError("there is no text to send: expected --text or lines in --file, got neither.")
+    # A blank line among others is a text as well: answers stay beside the lines that they belong to.
+    if not any(text.strip() for text in texts):
+        raise ClientError(
+            "there is no text to send",
+            expected="--text or lines in --file",
+            got="nothing but blanks" if texts else "neither",
+        )
     return texts
 
 
@@ -369,7 +475,10 @@ def _check_certificates(path: Path) -> None:
         ssl.create_default_context(cafile=path)
     except OSError as exc:
         raise ClientError(
-            f"{path} cannot be used: expected certificates in PEM, got '{exc.strerror or exc}'; correct --ca."
+            f"{path} cannot be used",
+            expected="certificates in PEM",
+            got=f"'{exc.strerror or exc}'",
+            remedy="correct --ca",
         ) from exc
 
 
@@ -380,7 +489,7 @@ def _read_headers(given: list[str]) -> dict[str, str]:
         given: `NAME: VALUE` each, or `@FILE` with such lines.
 
     Raises:
-        ClientError: A file cannot be read or a line is no header; its text, which may be a token, is not repeated.
+        ClientError: A file cannot be read or a line is not a header; its text, which may be a token, is not repeated.
     """
     headers = {}
     for text in given:
@@ -391,13 +500,16 @@ def _read_headers(given: list[str]) -> dict[str, str]:
                 lines = Path(where).read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as exc:
                 raise ClientError(
-                    f"{where} cannot be read: expected a file with one header a line, got '{exc}'; correct --header."
+                    f"{where} cannot be read",
+                    expected="a file with one header a line",
+                    got=f"'{exc}'",
+                    remedy="correct --header",
                 ) from exc
         for line in filter(None, map(str.strip, lines)):
             match = _HEADER.fullmatch(line)
             if match is None:
                 raise ClientError(
-                    f"{where} holds no header: expected NAME: VALUE in printable ASCII, got another text."
+                    f"{where} holds no header", expected="NAME: VALUE in printable ASCII", got="another text"
                 )
             headers[match[1]] = match[2]
     return headers
@@ -495,11 +607,14 @@ def _shorten(text: str) -> str:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog=_COMMAND,
         description="Ask a running server about texts.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", help="host:port of the server (default: localhost:8000, over gRPC localhost:8001)")
+    parser.add_argument(
+        "--url", help=f"host:port of the server (default: {DEFAULT_URLS['http']}, over gRPC {DEFAULT_URLS['grpc']})"
+    )
     parser.add_argument("--protocol", choices=tuple(DEFAULT_URLS), default="http", help="default: %(default)s")
     parser.add_argument("--tls", action="store_true", help="encrypt, as https:// in front of the URL asks for as well")
     parser.add_argument(

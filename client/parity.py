@@ -1,7 +1,7 @@
 """The check of the export once more, through a running server: `python -m client.parity`.
 
-Sends the texts in a version's `golden.json` and compares the answers with those recorded from the checkpoint itself,
-over HTTP with JSON tensors, HTTP with binary tensors, and gRPC; each text alone, and all of them in one batch.
+Sends the requests in a version's `golden.json` and compares the answers with those recorded from the checkpoint itself,
+over HTTP with JSON tensors, HTTP with binary tensors, and gRPC; each of them alone, and all of one shape in one batch.
 """
 
 import argparse
@@ -15,14 +15,46 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
-from .infer import DEFAULT_URLS, ClientError, Server
+from .infer import DEFAULT_URLS, ClientError, Connection
+from .locations import name_command
 
-_EXAMPLES = """
+_EXAMPLES = f"""
 example:
-  python -m client.parity --golden model_repository/sentence_embedding/1/golden.json
+  {name_command("parity")} --golden model_repository/sentence_embedding/1/golden.json
 
 exit codes: 0 equal, 1 different or no answer, 2 wrong usage
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One request and the checkpoint's own answer to it.
+
+    Attributes:
+        inputs: Name → values; strings as bytes.
+        outputs: The same.
+    """
+
+    inputs: dict[str, npt.NDArray[Any]]
+    outputs: dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Golden:
+    """What a `golden.json` holds, see docs/contracts.md.
+
+    Attributes:
+        samples: Each of one row where the model has a batch.
+        tolerances: Error → its bound.
+    """
+
+    samples: list[Sample]
+    tolerances: dict[str, float]
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether these are tensors of any meaning, whose errors are counted in parts of their largest value."""
+        return "max_relative_error" in self.tolerances
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +63,10 @@ class ParityResult:
 
     Attributes:
         transport: How the answers came.
-        texts: How many there were, or samples of tensors.
-        max_abs_error: Of the values; of tensors in parts of the largest one.
-        min_cosine: Of vectors and tensors; None for other answers.
-        different: Texts whose labels, answers or places are others than the recorded ones.
+        texts: How many rows were asked for, alone and in a batch.
+        max_abs_error: Largest error of a value; for tensors in parts of the largest value.
+        min_cosine: Smallest cosine of vectors and tensors; None for other answers.
+        different: Samples whose labels, answers or places are others than the recorded ones.
         passed: Whether all of this is within the recorded tolerances.
     """
 
@@ -49,10 +81,9 @@ class ParityResult:
 def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
-    golden = json.loads(arguments.golden.read_text(encoding="utf-8"))
     model = arguments.model or arguments.golden.resolve().parent.parent.name
     try:
-        results = check_parity(golden, model, arguments.url, arguments.grpc_url)
+        results = check_parity(read_golden(arguments.golden), model, arguments.url, arguments.grpc_url)
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
@@ -63,11 +94,53 @@ def main() -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def check_parity(golden: dict[str, Any], model_name: str, http_url: str, grpc_url: str) -> list[ParityResult]:
+def read_golden(path: Path) -> Golden:
+    """Return what a `golden.json` holds.
+
+    Raises:
+        ClientError: It cannot be read, or an older modelyard wrote it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        samples, tolerances = content["samples"], content["tolerances"]
+        if not all({"inputs", "outputs"} <= sample.keys() for sample in samples):
+            raise ClientError(
+                f"{path} was written by an older modelyard",
+                expected="samples of inputs and outputs",
+                got=", ".join(samples[0]),
+                remedy=f"export the model again with `{name_command('run')}`",
+            )
+        return Golden(
+            samples=[
+                Sample(inputs=_read_tensors(sample["inputs"]), outputs=_read_tensors(sample["outputs"]))
+                for sample in samples
+            ],
+            tolerances=tolerances,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ClientError(
+            f"{path} cannot be read",
+            expected="a golden.json",
+            got=f"{type(exc).__name__} '{exc}'",
+            remedy="correct --golden",
+        ) from exc
+
+
+def _read_tensors(tensors: list[dict[str, Any]]) -> dict[str, npt.NDArray[Any]]:
+    arrays = {}
+    for tensor in tensors:
+        is_text = tensor["datatype"] == "BYTES"
+        data = [value.encode("utf-8") for value in tensor["data"]] if is_text else tensor["data"]
+        kind: Any = triton_to_np_dtype(tensor["datatype"])
+        arrays[tensor["name"]] = np.array(data, dtype=kind).reshape(tensor["shape"])
+    return arrays
+
+
+def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) -> list[ParityResult]:
     """Return how far the server's answers are from the recorded ones, for each transport.
 
     Args:
-        golden: The content of a `golden.json`.
+        golden: What is asked, and how far is too far.
         model_name: Whom to ask.
         http_url: host:port.
         grpc_url: host:port.
@@ -75,88 +148,78 @@ def check_parity(golden: dict[str, Any], model_name: str, http_url: str, grpc_ur
     Raises:
         ClientError: The server refuses or does not answer.
     """
-    samples = golden["samples"]
-    if "inputs" in samples[0]:
-        return _check_tensors(golden, model_name, http_url, grpc_url)
-    texts = [sample["text"].encode("utf-8") for sample in samples]
-    pairs = [sample["pair"].encode("utf-8") for sample in samples if "pair" in sample]
-    http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
+    http, grpc = Connection(http_url, "http", 60.0), Connection(grpc_url, "grpc", 60.0)
     results = []
     for transport, server, binary in (("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)):
-        model = server.find_model(model_name)
-        together = server.infer(model, texts, pairs=pairs, binary=binary)
-        rows = [{name: array[index] for name, array in together.items()} for index in range(len(texts))]
-        for index, text in enumerate(texts):
-            alone = server.infer(model, [text], pairs=pairs[index : index + 1], binary=binary)
-            rows.append({name: array[0] for name, array in alone.items()})
-        results.append(_compare(transport, [*samples, *samples], rows, golden))
+        model = server.describe_model(model_name)
+        pairs = []
+        for batch in _build_batches(golden.samples, model.max_batch_size):
+            inputs = {name: np.concatenate([sample.inputs[name] for sample in batch]) for name in batch[0].inputs}
+            answers = server.infer_tensors(model, inputs, binary=binary)
+            # A graph without a batch dimension has one sample in each of its "batches", and no row to be cut out.
+            rows = [slice(index, index + 1) if len(batch) > 1 else slice(None) for index in range(len(batch))]
+            pairs += [
+                (sample, {name: values[row] for name, values in answers.items()})
+                for sample, row in zip(batch, rows, strict=True)
+            ]
+        results.append(_compare(transport, pairs, golden))
     return results
 
 
-def _check_tensors(golden: dict[str, Any], model_name: str, http_url: str, grpc_url: str) -> list[ParityResult]:
-    """Do the same for a model that takes tensors: errors are counted in parts of an output's largest value."""
-    bounds = golden["tolerances"]
-    http, grpc = Server(http_url, "http", 60.0), Server(grpc_url, "grpc", 60.0)
-    results = []
-    for transport, server, binary in (("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)):
-        errors, cosines = [], []
-        for sample in golden["samples"]:
-            inputs = {tensor["name"]: (_to_array(tensor), tensor["datatype"]) for tensor in sample["inputs"]}
-            names = [tensor["name"] for tensor in sample["outputs"]]
-            answers = server.infer_tensors(model_name, inputs, names, binary=binary)
-            for tensor in sample["outputs"]:
-                want, have = _to_array(tensor).astype(np.float64), answers[tensor["name"]].astype(np.float64)
-                same_shape = want.shape == have.shape
-                largest = float(np.abs(want).max(initial=0.0)) or 1.0
-                errors.append(float(np.abs(want - have).max(initial=0.0)) / largest if same_shape else np.inf)
-                lengths = float(np.linalg.norm(want) * np.linalg.norm(have)) if same_shape else 0.0
-                cosines.append(float((want * have).sum()) / lengths if lengths else 1.0 - errors[-1])
-        error, cosine = float(np.max(errors)), float(np.min(cosines))
-        results.append(
-            ParityResult(
-                transport=transport,
-                texts=len(golden["samples"]),
-                max_abs_error=error,
-                min_cosine=cosine,
-                different=0,
-                passed=error <= bounds["max_relative_error"] and cosine >= bounds["min_cosine"],
-            )
-        )
-    return results
+def _build_batches(samples: list[Sample], largest: int) -> list[list[Sample]]:
+    """Return each sample alone, then all of one shape together, in batches as large as the model takes."""
+    alike: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        alike.setdefault(tuple(array.shape for array in sample.inputs.values()), []).append(sample)
+    batches = [group[start : start + largest] for group in alike.values() for start in range(0, len(group), largest)]
+    return [*([sample] for sample in samples), *(batch for batch in batches if len(batch) > 1)]
 
 
-def _to_array(tensor: dict[str, Any]) -> npt.NDArray[Any]:
-    kind: Any = triton_to_np_dtype(tensor["datatype"])
-    return np.array(tensor["data"], dtype=kind).reshape(tensor["shape"])
-
-
-def _compare(
-    transport: str, samples: list[dict[str, Any]], rows: list[dict[str, npt.NDArray[Any]]], golden: dict[str, Any]
-) -> ParityResult:
-    bounds = golden["tolerances"]
-    # Vectors have a direction; scores are compared as they are.
-    is_vector = "min_cosine" in bounds
+def _compare(transport: str, pairs: list[tuple[Sample, dict[str, npt.NDArray[Any]]]], golden: Golden) -> ParityResult:
+    bounds = golden.tolerances
+    bound = bounds["max_relative_error" if golden.is_relative else "max_abs_error"]
     errors, cosines, different = [], [], 0
-    for sample, row in zip(samples, rows, strict=True):
-        want = np.array(sample["expected"], dtype=np.float64)
-        have, is_filled_well = _split(row[golden["output"]], len(want), (0.0,))
-        if is_vector:
-            want, have = want / np.linalg.norm(want), have / np.linalg.norm(have)
-            cosines.append(float((want * have).sum()))
-        errors.append(np.abs(want - have).max() if have.shape == want.shape else np.inf)
-        different += not (is_filled_well and _are_same(sample.get("others", {}), row, want, bounds["max_abs_error"]))
+    for sample, answer in pairs:
+        is_same = True
+        for name, want in sample.outputs.items():
+            if golden.is_relative or want.dtype.kind == "f":
+                error, cosine, is_filled_well = _measure(want, answer[name], golden)
+                errors.append(error)
+                cosines.append(cosine)
+                is_same &= is_filled_well
+        different += not (is_same and (golden.is_relative or _are_same(sample.outputs, answer, bound)))
     # np.max keeps a NaN, and the comparisons are written so that it fails.
-    error, cosine = float(np.max(errors)), float(np.min(cosines)) if is_vector else None
+    error = float(np.max(errors, initial=0.0))
+    worst_cosine = float(np.min(cosines, initial=1.0)) if "min_cosine" in bounds else None
     return ParityResult(
         transport=transport,
-        texts=len(rows),
+        texts=len(pairs),
         max_abs_error=error,
-        min_cosine=cosine,
+        min_cosine=worst_cosine,
         different=different,
-        passed=error <= bounds["max_abs_error"]
-        and (cosine is None or cosine >= bounds["min_cosine"])
-        and not different,
+        passed=error <= bound and (worst_cosine is None or worst_cosine >= bounds["min_cosine"]) and not different,
     )
+
+
+def _measure(expected: npt.NDArray[Any], got: npt.NDArray[Any], golden: Golden) -> tuple[float, float, bool]:
+    """Return the largest error, the cosine, and whether whatever a batch added is only filling."""
+    want = expected.reshape(-1).astype(np.float64)
+    if golden.is_relative:
+        have, is_filled_well = got.reshape(-1).astype(np.float64), got.shape == expected.shape
+    else:
+        values, is_filled_well = _split(got, want.size, (0.0,))
+        have = values.astype(np.float64)
+    if have.shape != want.shape:
+        return np.inf, -1.0, False
+    scale = float(np.abs(want).max(initial=0.0)) or 1.0
+    if not golden.is_relative:
+        # Vectors have a direction; scores are compared as they are.
+        is_vector = "min_cosine" in golden.tolerances
+        want, have = (want / np.linalg.norm(want), have / np.linalg.norm(have)) if is_vector else (want, have)
+        scale = 1.0
+    error = float(np.abs(want - have).max(initial=0.0)) / scale
+    lengths = float(np.linalg.norm(want) * np.linalg.norm(have))
+    return error, float((want * have).sum()) / lengths if lengths else 1.0 - error, is_filled_well
 
 
 def _split(values: npt.NDArray[Any], count: int, filling: tuple[Any, ...]) -> tuple[npt.NDArray[Any], bool]:
@@ -165,24 +228,27 @@ def _split(values: npt.NDArray[Any], count: int, filling: tuple[Any, ...]) -> tu
     return flat[:count], all(value in filling for value in flat[count:].tolist())
 
 
-def _are_same(
-    expected: dict[str, list[Any]], row: dict[str, npt.NDArray[Any]], scores: npt.NDArray[Any], tolerance: float
-) -> bool:
+def _are_same(expected: dict[str, npt.NDArray[Any]], got: dict[str, npt.NDArray[Any]], tolerance: float) -> bool:
     """Tell whether labels and places are the recorded ones; answers of equal score may stand in either order."""
-    names = list(expected)
-    columns = []
-    for name in names:
+    scores = next((array.reshape(-1) for array in expected.values() if array.dtype.kind == "f"), np.empty(0))
+    wanted, had = [], []
+    for name, want in expected.items():
+        if want.dtype.kind == "f":
+            continue
+        values, is_filled_well = _split(got[name], want.size, (-1,) if want.dtype.kind == "i" else (b"", ""))
         # JSON brings text, the binary encodings bring bytes.
-        filling: tuple[Any, ...] = (-1,) if row[name].dtype.kind == "i" else (b"", "")
-        values, is_filled_well = _split(row[name], len(expected[name]), filling)
-        columns.append([value.decode("utf-8") if isinstance(value, bytes) else value for value in values.tolist()])
-        if not is_filled_well or len(columns[-1]) != len(expected[name]):
+        have = [value.encode("utf-8") if isinstance(value, str) else value for value in values.tolist()]
+        if not is_filled_well or len(have) != want.size:
             return False
-    have = list(zip(*columns, strict=True))
-    want = list(zip(*(expected[name] for name in names), strict=True))
+        if want.size != scores.size and have != want.reshape(-1).tolist():
+            return False
+        if want.size == scores.size:
+            wanted.append(want.reshape(-1).tolist())
+            had.append(have)
+    rows, found = list(zip(*wanted, strict=True)), list(zip(*had, strict=True))
     return all(
-        any(have[index] == want[other] for other in np.flatnonzero(np.abs(scores - scores[index]) <= 2 * tolerance))
-        for index in range(len(have))
+        any(found[index] == rows[other] for other in np.flatnonzero(np.abs(scores - scores[index]) <= 2 * tolerance))
+        for index in range(len(found))
     )
 
 
@@ -200,7 +266,7 @@ def _to_table(results: list[ParityResult]) -> list[str]:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m client.parity",
+        prog=name_command("parity"),
         description="Compare a running server's answers with those of the checkpoint.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

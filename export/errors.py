@@ -1,7 +1,7 @@
 """Every reason for which the export refuses to go on.
 
 ExportError                 exit code 1, one line on stderr
-├── SettingsError           the file of options says something that means nothing
+├── SettingsError           an option, or the file of options, has a value that cannot be used
 ├── CheckpointError         the folder or a file in it cannot be read as a checkpoint
 ├── AdapterError            a low-rank adapter is empty, of another kind, or of another model
 ├── VocabularyError         tokenizer and embedding rows do not belong together
@@ -9,9 +9,9 @@ ExportError                 exit code 1, one line on stderr
 ├── GraphError              the ONNX file is not what was asked for
 ├── PrecisionError          the model cannot be brought to the precision that was asked for
 ├── EngineError             the TensorRT plan cannot be built, or is not for the target
-├── VerificationError       the ONNX file computes something else than the checkpoint
-├── TargetError             no Triton release is called so, or it cannot load the file
-├── RuntimeFailure          the target's ONNX Runtime cannot be had, or cannot load or run the file, or dies of it
+├── VerificationError       the ONNX file does not compute what the checkpoint does
+├── TargetError             there is no Triton release of that name, or it cannot load the file
+├── RuntimeFailure          the target's ONNX Runtime cannot be fetched, or cannot load or run the file, or dies of it
 └── RepositoryError         the version cannot be published
 """
 
@@ -43,7 +43,7 @@ class ExportError(Exception):
 
 
 class SettingsError(ExportError):
-    """The file of options says something that means nothing."""
+    """An option, or the file of options, has a value that cannot be used."""
 
 
 class CheckpointError(ExportError):
@@ -75,16 +75,16 @@ class EngineError(ExportError):
 
 
 class VerificationError(ExportError):
-    """The ONNX file computes something else than the checkpoint."""
+    """The ONNX file does not compute what the checkpoint does."""
 
 
 class TargetError(ExportError):
-    """No Triton release is called so, or it cannot load the file."""
+    """There is no Triton release of that name, or it cannot load the file."""
 
 
-# Called so because a RuntimeError is something else in Python.
+# Not named RuntimeError, which is something else in Python.
 class RuntimeFailure(ExportError):  # noqa: N818
-    """The target's ONNX Runtime cannot be had, or cannot load or run the file, or dies of it."""
+    """The target's ONNX Runtime cannot be fetched, or cannot load or run the file, or dies of it."""
 
 
 class RepositoryError(ExportError):

@@ -1,4 +1,4 @@
-"""What the export is doing, told on stderr while it does it."""
+"""What the export is doing, reported on stderr while it does it."""
 
 import contextlib
 import time
@@ -11,18 +11,27 @@ Detail = Callable[[str], None]
 
 
 class Progress:
-    """Numbered steps with their times. A spinner on a terminal, plain lines elsewhere."""
+    """Numbered steps with their times. A spinner on a terminal, plain lines elsewhere.
 
-    def __init__(self, console: Console, steps: int) -> None:
+    Attributes:
+        begun: How many steps have begun.
+    """
+
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._steps = steps
-        self._step = 0
+        self._expected = 0
+        self.begun = 0
+
+    def expect(self, steps: int) -> None:
+        """Count on that many steps more. Whoever takes steps says so before the first of them."""
+        self._expected += steps
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[Detail]:
-        """Tell that `what` is going on until the block ends, and how long it took."""
-        self._step += 1
-        label = f"[{self._step}/{self._steps}] {what}"
+        """Show that `what` is going on until the block ends, then how long it took."""
+        self.begun += 1
+        assert self.begun <= self._expected, f"Bug: nobody expected {what}"
+        label = f"[{self.begun}/{self._expected}] {what}"
         start = time.monotonic()
         if not self._console.is_terminal:
             self._say(label)
@@ -31,5 +40,5 @@ class Progress:
         self._say(f"{label}: {time.monotonic() - start:.1f} s")
 
     def _say(self, line: str) -> None:
-        # Labels bear brackets of their own, which must not be read as styles.
+        # Labels have brackets of their own, which must not be read as styles.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

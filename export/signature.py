@@ -1,7 +1,7 @@
 """The one description of a model's tensors that graph, config and test inputs are all derived from."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import torch
@@ -20,9 +20,10 @@ ANSWERS = "answers"
 # What a tensor holds that torch has no dtype for.
 STRING: Final = "string"
 
-# Contract names, in clients' eyes; inside the ensemble the graph's own names are used.
-TEXT = "TEXT"
-TEXT_PAIR = "TEXT_PAIR"
+
+def split_dim(dim: str | int) -> tuple[str, ...]:
+    """Return the symbols whose sum a dimension is; none for a number."""
+    return tuple(dim.split("+")) if isinstance(dim, str) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class TensorSignature:
 
     Attributes:
         name: Its name in the ONNX graph and in Triton.
-        dtype: Its dtype, the same in every step of the ensemble; `STRING` for text.
+        dtype: Its dtype, the same in every step of the ensemble; `STRING` for texts and encoded files.
         dims: All dimensions; a string is symbolic, and one such as `past_len+seq_len` the sum of others.
     """
 
@@ -41,13 +42,20 @@ class TensorSignature:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its dtype where it is a tensor of the graph, which holds no text."""
-        assert isinstance(self.dtype, torch.dtype), f"Bug: {self.name} is text, which no graph here takes"
+        """Its dtype where it is a tensor of the graph, which holds no strings."""
+        assert isinstance(self.dtype, torch.dtype), f"Bug: {self.name} holds strings, which no graph here takes"
         return self.dtype
 
     def resolve_dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the dimensions where every symbol has the size that `sizes` gives it."""
-        return tuple(dim if isinstance(dim, int) else sum(sizes[part] for part in dim.split("+")) for dim in self.dims)
+        return tuple(
+            dim if isinstance(dim, int) else sum(sizes[symbol] for symbol in split_dim(dim)) for dim in self.dims
+        )
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Every symbol of its dimensions, those of sums one by one."""
+        return frozenset(symbol for dim in self.dims for symbol in split_dim(dim))
 
     @property
     def dynamic_axes(self) -> dict[int, str]:
@@ -57,19 +65,22 @@ class TensorSignature:
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """What clients of the ensemble send and get, and what the steps pass on besides the graph's own tensors.
+    """What clients of the ensemble send and get, and what its steps are besides the graph.
 
     Attributes:
-        texts: Names of the inputs, each of shape [batch, 1].
-        answers: The outputs. Without a postprocess step they are the graph's outputs under other names.
-        carried: Made by the preprocess step for the postprocess step, past the graph.
-        has_postprocess: Whether a step makes the answers of the graph's outputs, the carried tensors and the texts.
+        inputs: What clients send, the batch first.
+        outputs: What they get. Without a postprocess step they are the graph's outputs under other names.
+        preprocess: Triton backend of the step that makes the graph's inputs, and the carried tensors, of `inputs`.
+        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and
+            `inputs`; None where there is no such step.
+        carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
     """
 
-    texts: tuple[str, ...]
-    answers: tuple[TensorSignature, ...]
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
+    preprocess: str
+    postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
-    has_postprocess: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +90,14 @@ class ModelSignature:
     Attributes:
         inputs: In the order of the module's `forward`.
         outputs: In the order of the tuple that `forward` returns.
+        longest: Symbol → the largest size that is served, where whoever makes the inputs keeps to one.
+        contract: Of the ensemble around the graph; None where clients send the graph's own inputs.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
+    longest: Mapping[str, int] = field(default_factory=dict)
+    contract: Contract | None = None
 
     def __iter__(self) -> Iterator[TensorSignature]:
         return iter(self.inputs + self.outputs)
@@ -91,16 +106,3 @@ class ModelSignature:
     def is_batched(self) -> bool:
         """Whether every tensor's first dimension is the batch, so that requests can be joined."""
         return all(tensor.dims[:1] == (BATCH,) for tensor in self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextSignature(ModelSignature):
-    """The tensors of a graph that an ensemble feeds with the tokens of texts.
-
-    Attributes:
-        max_length: The longest sequence, in tokens, special tokens included.
-        contract: Of the ensemble around the graph.
-    """
-
-    max_length: int
-    contract: Contract

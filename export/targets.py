@@ -12,7 +12,7 @@ class Target:
     """One Triton release.
 
     Attributes:
-        release: The container's tag, year and month.
+        release: Tag of the container, year and month.
         server_version: What `/v2` answers as version.
         onnxruntime_version: The ONNX Runtime that its native backend is built with.
         max_opset: The highest ONNX opset which that runtime loads.
@@ -109,7 +109,7 @@ def find_target(release: str) -> Target:
         if target.release == release:
             return target
     raise TargetError(
-        f"the target {release!r} is no known Triton release",
+        f"the target {release!r} is not a known Triton release",
         expected=f"one from {TARGETS[0].release} to {TARGETS[-1].release}",
         got=release or "nothing",
         remedy=f"the nearest is {_find_nearest(release).release}",
@@ -125,10 +125,10 @@ def require_fits(file_name: str, opset: int, ir_version: int, target: Target) ->
     """Refuse a graph that is newer than what `target` loads.
 
     Args:
-        file_name: Of the graph, for the message.
+        file_name: Name of the graph's file, for the message.
         opset: The version of the default operator set that the graph imports.
-        ir_version: As the file says.
-        target: Where it is to run.
+        ir_version: The IR version that the file names.
+        target: The release that is to run it.
 
     Raises:
         TargetError: Names the newest release that would do and the oldest that works.
@@ -151,7 +151,7 @@ def require_fits(file_name: str, opset: int, ir_version: int, target: Target) ->
 
 
 def _find_nearest(release: str) -> Target:
-    """Return the target nearest in time, or in spelling where `release` says no time."""
+    """Return the target nearest in time, or in spelling where `release` is not a date."""
     if match := re.search(r"(\d\d)\.(\d\d)(?!\d)", release):
         wanted = _count_months(match[0])
         return min(TARGETS, key=lambda target: abs(_count_months(target.release) - wanted))

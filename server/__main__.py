@@ -18,6 +18,7 @@ from .errors import ServerError, ShortageError
 from .health import check_ensembles
 from .installation import Installation, assemble_backends, find_installation
 from .limits import check_open_files, check_threads, raise_limits
+from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
 from .models import list_models
 from .passed_options import check_passed_options
@@ -26,20 +27,18 @@ from .status import Status
 from .status_port import serve_status
 from .supervisor import Settings, Supervisor
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
-
 _DESCRIPTION = """
 Serve a model repository with the real tritonserver. Without a command, it serves.
 """
 
-_EXAMPLES = """
+_EXAMPLES = f"""
 examples:
-  python -m server
-  python -m server serve --repository /srv/models --host 0.0.0.0
-  python -m server check --repository /srv/models
-  python -m server doctor --json
+  {name_command("serve")}
+  {name_command("serve")} --repository /srv/models --host 0.0.0.0
+  {name_command("check")} --repository /srv/models
+  {name_command("doctor")} --json
 
-`python -m server COMMAND --help` shows the options of each, and its exit codes.
+`{name_command("COMMAND")} --help` shows the options of each, and its exit codes.
 """
 
 _EXIT_UNANSWERED = 4
@@ -126,7 +125,7 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
             directory = Path(stack.enter_context(temporary))
             backends = directory / "backends"
             backends.mkdir()
-            assemble_backends(installation, _CHECKOUT / "backends", backends)
+            assemble_backends(installation, BACKENDS, backends)
         except OSError as exc:
             # Of a folder that could not be copied, the reasons are told file by file.
             reason = exc.args[0][0][2] if isinstance(exc, shutil.Error) else exc.strerror
@@ -170,7 +169,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m server",
+        prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -211,9 +210,9 @@ def _add_serve(commands: "_Commands") -> None:
     parser.add_argument(
         "--key-file",
         type=Path,
-        default=_CHECKOUT / ".cache" / "control.key",
+        default=KEY_FILE,
         metavar="FILE",
-        help="header that opens the control endpoints; made with mode 600 (default: .cache/control.key)",
+        help="header that opens the control endpoints; made with mode 600 (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
 
@@ -254,7 +253,7 @@ def _add_command(
     exit_codes: dict[int, str],
 ) -> argparse.ArgumentParser:
     """Add a command with the options that all of them share: what is served, and where."""
-    lines = ["examples:", *(f"  python -m server {name} {example}".rstrip() for example in examples)]
+    lines = ["examples:", *(f"  {name_command(name)} {example}".rstrip() for example in examples)]
     lines += ["", "exit codes:", *(f"  {code}  {meaning}" for code, meaning in exit_codes.items())]
     parser = commands.add_parser(
         name,
@@ -267,9 +266,9 @@ def _add_command(
     parser.add_argument(
         "--repository",
         type=Path,
-        default=_CHECKOUT / "model_repository",
+        default=REPOSITORY,
         metavar="DIR",
-        help="model repository (default: model_repository of this checkout)",
+        help="model repository (default: %(default)s)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address it listens on (default: %(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="default: %(default)s")

@@ -49,6 +49,14 @@ class Control:
         self.url = url
         self._key = key
 
+    def read_version(self) -> str:
+        """Return the version of tritonserver itself, such as 2.51.0.
+
+        Raises:
+            ControlError: It does not answer.
+        """
+        return str(json.loads(self._ask("/v2"))["version"])
+
     def read_states(self) -> list[ModelState]:
         """Return the state of every model that was asked for.
 

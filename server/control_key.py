@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import KeyFileError
+from .processes import read_stat
 
 HEADER = "modelyard-key"
 
@@ -16,9 +17,6 @@ HEADER = "modelyard-key"
 RESTRICTED = ("model-repository", "trace", "logging", "shared-memory")
 
 _LINE = re.compile(rf"{HEADER}: ([0-9a-f]{{64}})\n")
-
-# Fields of /proc/PID/stat behind the name, counted from the state (proc(5): fields 48 and 49).
-_ARG_START, _ARG_END = 45, 46
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def open_key(path: Path) -> ControlKey:
             f"{path} holds no control key",
             expected=f"one line '{HEADER}: ' and 64 hexadecimal digits",
             got="something else",
-            remedy="remove the file and it is made anew",
+            remedy="remove the file; the next start makes a new one",
         )
     return ControlKey(line[1])
 
@@ -83,8 +81,10 @@ def hide_key(key: ControlKey, pid: int) -> bool:
         Whether the command line holds no key now.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        stat = read_stat(pid)
+        if stat is None:
+            return False
+        start, end = stat.arguments
         with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
             memory.seek(start)
             arguments = memory.read(end - start)
@@ -119,5 +119,5 @@ def _check_private(path: Path, status: os.stat_result) -> None:
             f"the control key {path} is open to others",
             expected=f"mode 600 and user {os.geteuid()}",
             got=f"mode {stat.S_IMODE(status.st_mode):o} and user {status.st_uid}",
-            remedy="remove the file and it is made anew",
+            remedy="remove the file; the next start makes a new one",
         )

@@ -16,6 +16,7 @@ from typing import Literal
 from .errors import ServerError
 from .installation import Installation, build_environment, find_installation
 from .limits import COMFORTABLE_OPEN_FILES, check_open_files, check_threads
+from .locations import name_command
 from .models import list_models
 from .process import Endpoints, check_ports_free
 
@@ -33,7 +34,7 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        what: Was looked at.
+        what: Subject that was looked at.
         verdict: ok; warning: it serves, but less well; broken: it does not serve.
         found: What is there.
         remedy: What to do about it; empty where all is well.
@@ -198,7 +199,7 @@ def examine_cpu(cpuinfo: str) -> Finding:
 
 
 def examine_sight() -> Finding:
-    """Tell whether hung processes can be told from idle ones, which takes the right to look into a child."""
+    """Tell whether a loop in Python can be told from a long inference, which takes the right to look into a child."""
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).pause()
@@ -210,12 +211,12 @@ def examine_sight() -> Finding:
             what="watching",
             verdict="warning",
             found=f"/proc/PID/syscall: {exc.strerror}",
-            remedy="dead and stopped processes are found all the same, those that block inside a request are not",
+            remedy="dead, stopped and blocked processes are found anyway; loops in Python only after a minute",
         )
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
-    return Finding(what="watching", verdict="ok", found="blocked processes can be told from idle ones")
+    return Finding(what="watching", verdict="ok", found="loops in Python can be told from long inferences")
 
 
 def examine_perf_analyzer() -> Finding:
@@ -227,7 +228,7 @@ def examine_perf_analyzer() -> Finding:
         what="perf_analyzer",
         verdict="warning",
         found="the placeholder of PyPI's perf-analyzer 0.1.0" if found else "not installed",
-        remedy="only measuring needs it; `make bench` fetches one that runs here",
+        remedy=f"only measuring needs it; `{name_command('bench')}` fetches one that runs here",
     )
 
 

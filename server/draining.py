@@ -1,4 +1,4 @@
-"""The end of a tritonserver: what is in flight is answered, the rest is refused, and nobody waits for nothing.
+"""The end of a tritonserver: what is in flight is answered, the rest is refused, and nothing is waited for in vain.
 
 After SIGTERM tritonserver 2.51 refuses new connections, answers on those that are open, and stays the whole exit
 timeout for a client that merely keeps a connection open. So it is watched, and ended once nothing is in flight.
@@ -30,12 +30,12 @@ def drain(
     """Stop `server` and return whether everything that was in flight was answered.
 
     Args:
-        server: That serves.
+        server: The tritonserver that serves.
         endpoints: Where it listens.
         table: Its backend processes.
-        all_stubs: Whether every model runs in such a process. Of others nobody can tell whether they are at work, and
-            tritonserver takes the time it takes.
-        hurry: Tells whether to end at once.
+        all_stubs: Whether every model runs in such a process. Of others nobody can see whether they are at work, so
+            tritonserver's own exit is awaited.
+        hurry: Returns whether to end at once.
     """
     server.terminate()
     start = quiet_since = time.monotonic()

@@ -10,6 +10,7 @@ ServerError                 exit code 1, one line on stderr
 ├── ControlError            a running tritonserver refused an order, or did not answer
 ├── RolloutError            a version cannot be served in place of the one before it
 ├── CheckError              a running server does not answer as it was verified
+│   └── GoldenError         the recorded answers are in a form that an older modelyard wrote
 └── GaveUpError             exit code 3: tritonserver died again and again
 """
 
@@ -70,6 +71,10 @@ class RolloutError(ServerError):
 
 class CheckError(ServerError):
     """A running server does not answer as it was verified."""
+
+
+class GoldenError(CheckError, ValueError):
+    """The recorded answers are in a form that an older modelyard wrote."""
 
 
 class GaveUpError(ServerError):

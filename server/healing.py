@@ -79,7 +79,7 @@ class ModelHealer:
                 self._start_worker(self._investigate, stubs, living)
         else:
             self._expected, self._missing_looks = len(living), 0
-            if unknown := [stub for stub in living if stub.has_waited and stub.limits is None]:
+            if unknown := [stub for stub in living if stub.has_loaded and stub.limits is None]:
                 # Not here: a tritonserver that hangs would hold up the look that is to find that out.
                 self._start_worker(self._learn_limits, unknown)
 

@@ -6,10 +6,12 @@ import math
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckError
+from .errors import CheckError, GoldenError
+from .locations import name_command
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
@@ -27,66 +29,82 @@ def check_answer(url: str, repository: Path, name: str, version: str, *, served_
         served_as: The name under which the server has it, where that is another.
 
     Returns:
-        The largest difference to it, of vectors at length 1; None where nothing was recorded.
+        The largest difference to it, as `measure_answer` counts it; None where nothing was recorded.
 
     Raises:
         OSError: The server does not answer, or refuses.
-        ValueError: It answers something else than the file promises.
+        ValueError: It answers something else than the file promises, or the file is not one of this modelyard.
     """
     path = repository / name / version / "golden.json"
     if not path.is_file():
         return None
-    golden = json.loads(path.read_text(encoding="utf-8"))
+    golden = read_golden(path)
+    # The first of them: an answer with numbers in it.
     sample = golden["samples"][0]
-    model_url = f"{url}/v2/models/{served_as or name}/versions/{version}/infer"
-    if "inputs" in sample:
-        return _check_tensors(model_url, sample, golden["tolerances"])
-    texts = {golden["input"]: sample["text"]} | ({"TEXT_PAIR": sample["pair"]} if "pair" in sample else {})
-    body = {
-        "inputs": [{"name": k, "shape": [1, 1], "datatype": "BYTES", "data": [text]} for k, text in texts.items()],
-        "outputs": [{"name": golden["output"]}],
-    }
-    answer = _post(model_url, body)
-    got, expected = answer["outputs"][0]["data"], sample["expected"]
-    if len(got) != len(expected):
-        raise ValueError(f"expected {len(expected)} values, got {len(got)}")
-    # Vectors have a direction; scores are compared as they are.
-    if "min_cosine" in golden["tolerances"]:
-        got, expected = _normalize(got), _normalize(expected)
-    error: float = max(abs(a - b) for a, b in zip(got, expected, strict=True))
-    # Written so that NaN fails as well.
-    if not error <= golden["tolerances"]["max_abs_error"]:
-        raise ValueError(
-            f"expected the verified answer within {golden['tolerances']['max_abs_error']}, got {error:.1e}"
-        )
-    return error
+    outputs = [{"name": tensor["name"]} for tensor in sample["outputs"]]
+    body = {"inputs": sample["inputs"], "outputs": outputs}
+    answer = _post(f"{url}/v2/models/{served_as or name}/versions/{version}/infer", body)
+    return measure_answer(sample["outputs"], answer["outputs"], golden["tolerances"])
 
 
-def _check_tensors(url: str, sample: dict[str, Any], tolerances: dict[str, float]) -> float:
-    """Ask for the outputs of recorded tensors, and return the largest difference in parts of an output's largest value.
+def read_golden(path: Path) -> dict[str, Any]:
+    """Return what a `golden.json` holds, which docs/contracts.md describes.
 
     Raises:
-        OSError: The server does not answer, or refuses.
-        ValueError: It answers something else than the file promises.
+        GoldenError: An older modelyard wrote it.
+        ValueError: It is not JSON.
     """
-    outputs = [{"name": tensor["name"]} for tensor in sample["outputs"]]
-    answer = _post(url, {"inputs": sample["inputs"], "outputs": outputs})
-    got = {tensor["name"]: tensor for tensor in answer["outputs"]}
+    golden: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if not all({"inputs", "outputs"} <= sample.keys() for sample in golden["samples"]):
+        raise GoldenError(
+            f"{path} was written by an older modelyard",
+            expected="samples of inputs and outputs",
+            got=", ".join(golden["samples"][0]),
+            remedy=f"export the model again with `{name_command('run')}`",
+        )
+    return golden
+
+
+def measure_answer(expected: list[dict[str, Any]], got: list[dict[str, Any]], tolerances: Mapping[str, float]) -> float:
+    """Return the largest difference between recorded outputs and those of a server, as the tolerances count it.
+
+    Args:
+        expected: KServe v2 tensors.
+        got: The same, in any order.
+        tolerances: Of the `golden.json`.
+
+    Raises:
+        ValueError: One is missing, has another shape, or is too far off.
+    """
+    given = {tensor["name"]: tensor for tensor in got}
+    # Tensors of any meaning are compared in parts of their largest value.
+    is_relative = "max_relative_error" in tolerances
+    bound = tolerances["max_relative_error" if is_relative else "max_abs_error"]
+    has_scores = any(tensor["datatype"].startswith("FP") for tensor in expected)
     worst = 0.0
-    for expected in sample["outputs"]:
-        tensor = got[expected["name"]]
-        if tensor["shape"] != expected["shape"]:
-            raise ValueError(f"expected {expected['name']} of shape {expected['shape']}, got {tensor['shape']}")
-        largest = max((abs(value) for value in expected["data"]), default=0.0) or 1.0
-        pairs = zip(tensor["data"], expected["data"], strict=True)
-        error = max((abs(a - b) for a, b in pairs), default=0.0) / largest
-        # Written so that NaN fails as well.
-        if not error <= tolerances["max_relative_error"]:
-            raise ValueError(
-                f"expected {expected['name']} within {tolerances['max_relative_error']} of its largest value, "
-                f"got {error:.1e}"
-            )
-        worst = max(worst, error)
+    for tensor in expected:
+        name = tensor["name"]
+        answer = given.get(name, {"shape": "none", "data": []})
+        if answer["shape"] != tensor["shape"]:
+            raise ValueError(f"expected {name} of shape {tensor['shape']}, got {answer['shape']}")
+        want, have = tensor["data"], answer["data"]
+        if not is_relative and not tensor["datatype"].startswith("FP"):
+            # Labels and places go with the scores, and change theirs where two scores are as good as equal.
+            if not has_scores and have != want:
+                raise ValueError(f"expected the verified {name}, got another")
+            continue
+        if is_relative:
+            largest = max(map(abs, want), default=0.0) or 1.0
+            want, have = [value / largest for value in want], [value / largest for value in have]
+        # Vectors have a direction; scores are compared as they are.
+        elif "min_cosine" in tolerances:
+            want, have = _normalize(want), _normalize(have)
+        errors = [abs(a - b) for a, b in zip(have, want, strict=True)]
+        # Written so that NaN fails as well, which `max` alone may lose.
+        wrong = [error for error in errors if not error <= bound]
+        if wrong:
+            raise ValueError(f"expected the verified {name} within {bound}, got {max(wrong):.1e}")
+        worst = max(worst, *errors, 0.0)
     return worst
 
 
@@ -100,7 +118,7 @@ def check_ensembles(url: str, repository: Path) -> dict[str, float]:
         CheckError: One of them does not answer, or otherwise, or there is none to ask.
     """
     names = sorted({path.parent.parent.name for path in repository.glob("*/*/golden.json")})
-    errors, failures = {}, []
+    errors, failures, remedy = {}, [], "see the server's log"
     for name in names:
         try:
             version = _read_version(url, name)
@@ -108,6 +126,9 @@ def check_ensembles(url: str, repository: Path) -> dict[str, float]:
             if error is None:
                 raise ValueError(f"version {version} has no golden.json")
             errors[name] = error
+        except GoldenError as exc:
+            failures.append(f"{name}: {exc.fault}")
+            remedy = exc.remedy
         except (OSError, ValueError, KeyError) as exc:
             failures.append(f"{name}: {exc}")
     if failures or not errors:
@@ -115,7 +136,7 @@ def check_ensembles(url: str, repository: Path) -> dict[str, float]:
             f"{url} does not serve {repository} as verified",
             expected="an answer of every ensemble",
             got="; ".join(failures) or "no ensemble with a golden.json",
-            remedy="see the server's log",
+            remedy=remedy,
         )
     return errors
 

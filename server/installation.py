@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import NotFoundError
+from .locations import name_installation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Installation:
         backends: The folder of the backends it came with.
         python_stub: The Python backend's stub for this interpreter.
         libraries: Folders that its shared libraries are found in.
-        source: Where it was found, for people.
+        source: Where it was found, in words.
     """
 
     executable: Path
@@ -41,7 +42,7 @@ def find_installation() -> Installation:
     on_path = shutil.which("tritonserver")
     if on_path:
         return _describe(Path(on_path).resolve(), "found on PATH")
-    # The package itself is not imported: that would take a second and needs nothing but its place.
+    # The package itself is not imported: that takes a second, and only its place is needed.
     spec = importlib.util.find_spec("pytriton")
     for location in (spec.submodule_search_locations or []) if spec else []:
         executable = Path(location, "tritonserver", "bin", "tritonserver")
@@ -51,7 +52,7 @@ def find_installation() -> Installation:
         "no tritonserver was found",
         expected="one on PATH or in the wheel nvidia-pytriton",
         got="neither",
-        remedy="run `make setup`, or `pip install nvidia-pytriton==0.7.0` for this Python",
+        remedy=f"run `{name_installation('server')}`, or put tritonserver on PATH",
     )
 
 
@@ -76,7 +77,7 @@ def assemble_backends(installation: Installation, own_backends: Path, directory:
     Our `onnxruntime` stands in for the native one and is left out where that is there.
 
     Args:
-        installation: Whose backends to take.
+        installation: The tritonserver whose backends to take.
         own_backends: Folder of the Python-based backends.
         directory: An empty folder; holds links, and the Python backend as a copy where its stub lies elsewhere.
     """
@@ -123,12 +124,12 @@ def _describe(executable: Path, source: str) -> Installation:
 
 
 def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
-    """Refuse an interpreter whose shared library is not there, which the Python backend is linked to.
+    """Refuse an interpreter without the shared library that the Python backend is linked to.
 
     Debian and Ubuntu keep it in a package of its own, and pyenv builds none unless asked to.
 
     Args:
-        version: Of Python, such as `3.11`.
+        version: Python's version, such as `3.11`.
         libraries: Folders to look in besides those that the system knows.
 
     Raises:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from .errors import NotFoundError
+from .locations import name_command
 
 
 def list_models(repository: Path) -> list[str]:
@@ -18,7 +19,7 @@ def list_models(repository: Path) -> list[str]:
             f"there is no model repository {repository}",
             expected="a folder",
             got="a file" if repository.exists() else "nothing",
-            remedy="publish a model with `python -m export run`, or pass --repository",
+            remedy=f"publish a model with `{name_command('run')}`, or pass --repository",
         )
     models = sorted(entry.name for entry in repository.iterdir() if _has_version(entry))
     if not models:
@@ -26,7 +27,7 @@ def list_models(repository: Path) -> list[str]:
             f"{repository} holds nothing to serve",
             expected="a model with config.pbtxt and a numbered version",
             got="none",
-            remedy="publish one with `make demo` or `python -m export run`",
+            remedy=f"publish one with `{name_command('run')}`",
         )
     return models
 

@@ -1,6 +1,5 @@
 """Keeps one tritonserver serving: starts it, watches it and its backend processes, and ends it."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +8,18 @@ from pathlib import Path
 from .control import Control, ModelState
 from .control_key import ControlKey, hide_key
 from .draining import drain
-from .errors import GaveUpError, ShortageError, StartError
+from .errors import ControlError, GaveUpError, ShortageError, StartError
 from .healing import Healer
 from .health import check_answer
 from .installation import Installation
+from .locations import name_command
 from .log import Log
 from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .processes import list_children, read_stat, wants_core
 from .pulse import Pulse
 from .shortage import is_shortage
 from .status import Status
-from .stubs import list_children
+from .work_queue import KNOWN_VERSIONS
 
 # Dead and hung processes are looked for this often.
 _INTERVAL_S = 0.1
@@ -185,8 +186,9 @@ class Supervisor:
                 if not hide_key(self._settings.key, self._server.pid):
                     self._say("warning: the control key stands in the process list; see docs/threat_model.md")
             if live:
+                self._learn_version()
                 return True
-            if _read_state(self._server.pid) == "T":
+            if self._is_stopped():
                 self._server.kill()
             code = self._server.poll()
             if code is not None:
@@ -202,12 +204,25 @@ class Supervisor:
             time.sleep(0.05)
         return False
 
+    def _learn_version(self) -> None:
+        """Find out what can be told of this tritonserver's backend processes."""
+        try:
+            version = self._control.read_version()
+        except ControlError as exc:
+            version = str(exc)
+        self._healer.table.reads_queues = version in KNOWN_VERSIONS
+        if version not in KNOWN_VERSIONS:
+            self._say(
+                f"warning: dead and stopped backend processes are found, those that hang are not: expected "
+                f"tritonserver {', '.join(KNOWN_VERSIONS)}, got {version}"
+            )
+
     def _find_end(self) -> str | None:
         """Return why this tritonserver serves no more, or None."""
         code = self._server.poll()
         if code is not None:
             return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if self._pulse.silent_for_s > _STOPPED_S and _read_state(self._server.pid) == "T":
+        if self._pulse.silent_for_s > _STOPPED_S and self._is_stopped():
             return "was stopped by a signal"
         if self._is_stuck():
             return f"neither answered nor computed for {_IDLE_LOOKS * _INTERVAL_S:g} s"
@@ -216,6 +231,10 @@ class Supervisor:
             return f"gave no sign of life for {_SILENT_S:g} s"
         self._tell_busy(silent_for_s)
         return None
+
+    def _is_stopped(self) -> bool:
+        stat = read_stat(self._server.pid)
+        return stat is not None and stat.state == "T"
 
     def _tell_busy(self, silent_for_s: float) -> None:
         """Say when it has no thread left to answer, for what it is at, and when it has again."""
@@ -233,8 +252,9 @@ class Supervisor:
 
         Looks are counted, not seconds: while the whole machine sleeps, we look at nothing either.
         """
-        before, self._cpu_ticks = self._cpu_ticks, _read_cpu_ticks(self._server.pid)
-        waits = self._pulse.owes_answer and self._cpu_ticks == before and not _wants_core(self._server.pid)
+        stat = read_stat(self._server.pid)
+        before, self._cpu_ticks = self._cpu_ticks, stat.cpu_ticks if stat else -1
+        waits = self._pulse.owes_answer and self._cpu_ticks == before and not wants_core(self._server.pid)
         self._idle_looks = self._idle_looks + 1 if waits else 0
         return self._idle_looks >= _IDLE_LOOKS
 
@@ -344,32 +364,10 @@ class Supervisor:
         return True, "ready" if error is None else f"ready, answers as verified within {error:.1e}"
 
 
-def _read_state(pid: int | str) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""
-
-
-def _read_cpu_ticks(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return -1
-    return int(fields[11]) + int(fields[12])
-
-
-def _wants_core(pid: int) -> bool:
-    """Tell whether a thread of process `pid` runs, waits for a core, or waits for a disk."""
-    with contextlib.suppress(OSError):
-        return any(_read_state(f"{pid}/task/{task.name}") in ("R", "D") for task in Path(f"/proc/{pid}/task").iterdir())
-    return True
-
-
 def _describe(endpoints: Endpoints) -> str:
     port = endpoints.http_port
     return (
         f"serving HTTP on {endpoints.host}:{port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
         f"metrics on {endpoints.host}:{endpoints.metrics_port}, status on {endpoints.host}:{endpoints.status_port}\n"
-        f'Next: python client/infer.py --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
+        f'Next: {name_command("infer")} --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
     )

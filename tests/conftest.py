@@ -19,10 +19,12 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import ADDED_TOKENS, Addresses, serve
 from export.__main__ import main as run_export_cli
-from export.pipeline import load_source, write_files
+from export.options import ExportRequest
 from export.progress import Progress
-from export.request import AddedToken, ExportRequest, VocabularyOptions
+from export.source import load_source
+from export.stages import write_files
 from export.targets import DEFAULT_TARGET
+from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and whatever the job starts ignores it as well.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -86,7 +88,7 @@ def server(published: Published) -> Iterator[Addresses]:
 @pytest.fixture(scope="session")
 def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Export and verify the small checkpoint once, with one token added."""
-    progress = Progress(Console(stderr=True, quiet=True), 2)
+    progress = Progress(Console(stderr=True, quiet=True))
     request = ExportRequest(
         checkpoint=tiny_checkpoint,
         name="tiny",
@@ -95,4 +97,4 @@ def exported(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     )
     source = load_source(request, progress)
     files = write_files(source.task, tmp_path_factory.mktemp("exported"), DEFAULT_TARGET)
-    return Exported(source, files, verify_files(source, files.graph, files.tokenizer))
+    return Exported(source, files, verify_files(source, files.graph, files.find("tokenizer.json")))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from export.artefacts import Artefacts
-from export.pipeline import Source
+from export.artefacts import Artefacts, list_model
 from export.proof.verify import VerificationReport, verify
+from export.source import Source
 from export.targets import DEFAULT_TARGET
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -29,6 +29,12 @@ def run(*arguments: str, cwd: Path = CHECKOUT, **options: object) -> Finished:
     """Run a command with this Python and wait for it."""
     result = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     return Finished(result.returncode, result.stdout, result.stderr)
+
+
+def make(target: str) -> "subprocess.CompletedProcess[str]":
+    """Run a target of the Makefile in the environment that the tests run in."""
+    command = ["make", target, f"VENV={sys.prefix}"]
+    return subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
@@ -62,12 +68,13 @@ class Exported:
 
     @property
     def tokenizer_file(self) -> Path:
-        return self.files.tokenizer
+        return self.files.find("tokenizer.json")
 
 
 def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> VerificationReport:
     """Run the parity gate on files that may differ from what the source would export."""
-    files = Artefacts(model=tuple(sorted(model_file.parent.iterdir())), tokenizer=tokenizer_file)
+    steps = {"preprocess": (tokenizer_file,)}
+    files = Artefacts(model=list_model(model_file), steps=steps)
     return verify(task=source.task, files=files, target=DEFAULT_TARGET)
 
 

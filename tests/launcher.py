@@ -1,6 +1,7 @@
 """A real `python -m server` for the tests that stop, kill or starve one."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,9 +13,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from harness import CHECKOUT, Finished, run
 
-from server.stubs import Stub, StubTable, list_children
+from server.processes import list_children
+from server.stubs import Stub, StubTable
 
 
 def find_ports(count: int = 4) -> list[int]:
@@ -32,6 +35,7 @@ class Running:
         self,
         repository: Path,
         *options: str,
+        program: Sequence[str] = (sys.executable, "-m", "server"),
         cwd: Path = CHECKOUT,
         environment: dict[str, str] | None = None,
         under: Sequence[str] = (),
@@ -41,7 +45,7 @@ class Running:
         ports += ["--metrics-port", self.metrics, "--status-port", self.status]
         self.options = [*map(str, ports), "--repository", str(repository)]
         # `under` is a program that runs it with fewer rights or lower limits, and becomes it.
-        command = [*under, sys.executable, "-m", "server", *self.options, *options]
+        command = [*under, *program, *self.options, *options]
         self.process = subprocess.Popen(
             command, cwd=cwd, env=os.environ | (environment or {}), stderr=subprocess.PIPE, text=True
         )
@@ -118,3 +122,20 @@ def running(repository: Path, *arguments: str, **options: object) -> Iterator[Ru
         if server.process.poll() is None:
             server.process.terminate()
             server.process.wait(timeout=30)
+
+
+def read_golden_texts(repository: Path, name: str) -> tuple[list[tuple[str, np.ndarray]], float]:
+    """Return the texts in the `golden.json` of version 1, each with the vector that answers it, and its tolerance."""
+    golden = json.loads((repository / name / "1" / "golden.json").read_text())
+    texts = [(sample["inputs"][0]["data"][0], np.array(sample["outputs"][0]["data"])) for sample in golden["samples"]]
+    return texts, golden["tolerances"]["max_abs_error"]
+
+
+def write_older_golden(path: Path) -> None:
+    """Rewrite a `golden.json` as modelyard 0.1.0 wrote it for an ensemble of texts."""
+    golden = json.loads(path.read_text())
+    samples = [
+        {"text": sample["inputs"][0]["data"][0], "expected": sample["outputs"][0]["data"]}
+        for sample in golden["samples"]
+    ]
+    path.write_text(json.dumps({"input": "TEXT", "output": "EMBEDDING", **golden, "samples": samples}))

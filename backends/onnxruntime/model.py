@@ -35,7 +35,7 @@ class TritonPythonModel:
         """Open the session that the configuration describes.
 
         Args:
-            args: Triton's, with the path of the model and its configuration as JSON.
+            args: Triton's arguments, with the path of the model and its configuration as JSON.
 
         Raises:
             ValueError: The configuration asks for something that only the native backend does, or names a tensor
@@ -58,7 +58,7 @@ class TritonPythonModel:
         """Run all requests as one batch and give each its own rows.
 
         Args:
-            requests: Of equal shapes but for the batch, as the dynamic batcher joins them.
+            requests: Requests of equal shapes but for the batch, as the dynamic batcher joins them.
 
         Returns:
             A response for each, in their order.
@@ -101,7 +101,7 @@ def check_supported(config: Mapping[str, Any], instance_kind: str) -> None:
     """Refuse a configuration that asks for what only the native backend does.
 
     Raises:
-        ValueError: In one sentence.
+        ValueError: It does.
     """
     ragged = [tensor["name"] for tensor in config["input"] if tensor.get("allow_ragged_batch")]
     accelerators = (config.get("optimization") or {}).get("execution_accelerators") or {}

@@ -159,13 +159,13 @@ def rank_spans(logits: Array, spans: Array, context: str, settings: Mapping[str,
     Spans that become the same words count as one answer, wherever they stand and in whichever window.
 
     Args:
-        logits: Of being the first and the last token, [windows, seq_len, 2].
+        logits: Scores of being the first and the last token, [windows, seq_len, 2].
         spans: Characters of the word around each token of the context, -1 elsewhere, [windows, seq_len, 2].
         context: The text itself.
         settings: `top_k`, `max_answer_tokens`, `has_cls_token`.
     """
     found: dict[str, Place] = {}
-    # More than are wanted, for some of them fall together.
+    # More than are wanted, because some of them coincide.
     wanted = settings["top_k"] * 2 + 10
     for window_logits, window_spans in zip(logits, spans, strict=True):
         if not (window_spans[:, 0] >= 0).any():
@@ -181,7 +181,7 @@ def rank_spans(logits: Array, spans: Array, context: str, settings: Mapping[str,
 def score_spans(logits: Array, spans: Array, wanted: int, settings: Mapping[str, Any]) -> list[tuple[int, int, float]]:
     """Return the likeliest spans of one window: first token, last token, probability; best first."""
     is_context = spans[:, 0] >= 0
-    # The first token stands for `no answer`: it takes its share of the probability and is none.
+    # The first token stands for `no answer`: it takes its share of the probability, and is not an answer.
     takes_part = is_context.copy()
     takes_part[0] |= settings["has_cls_token"]
     ends = softmax(np.where(takes_part[:, None], logits, -10000.0).T).T  # [seq_len, 2]

@@ -20,7 +20,7 @@ class TritonPythonModel:
         """Read what the answers of this version are.
 
         Args:
-            args: Triton's, with the path of the model and its configuration as JSON.
+            args: Triton's arguments, with the path of the model and its configuration as JSON.
         """
         config = json.loads(args["model_config"])
         path = Path(args["model_repository"], args["model_version"], "postprocess.json")
@@ -31,7 +31,7 @@ class TritonPythonModel:
         """Answer every request on its own.
 
         Args:
-            requests: Whatever the dynamic batcher joined.
+            requests: The requests that the dynamic batcher joined.
 
         Returns:
             A response for each, in their order: the answers, or the error of that request alone.

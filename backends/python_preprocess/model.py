@@ -22,7 +22,7 @@ class TritonPythonModel:
         """Load the tokenizer of this version.
 
         Args:
-            args: Triton's, with the path of the model and its configuration as JSON.
+            args: Triton's arguments, with the path of the model and its configuration as JSON.
         """
         config = json.loads(args["model_config"])
         version_folder = Path(args["model_repository"], args["model_version"])
@@ -36,7 +36,7 @@ class TritonPythonModel:
         """Answer every request on its own, having tokenised the texts of all of them at once.
 
         Args:
-            requests: Whatever the dynamic batcher joined.
+            requests: The requests that the dynamic batcher joined.
 
         Returns:
             A response for each, in their order: the tensors, or the error of that request alone.

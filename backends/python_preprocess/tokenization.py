@@ -25,8 +25,8 @@ class TextTokenizer:
     """A `tokenizer.json`, which holds truncation and padding as well, and the tensors that are wanted of it.
 
     Args:
-        path: Of the file.
-        tensor_names: What is wanted.
+        path: The `tokenizer.json`.
+        tensor_names: Names of the tensors to make.
         has_windows: Whether what is truncated follows in windows of its own, as many as it takes.
 
     Raises:
@@ -37,12 +37,12 @@ class TextTokenizer:
         known = [*_TENSORS, *_ABSENT]
         unknown = sorted(set(tensor_names) - set(known))
         if unknown:
-            raise ValueError(f"outputs {', '.join(unknown)} are none of a tokenizer: expected {', '.join(known)}")
+            raise ValueError(f"a tokenizer does not make {', '.join(unknown)}: expected {', '.join(known)}")
         self._tokenizer = Tokenizer.from_file(str(path))
         if self._tokenizer.padding is None or self._tokenizer.truncation is None:
             raise ValueError(f"{path} sets no padding or no truncation: expected a file that the export wrote")
         self._padding = dict(self._tokenizer.padding)
-        # A batch is padded request by request, for a caller's shape must not depend on strangers.
+        # A batch is padded request by request: a caller's shape must not depend on other callers.
         self._tokenizer.no_padding()
         self._tensor_names = list(tensor_names)
         self._has_windows = has_windows
@@ -165,9 +165,9 @@ def decode_text(value: "bytes | str", row: int, name: str = "TEXT") -> str:
     """Return the text of one row.
 
     Args:
-        value: As it came over the wire.
+        value: The text as it came over the wire.
         row: Its place in the request, for the message.
-        name: Of the input, for the message.
+        name: Name of the input, for the message.
 
     Raises:
         TextError: The bytes are not UTF-8.

@@ -26,4 +26,4 @@ def describe_missing_base(names: Collection[str]) -> tuple[str, ...]:
     orphans = [path for path in paths if not any(path + weight in names for weight in _WEIGHTS)]
     if not orphans:
         return ()
-    return (f"the weights that an adapter's factors change, of {list_some(orphans, 3)}: this is no whole model",)
+    return (f"the weights that an adapter's factors change, of {list_some(orphans, 3)}: this is not a whole model",)

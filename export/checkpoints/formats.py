@@ -25,7 +25,7 @@ class Reader(Protocol):
         """Tell whether `directory` holds a checkpoint of the family.
 
         Raises:
-            CheckpointError: It holds one of the trainer's, of which nothing more can be told.
+            CheckpointError: It holds one of the trainer's, about which nothing more can be determined.
         """
         ...
 
@@ -42,7 +42,7 @@ _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 
 
 def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite: bool = False) -> StoredCheckpoint:
-    """Return a reader for the checkpoint in `directory`, whose format is told from the files alone.
+    """Return a reader for the checkpoint in `directory`, whose format is recognised from the files alone.
 
     Args:
         directory: The folder, or a single file by `torch.save`.
@@ -107,7 +107,7 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
 def _is_known(directory: Path) -> bool:
     try:
         return any(reader.recognises(directory) for reader in (*_SHARDED, *_PLAIN))
-    # It is one, and damaged: whoever passes it is told how.
+    # It is one, and damaged: the error says how.
     except CheckpointError:
         return True
     # It may not be read, so it is not what the user meant.
@@ -120,7 +120,7 @@ def _refuse_unwritable_names(checkpoint: StoredCheckpoint) -> None:
     names = [name for name in (*checkpoint.tensors, *checkpoint.zero_size) if not _is_unicode(name)]
     if names:
         raise CheckpointError(
-            f"{checkpoint.directory} holds tensors whose names are no text: {list_some(names)}",
+            f"{checkpoint.directory} holds tensors whose names are not text: {list_some(names)}",
             expected="names in Unicode",
             got="halves of characters",
             remedy="rename them and save again",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 # Only for its types: the verbs that copy bytes start in a tenth of a second because nothing loads torch.
@@ -44,26 +43,4 @@ class StateDict(Protocol):
         Raises:
             CheckpointError: The bytes behind `name` cannot be read.
         """
-        ...
-
-
-class Checkpoint(StateDict, Protocol):
-    """A state dict as the trainer saved it, and the folder that holds what belongs to it.
-
-    A reader undoes what the trainer's storage did (sharding, padding, pickling). It never renames, resizes or casts.
-    """
-
-    @property
-    def format_name(self) -> str:
-        """The on-disk format in words, such as `Hugging Face safetensors, 2 files`."""
-        ...
-
-    @property
-    def directory(self) -> Path:
-        """The folder with `config.json` and the tokenizer's files."""
-        ...
-
-    @property
-    def weight_files(self) -> tuple[Path, ...]:
-        """Every file that tensor data is read from, sorted."""
         ...

@@ -37,7 +37,10 @@ class CheckpointFacts:
 
 @dataclass(kw_only=True)
 class StoredCheckpoint:
-    """Implements `Checkpoint` over `StoredTensor`s, and knows what else must hold of their bytes.
+    """A state dict as the trainer saved it, and the folder with what belongs to it.
+
+    What the trainer's storage did (sharding, padding, pickling) is undone; nothing is resized or cast.
+
 
     Attributes:
         directory: The folder with `config.json` and the tokenizer's files.

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, list_some
 # DDP and DataParallel, Lightning Fabric, and `_INNER`: taken off where every name begins so.
 _OUTER = ("module", "_forward_module")
 # torch.compile, FSDP1 and checkpoint_wrapper, each of which may wrap any block, so taken off wherever they stand: no
-# module of a user's is called so (torch 2.13, torch/distributed/fsdp/_common_utils.py, `clean_tensor_name`).
+# module of a user's has such a name (torch 2.13, torch/distributed/fsdp/_common_utils.py, `clean_tensor_name`).
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -23,6 +23,17 @@ def plain_name(name: str) -> str:
     """Return a parameter's name without those of wrappers within the model."""
     *parts, last = name.split(".")
     return ".".join([*(part for part in parts if part not in _INNER), last])
+
+
+def plain_names(names: Iterable[str], source: Path) -> dict[str, str]:
+    """Return each name → `plain_name` of it.
+
+    Raises:
+        CheckpointError: Two names would become one.
+    """
+    plain = {name: plain_name(name) for name in names}
+    _refuse_equal(plain, source)
+    return plain
 
 
 def strip_wrappers(names: Collection[str], source: Path) -> tuple[dict[str, str], str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
 from ..errors import escape_controls
+from .verb import Verbs, add_verb
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.
@@ -33,7 +34,7 @@ class Inspection:
         tensors: Name → dtype and shape, in the order of the model; tied names included.
         tied: Groups of names that share one tensor, the holder first.
         dtypes: Name of the type → number of tensors.
-        parameters: Elements of floating-point tensors that are no buffers, tied ones once.
+        parameters: Elements of floating-point tensors that are not buffers, tied ones once.
         total_bytes: Bytes of weights, tied ones once.
         missing: What a whole checkpoint of this format would have and this one lacks or cannot show.
     """
@@ -58,7 +59,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
     """Return what the checkpoint in `directory` is and holds; reads directories, pickles and headers only.
 
     Raises:
-        CheckpointError: It is no checkpoint that we read, or files are missing, damaged or of different saves.
+        CheckpointError: It is not a checkpoint that we read, or files are missing, damaged or of different saves.
     """
     checkpoint = open_checkpoint(directory, tag=tag)
     owned = checkpoint.owned()
@@ -136,20 +137,23 @@ def _or_unknown(value: int | None) -> str:
     return "not recorded" if value is None else str(value)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_verb(
+        verbs,
         "inspect",
+        run,
         help="say what a checkpoint is and holds, without reading its tensors",
         description="Say what a training checkpoint is and holds. Reads hardly any tensor data, runs nothing from it.",
+        examples=("./zero3_run", "./zero3_run --tag global_step1000", "./zero3_run --json | jq .missing"),
+        succeeded="told",
     )
     parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
     parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")
     parser.add_argument("--json", action="store_true", help="write JSON for programs instead of text")
-    parser.set_defaults(command=run_inspect)
 
 
-def run_inspect(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the verb and write what was found. Raises what `inspect_checkpoint` raises."""
     found = inspect_checkpoint(args.directory, tag=args.tag)
     sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else format_inspection(found))

@@ -17,7 +17,7 @@ def stage_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside `target`, and give it that name when the block ends without an error.
 
     Otherwise the folder is removed. What an earlier run left, because it was killed, is removed first; a run that still
-    goes on holds a lock on its folder and is let be.
+    goes on holds a lock on its folder and is left alone.
 
     Raises:
         CheckpointError: `target` exists already, or its parent does not or cannot be written to.
@@ -53,7 +53,7 @@ def stage_folder(target: Path) -> Iterator[Path]:
 def _make_locked(folder: Path) -> int:
     """Make `folder` and return a descriptor that holds its lock.
 
-    Between the two, another run may take it for abandoned and remove it; then it is made anew.
+    Between the two, another run may take it for abandoned and remove it; then it is made again.
     """
     while True:
         folder.mkdir()
@@ -69,7 +69,7 @@ def _make_locked(folder: Path) -> int:
 
 def _remove_abandoned(parent: Path, name: str) -> None:
     for folder in parent.glob(f".{_escape(name)}.partial-*") if parent.is_dir() else ():
-        # It may be gone meanwhile, or be no folder, or be another user's: then it is let be.
+        # It may be gone by now, not be a folder, or be another user's: then it is left alone.
         try:
             descriptor = _open_folder(folder)
         except OSError:

@@ -71,8 +71,8 @@ def build_engine(
     """Build `model.plan` and `model.plan.json` in the folder `destination`.
 
     Args:
-        plan: From `plan_build`, for the version that `find_version` returned.
-        graph: The ONNX file of `plan.graph_precision`; its weights may lie in other files beside it.
+        plan: What `plan_build` returned for the version that `find_version` returned.
+        graph: The ONNX file to build from; its weights may lie in other files beside it.
         destination: An existing folder.
         onnx_sha256: File name → hash of the verified fp32 graph.
         feeds: Real text, for calibration; each within the profile.
@@ -91,16 +91,16 @@ def build_engine(
     network = builder.create_network(flags)
     _parse(network, logger, graph)
     config = builder.create_builder_config()
-    for name in plan.set_flags:
+    for name in plan.build.set_flags:
         config.set_flag(getattr(trt.BuilderFlag, name))
-    for name in plan.cleared_flags:
+    for name in plan.build.cleared_flags:
         config.clear_flag(getattr(trt.BuilderFlag, name))
     for profile in plan.profiles:
         config.add_optimization_profile(_build_profile(builder, profile))
     timings = None if cache is None else cache / f"{trt.__version__}-{_find_capability()}.timings"
     known_timings = timings.read_bytes() if timings is not None and timings.is_file() else b""
     config.set_timing_cache(config.create_timing_cache(known_timings), ignore_mismatch=False)
-    if plan.calibrates:
+    if plan.build.calibrates:
         batches = build_calibration_batches(feeds, plan)
         shapes = {name: ShapeRange.fixed(values.shape) for name, values in batches[0].items()}
         if plan.profiles:
@@ -128,7 +128,6 @@ def build_engine(
         device=torch.cuda.get_device_name(),
         precision=plan.precision,
         strongly_typed=plan.strongly_typed,
-        version_compatible=plan.version_compatible,
         max_batch_size=plan.max_batch_size,
         profiles=describe_profiles(plan.profiles),
         plan_sha256=hashlib.sha256(content).hexdigest(),
@@ -218,7 +217,7 @@ class PlanRunner:
     """A plan on the GPU, for the verification: the same questions as ONNX Runtime is asked.
 
     Args:
-        path: Of `model.plan`.
+        path: The `model.plan`.
         profile: Number of the optimisation profile.
 
     Raises:
@@ -227,6 +226,7 @@ class PlanRunner:
 
     def __init__(self, path: Path, profile: int = 0) -> None:
         self.versions = {"tensorrt": find_version()}
+        self.peak_bytes = 0
         import tensorrt as trt
 
         self.logger = trt.Logger(trt.Logger.WARNING)

@@ -4,25 +4,23 @@ Sources: TensorRT's documentation of 10.x and 11.x (strongly typed networks, mig
 compatibility), the operator table of onnx/onnx-tensorrt, and the README of triton-inference-server/tensorrt_backend.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import EngineError, list_some
 from ..graph.files import Feed
-from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, TextSignature
+from ..signature import BATCH, SEQ_LEN, WINDOWS, ModelSignature, split_dim
+from ..targets import Target
+from .engine import AxisRange
 
 PLAN_FILE = "model.plan"
-PLAN_BACKEND = "tensorrt"
-PLAN_PRECISIONS = ("fp32", "fp16", "int8")
 
 # INT64 inputs, such as token ids, came with TensorRT 10.
 _OLDEST = (10, 0)
@@ -48,30 +46,6 @@ _UNSUPPORTED_OPS = frozenset({
 
 
 @dataclass(frozen=True, kw_only=True)
-class AxisRange:
-    """The sizes of a symbolic axis.
-
-    Attributes:
-        minimum: The smallest that is served.
-        optimum: What kernels are chosen for.
-        maximum: The largest that is served; memory is reserved for it.
-    """
-
-    minimum: int
-    optimum: int
-    maximum: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.minimum <= self.optimum <= self.maximum:
-            raise EngineError(
-                "a range of sizes is none",
-                expected="0 < minimum <= optimum <= maximum",
-                got=f"{self.minimum}, {self.optimum}, {self.maximum}",
-                remedy="pass them in this order",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShapeRange:
     """The shapes of one input in an optimisation profile, the batch first."""
 
@@ -90,64 +64,65 @@ Profile = Mapping[str, ShapeRange]
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrecisionBuild:
+    """How TensorRT is told about a precision.
+
+    Attributes:
+        set_flags: Names of `BuilderFlag`.
+        cleared_flags: The same, of those that are set by default.
+        calibrates: Whether scales are measured on sample feeds. TensorRT then chooses each layer's precision among
+            `set_flags`; otherwise it keeps to the types of the graph.
+    """
+
+    set_flags: tuple[str, ...] = ()
+    cleared_flags: tuple[str, ...] = ()
+    calibrates: bool = False
+
+
+# fp32 and fp16 are strongly typed on every version, so that what runs is the graph that was verified, islands of fp32
+# included: TensorRT 10.12 deprecated the other way, 11 has no other. int8 up to TensorRT 10 is calibrated and leaves
+# each layer's precision to TensorRT; 11 takes only graphs with QuantizeLinear in them.
+PRECISION_BUILDS = {
+    # TF32 keeps 10 bits of what fp32 multiplies, and is on by default: the verification would fail.
+    "fp32": PrecisionBuild(cleared_flags=("TF32",)),
+    "fp16": PrecisionBuild(),
+    "int8": PrecisionBuild(set_flags=("INT8", "FP16"), calibrates=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class BuildPlan:
     """Everything that the builder is told, as data.
 
     Attributes:
-        tensorrt_version: That builds, and so that serves.
+        tensorrt_version: Version that builds, and therefore serves.
         precision: What was asked for.
-        graph_precision: Of the ONNX file that it is built from: strongly typed networks take their precision from it.
-        strongly_typed: Whether TensorRT keeps to the graph's types. Otherwise it chooses among `set_flags`.
-        calibrates: Whether int8 scales are measured on sample feeds.
-        set_flags: Names of `BuilderFlag`.
-        cleared_flags: The same, of those that are set by default.
+        build: How TensorRT is told about it.
         profiles: One an instance; none for a graph of fixed shapes.
-        max_batch_size: That the profiles allow.
+        max_batch_size: Largest batch that the profiles allow.
     """
 
     tensorrt_version: str
     precision: str
-    graph_precision: str
-    strongly_typed: bool
-    calibrates: bool
-    set_flags: tuple[str, ...]
-    cleared_flags: tuple[str, ...]
+    build: PrecisionBuild
     profiles: tuple[Profile, ...]
     max_batch_size: int
 
     @property
-    def version_compatible(self) -> bool:
-        """Whether newer TensorRTs load it as well."""
-        return "VERSION_COMPATIBLE" in self.set_flags
+    def strongly_typed(self) -> bool:
+        """Whether TensorRT keeps to the graph's types."""
+        return not self.build.calibrates
 
 
-def plan_build(
-    signature: ModelSignature,
-    *,
-    precision: str,
-    tensorrt_version: str,
-    max_batch_size: int,
-    instances: int = 1,
-    version_compatible: bool = False,
-    ranges: Mapping[str, AxisRange] | None = None,
-) -> BuildPlan:
-    """Return how to build a plan for `signature`.
-
-    fp32 and fp16 are strongly typed on every version, so that what runs is the graph that was verified, islands of
-    fp32 included. TensorRT 10.12 deprecated the other way, 11 has no other. int8 up to TensorRT 10 is calibrated and
-    leaves each layer's precision to TensorRT; 11 takes only graphs with QuantizeLinear in them.
+def check_builds(precision: str, tensorrt_version: str) -> None:
+    """Refuse what this TensorRT cannot build.
 
     Args:
-        signature: Of the graph.
-        precision: `fp32`, `fp16` or `int8`.
-        tensorrt_version: Of the TensorRT at hand, such as `10.5.0`.
-        max_batch_size: As in the model's `config.pbtxt`.
-        instances: Each gets a profile of its own, for two of them cannot share one at the same time.
-        version_compatible: Whether newer TensorRTs are to load it; slower, and it carries code that is then run.
-        ranges: Symbolic axis → its sizes, instead of those derived from the signature.
+        precision: One of `PRECISION_BUILDS`.
+        tensorrt_version: Version of the TensorRT at hand, such as `10.5.0`.
 
     Raises:
-        EngineError: This TensorRT cannot do that, or the sizes of an axis are not known.
+        EngineError: It is too old, or too new for the precision.
     """
     version = parse_version(tensorrt_version)
     if version < _OLDEST:
@@ -157,31 +132,70 @@ def plan_build(
             got=tensorrt_version,
             remedy="export in the image of Triton 24.05 or newer",
         )
-    if precision not in PLAN_PRECISIONS:
+    if PRECISION_BUILDS[precision].calibrates and version >= _WITHOUT_CALIBRATION:
         raise EngineError(
-            f"a TensorRT plan is not built in {precision}",
-            expected=list_some(PLAN_PRECISIONS),
-            got=precision,
-            remedy="pass one of these as --precision",
-        )
-    calibrates = precision == "int8"
-    if calibrates and version >= _WITHOUT_CALIBRATION:
-        raise EngineError(
-            f"TensorRT {tensorrt_version} has no calibration for int8",
+            f"TensorRT {tensorrt_version} has no calibration for {precision}",
             expected=f"a version below {_join(_WITHOUT_CALIBRATION)}",
             got=tensorrt_version,
             remedy="pass --precision fp16, or export for a Triton with TensorRT 10",
         )
-    flags = ("INT8", "FP16") if calibrates else ()
+
+
+def check_loads(tensorrt_version: str, target: Target) -> None:
+    """Refuse to build a plan that the target would not load: a plan is loaded by the TensorRT that built it.
+
+    Args:
+        tensorrt_version: Version of the TensorRT at hand.
+        target: Release that is to serve the plan. Its TensorRT is known in as many parts as are compared.
+
+    Raises:
+        EngineError: The target has another TensorRT, or which one it has is not known.
+    """
+    if target.tensorrt_version is None:
+        raise EngineError(
+            f"the TensorRT of Triton {target.release} is not known",
+            expected="a release whose TensorRT is known",
+            got=f"a plan of TensorRT {tensorrt_version}",
+            remedy="pass another --target, or --engine onnxruntime",
+        )
+    built, serving = parse_version(tensorrt_version), parse_version(target.tensorrt_version)
+    known = min(len(built), len(serving))
+    if built[:known] != serving[:known]:
+        raise EngineError(
+            f"Triton {target.release} does not load a plan of this TensorRT",
+            expected=f"TensorRT {target.tensorrt_version}",
+            got=tensorrt_version,
+            remedy=f"build it in the image of Triton {target.release} (docker/tensorrt/build.sh)",
+        )
+
+
+def plan_build(
+    signature: ModelSignature,
+    *,
+    precision: str,
+    tensorrt_version: str,
+    max_batch_size: int,
+    instances: int = 1,
+    ranges: Mapping[str, AxisRange] | None = None,
+) -> BuildPlan:
+    """Return how to build a plan for `signature`.
+
+    Args:
+        signature: Inputs and outputs of the graph.
+        precision: One of `PRECISION_BUILDS`.
+        tensorrt_version: Version of the TensorRT at hand, such as `10.5.0`.
+        max_batch_size: The one in the model's `config.pbtxt`.
+        instances: Each gets a profile of its own, for two of them cannot share one at the same time.
+        ranges: Symbolic axis → its sizes, instead of those derived from the signature.
+
+    Raises:
+        EngineError: This TensorRT cannot do that, or the sizes of an axis are not known.
+    """
+    check_builds(precision, tensorrt_version)
     return BuildPlan(
         tensorrt_version=tensorrt_version,
         precision=precision,
-        graph_precision="fp16" if precision == "fp16" else "fp32",
-        strongly_typed=not calibrates,
-        calibrates=calibrates,
-        set_flags=(*flags, *(("VERSION_COMPATIBLE",) if version_compatible else ())),
-        # TF32 keeps 10 bits of what fp32 multiplies, and is on by default: the verification would fail.
-        cleared_flags=("TF32",) if precision == "fp32" else (),
+        build=PRECISION_BUILDS[precision],
         profiles=tuple([derive_profile(signature, max_batch_size, ranges)] * instances)
         if _is_dynamic(signature)
         else (),
@@ -203,16 +217,15 @@ def derive_profile(
         ),
         WINDOWS: AxisRange(minimum=1, optimum=1, maximum=_MAX_WINDOWS),
     }
-    if isinstance(signature, TextSignature):
-        longest = signature.max_length
+    if SEQ_LEN in signature.longest:
+        longest = signature.longest[SEQ_LEN]
         known[SEQ_LEN] = AxisRange(minimum=1, optimum=min(_COMMON_SEQ_LEN, longest), maximum=longest)
     known |= ranges or {}
     profile = {}
     for tensor in signature.inputs:
         if not tensor.dynamic_axes:
             continue
-        parts = {part for dim in tensor.dynamic_axes.values() for part in dim.split("+")}
-        unknown = sorted(parts - known.keys())
+        unknown = sorted(tensor.symbols - known.keys())
         if unknown:
             raise EngineError(
                 f"the sizes of the axis {unknown[0]} of the input {tensor.name} are not known",
@@ -221,7 +234,7 @@ def derive_profile(
                 remedy="say how small and how large it gets",
             )
         axes = [
-            _add_ranges([known[part] for part in dim.split("+")])
+            _add_ranges([known[symbol] for symbol in split_dim(dim)])
             if isinstance(dim, str)
             else AxisRange(minimum=dim, optimum=dim, maximum=dim)
             for dim in tensor.dims
@@ -244,7 +257,7 @@ def _add_ranges(ranges: Sequence[AxisRange]) -> AxisRange:
 
 
 def build_calibration_batches(feeds: Sequence[Feed], plan: BuildPlan) -> list[dict[str, npt.NDArray[Any]]]:
-    """Return the rows of all feeds in batches of one shape, for calibration takes no other.
+    """Return the rows of all feeds in batches of one shape: calibration takes no other.
 
     Rows are padded with zeros to the longest, which is what a mask of zeros hides; the last batch is filled up with
     the first rows.
@@ -294,7 +307,7 @@ def check_operators(graph: Path) -> None:
     """Refuse a graph that TensorRT cannot build, before minutes are spent on it.
 
     Raises:
-        EngineError: Naming its operators that TensorRT does not know.
+        EngineError: It has operators that TensorRT does not know; they are named.
     """
     model = onnx.load(str(graph), load_external_data=False)
     nodes = [node for part in (model.graph, *model.functions) for node in _walk_nodes(part.node)]
@@ -314,18 +327,17 @@ def check_operators(graph: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMetadata:
-    """What lies beside a plan as `model.plan.json`, for a plan itself tells nothing before it is loaded.
+    """What lies beside a plan as `model.plan.json`, because a plan itself shows nothing before it is loaded.
 
     Attributes:
-        tensorrt_version: That built it.
-        compute_capability: Of the GPU that it was built on, such as `9.0`; it runs on no other.
+        tensorrt_version: Version that built it.
+        compute_capability: The one of the GPU that it was built on, such as `9.0`; it runs on no other.
         device: The name of that GPU.
         precision: What was asked for.
         strongly_typed: See `BuildPlan`.
-        version_compatible: See `BuildPlan`.
         max_batch_size: See `BuildPlan`.
         profiles: Each input → minimum, optimum and maximum.
-        plan_sha256: Of the plan.
+        plan_sha256: Hash of the plan.
         onnx_sha256: File name → hash of the verified fp32 graph that all this came from.
     """
 
@@ -334,7 +346,6 @@ class PlanMetadata:
     device: str
     precision: str
     strongly_typed: bool
-    version_compatible: bool
     max_batch_size: int
     profiles: list[dict[str, dict[str, list[int]]]]
     plan_sha256: str
@@ -344,31 +355,6 @@ class PlanMetadata:
         """Return everything."""
         return asdict(self)
 
-    @classmethod
-    def read(cls, path: Path) -> "PlanMetadata":
-        """Return what `path` holds.
-
-        Raises:
-            EngineError: It holds something else.
-        """
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            names = {item.name for item in fields(cls)}
-            if set(content) != names:
-                raise EngineError(
-                    f"{path.name} is no description of a TensorRT plan",
-                    expected=list_some(names),
-                    got=list_some(content),
-                    remedy="build the plan again",
-                )
-            return cls(**content)
-        except (OSError, ValueError, TypeError) as exc:
-            raise EngineError(
-                f"{path.name} is no description of a TensorRT plan",
-                got=str(exc).rstrip("."),
-                remedy="build the plan again",
-            ) from exc
-
 
 def describe_profiles(profiles: tuple[Profile, ...]) -> list[dict[str, dict[str, list[int]]]]:
     """Return profiles as a JSON file holds them."""
@@ -376,95 +362,6 @@ def describe_profiles(profiles: tuple[Profile, ...]) -> list[dict[str, dict[str,
         {name: {key: list(shape) for key, shape in asdict(shapes).items()} for name, shapes in profile.items()}
         for profile in profiles
     ]
-
-
-def check_plan(
-    metadata: PlanMetadata,
-    *,
-    release: str,
-    tensorrt_version: str | None,
-    plan_sha256: str,
-    onnx_sha256: Mapping[str, str],
-    max_batch_size: int,
-) -> None:
-    """Refuse a plan that the target would not load, or that came of something else than what was verified.
-
-    A plan is loaded by the TensorRT that built it; a version-compatible one also by a newer one of the same major
-    version, and one of 10 by 11.
-
-    Args:
-        metadata: That lies beside the plan.
-        release: Of the target, such as `24.10`.
-        tensorrt_version: In the target's image, in as many parts as are known; None where none is.
-        plan_sha256: Of the file that is to be published.
-        onnx_sha256: File name → hash of the graph that was verified.
-        max_batch_size: In the `config.pbtxt` that is to be published.
-
-    Raises:
-        EngineError: With the one reason.
-    """
-    if metadata.plan_sha256 != plan_sha256 or metadata.onnx_sha256 != dict(onnx_sha256):
-        changed = PLAN_FILE if metadata.plan_sha256 != plan_sha256 else "the graph that it was built from"
-        raise EngineError(
-            f"{changed} is not the file that the plan's description names",
-            expected=f"the hashes in {PLAN_FILE}.json",
-            got="others",
-            remedy="build the plan again",
-        )
-    if max_batch_size > metadata.max_batch_size:
-        raise EngineError(
-            f"{PLAN_FILE} was built for smaller batches than config.pbtxt allows",
-            expected=f"max_batch_size <= {metadata.max_batch_size}",
-            got=str(max_batch_size),
-            remedy="build the plan again",
-        )
-    if tensorrt_version is None:
-        raise EngineError(
-            f"the TensorRT of Triton {release} is not known",
-            expected="a release whose TensorRT is known",
-            got=f"a plan of TensorRT {metadata.tensorrt_version}",
-            remedy="pass another --target, or --engine onnxruntime",
-        )
-    if not _loads(metadata, tensorrt_version):
-        kind = "version-compatible plan" if metadata.version_compatible else "plan"
-        raise EngineError(
-            f"Triton {release} does not load a {kind} of this TensorRT",
-            expected=f"TensorRT {tensorrt_version}",
-            got=metadata.tensorrt_version,
-            remedy=f"build it in the image of Triton {release} (docker/tensorrt/build.sh)",
-        )
-
-
-def _loads(metadata: PlanMetadata, tensorrt_version: str) -> bool:
-    built, serving = parse_version(metadata.tensorrt_version), parse_version(tensorrt_version)
-    known = min(len(built), len(serving))
-    if built[:known] == serving[:known]:
-        return True
-    follows = serving[0] == built[0] or (built[0], serving[0]) == (10, 11)
-    return metadata.version_compatible and follows and built[:known] < serving[:known]
-
-
-def configure_plan(config: pb.ModelConfig, instances: int, *, dynamic: bool = True) -> pb.ModelConfig:
-    """Return the configuration of an ONNX model as that of its plan: what differs, and nothing else.
-
-    Inputs, outputs, batching and warm-up stay. Each instance has the profile of its own number.
-
-    Args:
-        config: As it is written for `model.onnx`.
-        instances: As the plan was built for.
-        dynamic: Whether the plan has profiles.
-    """
-    changed = pb.ModelConfig()
-    changed.CopyFrom(config)
-    changed.backend, changed.default_model_filename = PLAN_BACKEND, PLAN_FILE
-    # Threads of ONNX Runtime on a CPU.
-    changed.parameters.pop("intra_op_thread_count", None)
-    del changed.instance_group[:]
-    for index in range(instances):
-        group = changed.instance_group.add(kind=pb.ModelInstanceGroup.KIND_GPU, count=1)
-        if dynamic:
-            group.profile.append(str(index))
-    return changed
 
 
 def parse_version(text: str) -> tuple[int, ...]:

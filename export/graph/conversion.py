@@ -23,7 +23,7 @@ class Quality:
     Attributes:
         metric: `cosine` of each row with the true one, or `label_agreement`, in how many rows the same label wins.
         worst: The smallest over all rows; for label agreement the share of rows. NaN holds no threshold.
-        mean: Over all rows.
+        mean: Mean over all rows.
         rows: How many there were.
     """
 
@@ -58,9 +58,9 @@ class Conversion:
         source: Plain fp32 graph, verified; its weights may lie in other files beside it.
         destination: The new file, in another folder, which exists; large weights go to `destination` + `.data`.
         feeds: Real text as the model is asked it, with padding; the longest matter most.
-        measure: Says how good a candidate file is.
-        bounds: Metric → what the worst row must hold. Whatever is written is held to it by the caller.
-        on_step: Told what is being done.
+        measure: Function that says how good a candidate file is.
+        bounds: Metric → what the worst row must hold; the caller holds the written file to it.
+        on_step: Called with what is being done.
         external_above_bytes: Size from which on the weights lie in a file of their own.
     """
 
@@ -98,11 +98,11 @@ class PrecisionReport:
 
     Attributes:
         precision: `fp16`, `bf16` or `int8`.
-        quality: Of the file.
-        threshold: That `quality.worst` holds.
+        quality: Quality of the file.
+        threshold: Bound that `quality.worst` keeps.
         model_bytes: Size with weights.
         fp32_bytes: Size of the fp32 file with weights.
-        speed: Beside fp32. Not the same twice, so it belongs in no file whose bytes must be.
+        speed: Speed beside fp32. It differs from run to run, so no file whose bytes must be the same holds it.
         kept: Node name → why it stayed fp32.
         measured: How many candidate files were measured to find them.
     """
@@ -147,7 +147,7 @@ def convert_graph(precision: Precision, conversion: Conversion) -> PrecisionRepo
     """
     source, destination = conversion.source, conversion.destination
     assert precision.converts, f"Bug: {precision.name} is not written from fp32"
-    assert source.parent.resolve() != destination.parent.resolve(), "Bug: weights of both would bear the same name"
+    assert source.parent.resolve() != destination.parent.resolve(), "Bug: weights of both would have the same name"
     written = _load_write(precision)(conversion)
     quality, bound = written.quality, conversion.bounds[written.quality.metric]
     if not quality.holds(bound):

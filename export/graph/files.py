@@ -25,7 +25,7 @@ def load_graph(path: Path) -> ir.Model:
     """Return the graph with every constant as an initializer and every value typed; weights in other files stay there.
 
     Raises:
-        PrecisionError: A value's type cannot be told, so it cannot be told either what precision does to it.
+        PrecisionError: A value's type cannot be determined, and so neither can what precision does to it.
     """
     model = ir.load(path)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -49,7 +49,7 @@ def save_graph(model: ir.Model, path: Path, *, external_above_bytes: int = EXTER
     One tensor at a time is in memory where they go into a file of their own.
     """
     common.TopologicalSortPass()(model)
-    # Such as the quantizer's remarks: no part of the model.
+    # Such as the quantizer's remarks, which are not part of the model.
     common.ClearMetadataAndDocStringPass()(model)
     model.metadata_props.clear()
     model.producer_name = model.producer_version = None
@@ -83,7 +83,7 @@ def open_session(path: Path) -> onnxruntime.InferenceSession:
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    # Of its own remarks only errors, which it raises as well.
+    # Only errors are logged, and it raises those as well.
     options.log_severity_level = 3
     if len(find_files(path)) > 1:
         options.add_session_config_entry("session.disable_prepacking", "1")
@@ -109,14 +109,14 @@ def measure_ranges(
 ) -> dict[str, float]:
     """Return value name → the largest magnitude of any fp32 value inside the graph, over all feeds.
 
-    Infinite where it is infinite or no number. Each value is reduced inside the graph, so that no more memory is
+    Infinite where it is infinite or NaN. Each value is reduced inside the graph, so that no more memory is
     needed than for an ordinary run.
 
     Args:
-        source: Plain fp32.
+        source: Plain fp32 graph.
         feeds: What to run.
         folder: Where a temporary copy of the graph may lie, for the length of the call.
-        external_above_bytes: From which size on the weights lie in a file of their own.
+        external_above_bytes: Size above which the weights lie in a file of their own.
     """
     model = load_graph(source)
     graph = model.graph

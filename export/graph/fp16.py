@@ -18,7 +18,7 @@ from .onnx_export import EXTERNAL_ABOVE_BYTES
 
 
 def write(conversion: Conversion) -> Converted:
-    """Write the graph as fp16, whatever does not bear that as it is.
+    """Write the graph as fp16, with what fp16 cannot hold left in fp32.
 
     Values that are too large are looked for on the feeds.
     """
@@ -36,10 +36,10 @@ def write_float16(
     """Write the fp32 graph `source` as fp16, the nodes named in `islands` as they are, inputs and outputs fp32.
 
     Args:
-        source: Plain fp32.
-        destination: Of the new graph, in another folder.
-        islands: From `find_islands`.
-        external_above_bytes: From which size on the weights lie in a file of their own.
+        source: Plain fp32 graph.
+        destination: File of the new graph, in another folder.
+        islands: Names of nodes, as `find_islands` returns them.
+        external_above_bytes: Size above which the weights lie in a file of their own.
     """
     model = load_graph(source)
     _Converter(model, frozenset(islands)).convert()

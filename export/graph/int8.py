@@ -146,7 +146,7 @@ def _write_plain(source: Path, path: Path, external_above_bytes: int) -> list[st
     for name in shared:
         node = model.graph.node(name)
         if node.op_type == "Gemm":
-            # It transposes the matrix of a Gemm for all readers of that matrix, unless it is no constant.
+            # It transposes the matrix of a Gemm for all readers of that matrix, unless the matrix is not a constant.
             held = ir.node("Identity", [node.inputs[1]])
             node.replace_input_with(1, held.outputs[0])
             model.graph.insert_before(node, held)
@@ -176,9 +176,9 @@ def _keep_quiet() -> Iterator[None]:
 
 
 def _find_shared(model: ir.Model) -> list[str]:
-    """Return the names of the nodes whose matrix or table is read otherwise as well, as a tied output embedding is.
+    """Return the names of the nodes whose matrix or table other nodes read as well, such as a tied output embedding.
 
-    Quantized, it would be made fp32 again, whole, in every run.
+    Quantized, it would be converted back to fp32, whole, in every run.
     """
     shared = []
     for node in model.graph:
@@ -199,7 +199,7 @@ def _find_quantized(source: Path, quantized: Path) -> tuple[list[str], dict[str,
     """
     made = ir.convenience.create_value_mapping(ir.load(quantized).graph)
     model = load_graph(source)
-    others = dict.fromkeys(_find_shared(model), "its constant is read otherwise as well")
+    others = dict.fromkeys(_find_shared(model), "its constant is read by other nodes as well")
     nodes: list[str] = []
     for node in model.graph:
         name, output, table = str(node.name), node.outputs[0], node.inputs[0] if node.inputs else None
@@ -287,7 +287,7 @@ def _rank(
     for name, alone in zip(nodes, np.eye(len(nodes), dtype=bool), strict=True):
         error = sum(float(np.square(got - want).sum()) for got, want in zip(answer(alone), truth, strict=True))
         constants = [value.const_value for value in graph.node(name).inputs if value is not None]
-        # No number is as far off as can be.
+        # NaN is as far off as can be.
         gains.append(
             float(np.nan_to_num(error, nan=np.inf)) / sum(tensor.nbytes for tensor in constants if tensor is not None)
         )

@@ -1,15 +1,15 @@
 """Which nodes of a graph must stay fp32 when the rest becomes fp16, and why.
 
-Five kinds of them, told from the graph and from what its values are on real text:
+There are five kinds, found from the graph and from its values on real text:
 
 - operators that ONNX does not define for fp16, or that sum squares or take powers, where fp16 overflows or loses
   everything below 6e-5 although input and output look harmless;
-- whatever is computed from integers and constants alone: positions, masks, counts. fp16 knows no odd number above
+- whatever is computed from integers and constants alone: positions, masks, counts. fp16 has no odd number above
   2048. These tensors are small, so fp32 costs nothing;
 - readers of a constant that fp16 cannot hold, such as 1e6 or an epsilon of 1e-12, and of everything that such a
   constant is added to or chosen for, as the mask of an attention is, up to the operator that ends it;
 - producers and readers of values that came near the largest fp16 on the samples;
-- what makes an output and is no product of matrices: a vector scaled to length 1 keeps that length.
+- what makes an output and is not a product of matrices: a vector scaled to length 1 keeps that length.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ def find_islands(model: ir.Model, ranges: Mapping[str, float]) -> dict[str, str]
     """Return node name → why it must stay fp32, of the nodes that have an fp32 input or output.
 
     Args:
-        model: Plain fp32, every value typed, every constant an initializer, nodes in order.
+        model: Plain fp32 graph, every value typed, every constant an initializer, nodes in order.
         ranges: Value name → the largest magnitude on the samples.
     """
     graph = model.graph
@@ -98,7 +98,7 @@ def _find_between(model: ir.Model, islands: Mapping[str, str]) -> list[str]:
         read = [value for value in node.inputs if value is not None and is_fp32(value) and not value.is_initializer()]
         if read and all(makes_fp32(value) for value in read):
             kept.add(str(node.name))
-    # What somebody else reads is dropped from the end, and with it whatever it was to feed.
+    # What others read is dropped from the end, and with it whatever it would have fed.
     for node in reversed(nodes):
         made = [value for value in node.outputs if is_fp32(value)]
         readers = [use.node for value in made for use in value.uses()]
@@ -150,7 +150,7 @@ def _judge_constant(value: ir.Value) -> str:
 
 
 def _computes_indices(node: ir.Node, indices: set[str | None]) -> bool:
-    """Tell whether a node's result comes from integers and constants alone, and is no vector looked up in a table."""
+    """Tell whether a node's result comes from integers and constants alone, and not a vector looked up in a table."""
     if node.op_type in _LOOKUPS and is_fp32(node.inputs[0]) and _is_table(node.inputs[0]):
         return False
     # A branch or a loop reads more than its inputs.

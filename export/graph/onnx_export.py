@@ -24,8 +24,8 @@ OPSET = 18
 # took 8.9 GB to write and check, where 2.1 GB in a file of their own took 2.8.
 EXTERNAL_ABOVE_BYTES = 128 << 20
 
-# The names under which outputs are traced: one that the model's own values bear as well would be given out twice, which
-# the exporter does not notice and ONNX Runtime refuses.
+# The names under which outputs are traced. A name that one of the model's own values has as well would be used twice,
+# which the exporter does not notice and ONNX Runtime refuses.
 _OUTPUT_PREFIX = "modelyard_output_"
 
 
@@ -43,11 +43,11 @@ def export_onnx(
     Args:
         module: Takes and returns what the signature says.
         signature: Names and axes of the graph.
-        example: What is traced, in the order of the inputs. Sizes of 1 may be taken for constants.
-        path: Of the file; large weights go into a second one beside it.
-        target: Whose ONNX Runtime must load the file.
-        is_traced: Whether the module is run once and what it did is written down, which exports more modules and makes
-            constants of whatever depends on sizes or values. Only a full verification can tell.
+        example: Inputs to trace, in the order of the signature. Sizes of 1 may be taken for constants.
+        path: Where the file goes; large weights go into a second one beside it.
+        target: Triton release whose ONNX Runtime must load the file.
+        is_traced: Whether the module is run once and what it did is recorded, which exports more modules and turns
+            whatever depends on sizes or values into constants. Only a full verification can tell whether that is right.
 
     Raises:
         GraphError: The exporter fails, or the file has other axes, names, opset or IR version than asked for.
@@ -57,7 +57,7 @@ def export_onnx(
         check_graph(path, signature, target)
         return
     program = _export(module, signature, example)
-    # The traced source lines and module names: no part of the model, and they would carry paths of this machine.
+    # The traced source lines and module names are not part of the model, and would carry paths of this machine.
     ClearMetadataAndDocStringPass()(program.model)
     program.model.graph.name = "main"
     _name_outputs(program.model.graph, signature)
@@ -129,7 +129,7 @@ def _name_outputs(graph: ir.Graph, signature: ModelSignature) -> None:
     """Give the outputs the signature's names, and their symbolic axes its symbols."""
     if len(graph.outputs) != len(signature.outputs):
         raise GraphError(
-            "the model returns another number of outputs than its signature names",
+            "the model does not return as many outputs as its signature names",
             expected=", ".join(tensor.name for tensor in signature.outputs),
             got=str(len(graph.outputs)),
         )
@@ -169,7 +169,7 @@ def check_graph(path: Path, signature: ModelSignature, target: Target) -> None:
         model = onnx.load(str(path), load_external_data=False)
     # The checker raises its own error, shape inference another, a damaged file a third.
     except Exception as exc:
-        raise GraphError(f"{path.name} is no valid ONNX file", got=str(exc).strip().split("\n", 1)[0]) from exc
+        raise GraphError(f"{path.name} is not a valid ONNX file", got=str(exc).strip().split("\n", 1)[0]) from exc
     opset = next(item.version for item in model.opset_import if item.domain == "")
     require_fits(path.name, opset, model.ir_version, target)
     _check_tensors(path.name, "inputs", signature.inputs, model.graph.input)

@@ -48,8 +48,8 @@ class Histogram:
     """How the differences of one output are distributed.
 
     Attributes:
-        name: Of the output.
-        bars: Of the powers of ten that occur.
+        name: Name of the output.
+        bars: One for each power of ten that occurs.
         equal: The bar of the values that are equal to the bit, or None.
         x_ticks: Powers of ten.
         y_ticks: Counts.
@@ -99,7 +99,7 @@ def build_histogram(name: str, counted: Mapping[str, Any], bound: tuple[str, flo
     Counts stand on a scale of powers of ten as well, so that one stray value among a million can be seen.
 
     Args:
-        name: Of the output.
+        name: Name of the output.
         counted: `log10_bins`, the n + 1 edges as powers of ten, the first and last of which hold what lies beyond;
             `counts`, n of them; `exact_zeros`. What is absent is taken for nothing.
         bound: The name of the largest error allowed, and the error; None where nothing is to be marked.

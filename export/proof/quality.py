@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ..artefacts import Artefacts
+from ..artefacts import Artefacts, list_model
+from ..engines import ONNXRUNTIME
 from ..graph.conversion import Conversion, Measure, PrecisionReport, Quality, convert_graph
 from ..graph.files import Feed
 from ..graph.precisions import Precision
 from ..targets import Target
-from ..tasks import Task
+from ..tasks.base import Task
 from ..tasks.cases import Case, Outputs, join_rows
-from .target_runtime import open_runtime
 from .tolerances import QUALITY_KEYS, find_quality_key
 from .verify import Reference
 
@@ -32,17 +32,16 @@ def convert(
 
     Args:
         task: The source of truth.
-        files: In fp32, verified.
+        files: The files in fp32, verified.
         precision: One that converts.
         bounds: What the file must hold.
-        target: Whose ONNX Runtime judges.
-        directory: Is made.
-        on_step: Told what is being done.
+        target: Triton release whose ONNX Runtime judges.
+        directory: Empty folder for the new files.
+        on_step: Called with what is being done.
 
     Raises:
-        PrecisionError: The precision cannot be had at this quality.
+        PrecisionError: The precision does not reach this quality.
     """
-    directory.mkdir()
     path = directory / files.graph.name
     cases = list_quality_cases(task)
     key = find_quality_key(task.tolerances)
@@ -55,11 +54,11 @@ def convert(
         on_step=on_step,
     )
     report = convert_graph(precision, conversion)
-    return replace(files, model=tuple(sorted(directory.iterdir()))), report
+    return replace(files, model=list_model(path)), report
 
 
 def list_quality_cases(task: Task) -> list[Case]:
-    """Return the inputs that quality is measured on: such as users send, or whatever there is where there are none."""
+    """Return the inputs that quality is measured on: those that users might send, or all where there are none."""
     cases = list(task.build_cases())
     return [case for case in cases if case.is_real] or [case for case in cases if not case.padded_reference]
 
@@ -80,7 +79,7 @@ def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Me
         task: The source of truth.
         cases: What is asked.
         key: The error that counts, 1 where nothing is wrong.
-        target: Whose ONNX Runtime runs the file.
+        target: Triton release whose ONNX Runtime runs the file.
     """
     reference = Reference(task)
     names = [tensor.name for tensor in task.signature.outputs]
@@ -88,8 +87,7 @@ def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Me
     def measure(path: Path) -> Quality:
         expected: list[Outputs] = []
         got: list[Outputs] = []
-        with open_runtime(target) as runtime:
-            session = runtime.load(path)
+        with ONNXRUNTIME.open(path, target) as session:
             for case in cases:
                 for rows in case.batches:
                     batch = join_rows(rows, task.signature, task.filling, case.padding_side)

@@ -7,6 +7,8 @@ from typing import Any
 
 from jinja2 import Environment
 
+from ..graph.precisions import COSINE
+from ..tasks.comparison import Bound, choose_worse, format_error, is_bounded_below
 from . import histogram
 from .histogram import Histogram, build_histogram, group_digits
 
@@ -23,12 +25,13 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
     """Return the page. Every text is escaped, and what the report does not hold is left out.
 
     Args:
-        report: As `verification.json` holds it.
-        name: Of the model.
-        version: Of the model.
+        report: Content of `verification.json`.
+        name: Name of the model.
+        version: Version of the model.
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(figure=format_figure, words=_to_words)
+    environment.tests.update(bounded_below=is_bounded_below)
     template = environment.from_string(resources.files(__package__).joinpath("report_page.html").read_text("utf-8"))
     cases = [case for case in report.get("cases", []) if isinstance(case, Mapping)]
     tolerances = _mapping(report, "tolerances")
@@ -53,7 +56,7 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
         versions=_mapping(report, "versions"),
         hashes=_mapping(report, "sha256"),
     )
-    # A lone surrogate, as of a file name that is no UTF-8, could not be written.
+    # A lone surrogate, as in a file name that is not UTF-8, could not be written.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -62,7 +65,7 @@ def format_figure(value: Any, name: str = "") -> str:
 
     Args:
         value: Whatever a report may hold.
-        name: Of the measure; `min_` tells a share.
+        name: Name of the measure.
     """
     if value is None:
         return "\N{EN DASH}"
@@ -74,7 +77,7 @@ def format_figure(value: Any, name: str = "") -> str:
         return "NaN"
     if math.isinf(value):
         return "infinite" if value > 0 else "-infinite"
-    return f"{value:.7g}" if name.startswith("min_") or "cosine" in name or "agreement" in name else f"{value:.2g}"
+    return f"{value:.7g}" if "cosine" in name or "agreement" in name else format_error(name, value)
 
 
 def is_broken(name: str, value: Any, tolerances: Mapping[str, Any]) -> bool:
@@ -82,7 +85,7 @@ def is_broken(name: str, value: Any, tolerances: Mapping[str, Any]) -> bool:
     bound = tolerances.get(name)
     if not isinstance(value, int | float) or not isinstance(bound, int | float):
         return False
-    return not (value >= bound if name.startswith("min_") else value <= bound)
+    return not Bound(name, bound).holds(value)
 
 
 def build_histograms(distribution: Mapping[str, Any], tolerances: Mapping[str, Any]) -> list[Histogram]:
@@ -91,7 +94,7 @@ def build_histograms(distribution: Mapping[str, Any], tolerances: Mapping[str, A
         (
             (key, float(value))
             for key, value in tolerances.items()
-            if key.startswith("max_") and isinstance(value, int | float) and 0 < value < math.inf
+            if not is_bounded_below(key) and isinstance(value, int | float) and 0 < value < math.inf
         ),
         None,
     )
@@ -123,7 +126,7 @@ def _find_measures(cases: Iterable[Mapping[str, Any]], tolerances: Mapping[str, 
 
 def _find_worst(cases: Sequence[Mapping[str, Any]], tolerances: Mapping[str, Any]) -> tuple[str, str, Any] | None:
     """Return the case with the largest error of the first kind that is bounded from above, the kind and the error."""
-    key = next((key for key in tolerances if key.startswith("max_")), None)
+    key = next((key for key in tolerances if not is_bounded_below(key)), None)
     measured = [case for case in cases if key and isinstance(case.get(key), int | float)]
     if key is None or not measured:
         return None
@@ -138,11 +141,7 @@ def _collect_outputs(cases: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
         for output, values in _mapping(case, "outputs").items():
             kept = worst.setdefault(output, {})
             for key, value in values.items():
-                # Python's min and max may lose a NaN.
-                if key not in kept or math.isnan(value):
-                    kept[key] = value
-                elif not math.isnan(kept[key]):
-                    kept[key] = min(value, kept[key]) if key.startswith("min_") else max(value, kept[key])
+                kept[key] = choose_worse(key, value, kept.get(key, value))
     return worst
 
 
@@ -161,9 +160,9 @@ def _compare_precision(precision: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key in ("worst", "mean"):
         if isinstance(value := quality.get(key), int | float):
             metric = _to_words(str(quality.get("metric", "quality")))
-            figures = ["1", format_figure(float(value), "min_")]
+            figures = ["1", format_figure(float(value), COSINE)]
             row = _compare(f"{metric}, {'at worst' if key == 'worst' else 'on average'}", 1.0, value, figures, "")
-            bound = format_figure(precision.get("threshold"), "min_") if key == "worst" else ""
+            bound = format_figure(precision.get("threshold"), COSINE) if key == "worst" else ""
             rows.append(row | {"ratio": f"allowed: {bound}" if bound else ""})
     return rows
 

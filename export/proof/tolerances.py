@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import SettingsError
 from ..graph.precisions import COSINE, LABEL_AGREEMENT, Precision
+from ..tasks.comparison import Bound
 
 # The tolerance that belongs to a metric of quality.
 QUALITY_KEYS = {"min_cosine": COSINE, "min_label_agreement": LABEL_AGREEMENT}
@@ -27,33 +28,33 @@ class Tolerances:
 
 
 def choose_tolerances(
-    exact: Mapping[str, float], precision: Precision, asked: Mapping[str, float], accept_worse: str | None
+    exact: Mapping[str, float], precision: Precision, requested: Mapping[str, float], accept_worse: str | None
 ) -> Tolerances:
     """Return the tolerances of a precision, changed as asked for.
 
     Args:
-        exact: Those of the task in fp32.
-        precision: That is verified.
-        asked: Error → another bound.
+        exact: The task's tolerances in fp32.
+        precision: The precision to verify.
+        requested: Error → another bound.
         accept_worse: The reason for which wider bounds are accepted.
 
     Raises:
-        SettingsError: A bound means nothing to the task, is wider without a reason, or a reason comes without one.
+        SettingsError: A bound does not apply to the task, is wider without a reason, or a reason comes without one.
     """
     usual = scale_tolerances(exact, precision)
-    unknown = sorted(set(asked) - set(usual))
+    unknown = sorted(set(requested) - set(usual))
     if unknown:
         raise SettingsError(
-            f"the tolerance {unknown[0]} means nothing here", expected="one of " + ", ".join(usual), got=unknown[0]
+            f"the tolerance {unknown[0]} does not apply here", expected="one of " + ", ".join(usual), got=unknown[0]
         )
-    wider = {name: value for name, value in asked.items() if _is_wider(name, value, usual[name])}
+    wider = {name: value for name, value in requested.items() if not Bound(name, usual[name]).holds(value)}
     if wider and not accept_worse:
         name, value = next(iter(wider.items()))
         raise SettingsError(
             f"the tolerance {name} is wider than what {precision.name} is held to",
             expected=f"{usual[name]:g} or stricter",
             got=f"{value:g}",
-            remedy="pass --accept-worse with the reason, which the report will bear",
+            remedy="pass --accept-worse with the reason, which the report will state",
         )
     if accept_worse and not wider:
         raise SettingsError(
@@ -64,8 +65,15 @@ def choose_tolerances(
         "tolerances": {name: {"usual": usual[name], "accepted": value} for name, value in wider.items()},
     }
     return Tolerances(
-        bounds=usual | dict(asked), real_inputs_only=precision.real_inputs_only, accepted=accepted if wider else None
+        bounds=usual | dict(requested),
+        real_inputs_only=precision.real_inputs_only,
+        accepted=accepted if wider else None,
     )
+
+
+def list_tolerances(exact: Mapping[str, float], precision: Precision) -> Tolerances:
+    """Return the usual tolerances of a precision, of a task that has `exact` in fp32."""
+    return Tolerances(bounds=scale_tolerances(exact, precision), real_inputs_only=precision.real_inputs_only)
 
 
 def scale_tolerances(exact: Mapping[str, float], precision: Precision) -> dict[str, float]:
@@ -85,8 +93,3 @@ def scale_tolerances(exact: Mapping[str, float], precision: Precision) -> dict[s
 def find_quality_key(exact: Mapping[str, float]) -> str:
     """Return the tolerance that says how good a lossy file is: of labels where there are any, else of directions."""
     return "min_label_agreement" if "min_label_agreement" in exact else "min_cosine"
-
-
-def _is_wider(name: str, value: float, usual: float) -> bool:
-    # Written so that NaN is wider than anything.
-    return not (value >= usual if name.startswith("min_") else value <= usual)

@@ -6,18 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..artefacts import Artefacts
+from ..engines import ONNXRUNTIME, Engine
+from ..engines.engine import Runner
 from ..errors import EngineError, RuntimeFailure, VerificationError
 from ..targets import Target
-from ..tasks import Task
+from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
-from ..tasks.comparison import Distribution, is_within, measure_outputs
-from .target_runtime import open_runtime
+from ..tasks.comparison import Distribution, choose_worse, is_bounded_below, is_within, measure_outputs
 from .tolerances import Tolerances
 
 # How much further off than in any case a server may be, whose batches are others.
@@ -47,7 +48,7 @@ class CaseResult:
     @property
     def error(self) -> float:
         """The largest difference, as the task counts it."""
-        return next(value for key, value in self.errors.items() if key.startswith("max_"))
+        return next(value for name, value in self.errors.items() if not is_bounded_below(name))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything in one object, the errors beside the name."""
@@ -111,24 +112,13 @@ class VerificationReport:
         }
 
 
-class Runner(Protocol):
-    """Whatever runs the file that is verified."""
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Distribution → version of it."""
-
-    def run(self, output_names: Sequence[str], feeds: Mapping[str, Array]) -> list[Array]:
-        """Return the outputs that are asked for, in that order."""
-
-
 def verify(
     *,
     task: Task,
     files: Artefacts,
     target: Target,
     tolerances: Tolerances | None = None,
-    runner: Runner | None = None,
+    engine: Engine = ONNXRUNTIME,
     on_case: Callable[[str], None] = lambda name: None,
 ) -> VerificationReport:
     """Compare the ONNX file with the task's module, at every shape that matters. Does not judge.
@@ -140,15 +130,15 @@ def verify(
     Args:
         task: The source of truth.
         files: What the export wrote.
-        target: Whose ONNX Runtime the graph is run by.
+        target: Triton release whose server is to run the files.
         tolerances: What the cases are judged by; the task's own for fp32 if left out. Whatever is not judged must at
             least be finite.
-        runner: What runs the file; the target's ONNX Runtime if left out.
+        engine: What runs the file.
         on_case: Called with the name of each case before it runs.
 
     Raises:
         VerificationError: The server's tokenizer makes other ids than transformers', or the graph fails on a case.
-        RuntimeFailure: The target's ONNX Runtime cannot be had, or cannot load the file.
+        RuntimeFailure: The target's engine cannot be fetched, or cannot load the file.
     """
     judged = tolerances or Tolerances(bounds=task.tolerances)
     bounds = judged.bounds
@@ -159,14 +149,14 @@ def verify(
     kept: list[CaseResult] = []
     distribution = {tensor.name: Distribution() for tensor in task.signature.outputs}
     reference = Reference(task)
-    with open_runtime(target) as runtime:
-        session: Runner = runner or runtime.load(files.graph)
+    with engine.open(files.graph, target) as runner:
         for case in cases:
             on_case(case.name)
             applied = bounds if case.is_real or not real_inputs_only else {}
-            results.append(_run_case(case, reference, session, bounds, applied, distribution))
+            results.append(_run_case(case, reference, runner, bounds, applied, distribution))
             if applied:
                 kept.append(results[-1])
+        peak_bytes = runner.peak_bytes
     return VerificationReport(
         sha256={path.name: hash_file(path) for path in sorted(files.all)},
         cases=results,
@@ -175,10 +165,10 @@ def verify(
         texts_tokenized=texts_tokenized,
         target=target.release,
         versions={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers", "onnx")}
-        | dict(session.versions),
+        | dict(runner.versions),
         distribution=distribution,
         accepted_worse=judged.accepted,
-        runtime_peak_bytes=runtime.peak_bytes,
+        runtime_peak_bytes=peak_bytes,
     )
 
 
@@ -200,7 +190,7 @@ def _widen_golden(task: Task, bounds: Mapping[str, float], kept: Sequence[CaseRe
         )
 
     tolerances = {
-        key: min(usual, bounds.get(key, usual)) if key.startswith("min_") else max(usual, _MARGIN * find_worst(key))
+        key: choose_worse(key, usual, bounds.get(key, usual) if is_bounded_below(key) else _MARGIN * find_worst(key))
         for key, usual in golden["tolerances"].items()
     }
     return {**golden, "tolerances": tolerances}
@@ -247,7 +237,7 @@ class Reference:
 def _run_case(
     case: Case,
     reference: Reference,
-    session: Runner,
+    runner: Runner,
     bounds: Mapping[str, float],
     applied: Mapping[str, float],
     distribution: Mapping[str, Distribution],
@@ -259,7 +249,7 @@ def _run_case(
     for rows in case.batches:
         batch = join_rows(rows, task.signature, task.filling, case.padding_side)
         try:
-            outputs = session.run(names, batch.feeds)
+            outputs = runner.run(names, batch.feeds)
         except (RuntimeFailure, EngineError) as exc:
             raise VerificationError(
                 f"the graph fails on the case {case.name!r}",

@@ -36,7 +36,11 @@ def read_config(folder: Path) -> pb.ModelConfig | None:
         return parse_config(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError, text_format.ParseError) as exc:
+    except OSError as exc:
+        raise RepositoryError(
+            f"{path} cannot be read", got=exc.strerror or str(exc), remedy="check the disk and the permissions"
+        ) from exc
+    except (UnicodeDecodeError, text_format.ParseError) as exc:
         raise RepositoryError(
             f"{path} cannot be read",
             expected="a Triton model configuration",

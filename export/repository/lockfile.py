@@ -42,7 +42,7 @@ def hash_source(
 
     Args:
         directory: What their names are relative to; it is not recorded.
-        files: Which of the files below it; every one where None.
+        files: The files to hash; every one below it where None.
         on_progress: Called with the bytes read so far and those of all files.
 
     Raises:
@@ -110,7 +110,7 @@ def read_lock(path: Path) -> dict[str, Any]:
     """Return the lock in the file at `path`.
 
     Raises:
-        RepositoryError: It cannot be read, is no lock, or is one of another version of modelyard.
+        RepositoryError: It cannot be read, is not a lock, or is one of another version of modelyard.
     """
     try:
         lock: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def read_lock(path: Path) -> dict[str, Any]:
     if keys != _KEYS or lock["lock_version"] != _LOCK_VERSION:
         found = f"lock_version {lock['lock_version']}" if "lock_version" in keys else list_some(keys) or "none of it"
         raise RepositoryError(
-            f"{path} is no lock that this modelyard can read",
+            f"{path} is not a lock that this modelyard can read",
             expected=f"lock_version {_LOCK_VERSION} with {list_some(_KEYS - {'lock_version'})}",
             got=found,
             remedy="export again",

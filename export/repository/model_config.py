@@ -8,29 +8,18 @@ from collections.abc import Iterable, Mapping
 import torch
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines.tensorrt_plan import PLAN_BACKEND, configure_plan
-from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, ModelSignature, TensorSignature, TextSignature
-from .names import ModelNames
-
-PREPROCESS_BACKEND = "python_preprocess"
-POSTPROCESS_BACKEND = "python_postprocess"
-MODEL_BACKEND = "onnxruntime"
-
-# Rows in one execution. 32 rows keep the ONNX Runtime busy on every CPU and GPU; a request may bring as many itself.
-MAX_BATCH_SIZE = 32
+from ..engines import ONNXRUNTIME, Engine
+from ..engines.limits import MAX_BATCH_SIZE
+from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from .names import OWNER_PARAMETER, ModelNames
 
 # Requests that may wait in front of one step, eight full batches of one row each; beyond it the server answers 503 /
 # UNAVAILABLE at once. With four times as many, answers took five times as long and 70 MB instead of 18.
 MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 
-# The tokenizer runs in microseconds, so under load a short wait joins requests that arrive together; the model runs
-# in milliseconds, and while it does requests gather by themselves.
+# The step in front of the graph runs in microseconds, so under load a short wait joins requests that arrive together;
+# the model runs in milliseconds, and while it does requests gather by themselves.
 PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
-
-# Two single-threaded sessions answer more on two cores than one session with two threads, and long texts in one of
-# them do not hold up the other.
-MODEL_INSTANCES = 2
-INTRA_OP_THREADS = 1
 
 _TRITON_DTYPES = {
     torch.bool: pb.TYPE_BOOL,
@@ -46,8 +35,16 @@ _TRITON_DTYPES = {
 }
 
 
+def name_models(name: str, signature: ModelSignature) -> ModelNames:
+    """Return the names that a publication of a graph with this signature has."""
+    contract = signature.contract
+    if contract is None:
+        return ModelNames(name=name, is_ensemble=False)
+    return ModelNames(name=name, has_postprocess=contract.postprocess is not None)
+
+
 def build_configs(
-    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int], engine: str = MODEL_BACKEND
+    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int], engine: Engine = ONNXRUNTIME
 ) -> Mapping[str, pb.ModelConfig]:
     """Return model name → configuration, steps first, the ensemble last.
 
@@ -56,90 +53,83 @@ def build_configs(
         signature: Of the ONNX file.
         version: That the ensemble's steps are pinned to.
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
-        engine: What runs the graph, `onnxruntime` or `tensorrt`.
+        engine: What runs the model.
     """
     served = sorted(set(served))
-    if not isinstance(signature, TextSignature):
-        return {names.model: _build_model(names.model, signature, served, engine)}
-    configs = {
-        names.preprocess: _build_preprocess(names.preprocess, signature, served),
-        names.model: _build_model(names.model, signature, served, engine),
-    }
-    if signature.contract.has_postprocess:
-        configs[names.postprocess] = _build_postprocess(names.postprocess, signature, served)
-    return configs | {names.name: _build_ensemble(names, signature, version)}
+    configs = {names.model: _build_model(names.model, signature, served, engine)}
+    if (contract := signature.contract) is not None:
+        configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
+        if contract.postprocess is not None:
+            configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
+        configs[names.name] = _build_ensemble(names, signature, contract, version)
+    for config in configs.values():
+        config.parameters[OWNER_PARAMETER].string_value = names.name
+    return configs
 
 
-def _build_preprocess(name: str, signature: TextSignature, served: list[int]) -> pb.ModelConfig:
+def _build_preprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:
     return pb.ModelConfig(
         name=name,
-        backend=PREPROCESS_BACKEND,
+        backend=contract.preprocess,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
-        input=_text_inputs(signature),
-        output=[_output(tensor) for tensor in signature.inputs + signature.contract.carried],
+        input=[_input(tensor) for tensor in contract.inputs],
+        output=[_output(tensor) for tensor in signature.inputs + contract.carried],
         # tokenizers spreads one batch over all cores by itself.
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(PREPROCESS_QUEUE_DELAY_MICROSECONDS),
     )
 
 
-def _build_postprocess(name: str, signature: TextSignature, served: list[int]) -> pb.ModelConfig:
+def _build_postprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:
     return pb.ModelConfig(
         name=name,
-        backend=POSTPROCESS_BACKEND,
+        backend=contract.postprocess,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
-        input=[
-            *[_input(tensor) for tensor in signature.outputs + signature.contract.carried],
-            *_text_inputs(signature),
-        ],
-        output=[_output(tensor) for tensor in signature.contract.answers],
+        input=[_input(tensor) for tensor in signature.outputs + contract.carried + contract.inputs],
+        output=[_output(tensor) for tensor in contract.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(0),
     )
 
 
-def _build_model(name: str, signature: ModelSignature, served: list[int], engine: str) -> pb.ModelConfig:
+def _build_model(name: str, signature: ModelSignature, served: list[int], engine: Engine) -> pb.ModelConfig:
     config = pb.ModelConfig(
         name=name,
-        backend=MODEL_BACKEND,
+        backend=engine.backend,
         max_batch_size=MAX_BATCH_SIZE if signature.is_batched else 0,
-        default_model_filename="model.onnx",
+        default_model_filename=engine.model_file,
         version_policy=_serve(served),
         input=[_input(tensor) for tensor in signature.inputs],
         output=[_output(tensor) for tensor in signature.outputs],
-        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_AUTO, count=MODEL_INSTANCES)],
         model_warmup=_warmups(signature),
     )
     if signature.is_batched:
         config.dynamic_batching.CopyFrom(_batching(0))
-    config.parameters["intra_op_thread_count"].string_value = str(INTRA_OP_THREADS)
-    if engine == PLAN_BACKEND:
-        return configure_plan(config, MODEL_INSTANCES, dynamic=any(t.dynamic_axes for t in signature.inputs))
+    engine.configure(config)
     return config
 
 
-def _build_ensemble(names: ModelNames, signature: TextSignature, version: int) -> pb.ModelConfig:
-    contract = signature.contract
-    texts = {name: name for name in contract.texts}
-    answers = {tensor.name: tensor.name for tensor in contract.answers}
-    ids = {tensor.name: tensor.name for tensor in signature.inputs}
-    carried = {tensor.name: tensor.name for tensor in contract.carried}
+def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Contract, version: int) -> pb.ModelConfig:
+    asked, answered, carried = map(_same_names, (contract.inputs, contract.outputs, contract.carried))
+    inputs = _same_names(signature.inputs)
     # Without a postprocess step the graph's outputs are the answers, under the names that clients use.
-    inner = [tensor.name for tensor in (signature.outputs if contract.has_postprocess else contract.answers)]
-    outputs = {tensor.name: name for tensor, name in zip(signature.outputs, inner, strict=True)}
+    named = contract.outputs if contract.postprocess is None else signature.outputs
+    outputs = {tensor.name: other.name for tensor, other in zip(signature.outputs, named, strict=True)}
     steps = [
         pb.ModelEnsembling.Step(
-            model_name=names.preprocess, model_version=version, input_map=texts, output_map=ids | carried
+            model_name=names.preprocess, model_version=version, input_map=asked, output_map=inputs | carried
         ),
-        pb.ModelEnsembling.Step(model_name=names.model, model_version=version, input_map=ids, output_map=outputs),
+        pb.ModelEnsembling.Step(model_name=names.model, model_version=version, input_map=inputs, output_map=outputs),
     ]
-    if contract.has_postprocess:
-        inputs = outputs | carried | texts
+    if contract.postprocess is not None:
         steps.append(
             pb.ModelEnsembling.Step(
-                model_name=names.postprocess, model_version=version, input_map=inputs, output_map=answers
+                model_name=names.postprocess,
+                model_version=version,
+                input_map=outputs | carried | asked,
+                output_map=answered,
             )
         )
     return pb.ModelConfig(
@@ -147,8 +137,8 @@ def _build_ensemble(names: ModelNames, signature: TextSignature, version: int) -
         platform="ensemble",
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve([version]),
-        input=_text_inputs(signature),
-        output=[_output(tensor) for tensor in contract.answers],
+        input=[_input(tensor) for tensor in contract.inputs],
+        output=[_output(tensor) for tensor in contract.outputs],
         ensemble_scheduling=pb.ModelEnsembling(step=steps),
     )
 
@@ -167,8 +157,8 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
 
 
 def _warmups(signature: ModelSignature) -> list[pb.ModelWarmup]:
-    if isinstance(signature, TextSignature):
-        longest = signature.max_length
+    if SEQ_LEN in signature.longest:
+        longest = signature.longest[SEQ_LEN]
         return [
             _warmup("shortest, 1 tokens", {SEQ_LEN: 1}, signature),
             _warmup(f"longest, {longest} tokens", {SEQ_LEN: longest}, signature),
@@ -182,10 +172,7 @@ def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> 
     inputs = {
         tensor.name: pb.ModelWarmup.Input(
             data_type=_TRITON_DTYPES[tensor.dtype],
-            dims=[
-                dim if isinstance(dim, int) else sum(sizes.get(part, 1) for part in dim.split("+"))
-                for dim in tensor.dims[1:]
-            ],
+            dims=tensor.resolve_dims(dict.fromkeys(tensor.symbols, 1) | dict(sizes))[1:],
             zero_data=True,
         )
         for tensor in signature.inputs
@@ -193,8 +180,9 @@ def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> 
     return pb.ModelWarmup(name=label, batch_size=1, inputs=inputs)
 
 
-def _text_inputs(signature: TextSignature) -> list[pb.ModelInput]:
-    return [pb.ModelInput(name=name, data_type=pb.TYPE_STRING, dims=[1]) for name in signature.contract.texts]
+def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
+    """Return how an ensemble passes on tensors that bear one name in and around a step."""
+    return {tensor.name: tensor.name for tensor in tensors}
 
 
 def _input(tensor: TensorSignature) -> pb.ModelInput:

@@ -3,10 +3,19 @@
 import re
 from dataclasses import dataclass
 
+from ..artefacts import POSTPROCESS, PREPROCESS
 from ..errors import RepositoryError
 
 # What a path component, a metrics label and a URL can all bear.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+
+# A parameter of every configuration, which no backend reads: the public model that the folder belongs to.
+OWNER_PARAMETER = "modelyard_owner"
+
+_MODEL = "model"
+
+# What the names of an ensemble's steps end in.
+STEP_SUFFIXES = tuple(f"_{step}" for step in (PREPROCESS, _MODEL, POSTPROCESS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +32,24 @@ class ModelNames:
     is_ensemble: bool = True
     has_postprocess: bool = False
 
+    def step(self, step: str) -> str:
+        """Return the name of a step around the graph."""
+        return f"{self.name}_{step}"
+
     @property
     def preprocess(self) -> str:
-        """The step that makes token ids of texts."""
-        return f"{self.name}_preprocess"
+        """The step that makes the graph's inputs of what clients send."""
+        return self.step(PREPROCESS)
 
     @property
     def model(self) -> str:
         """What runs the ONNX file."""
-        return f"{self.name}_model" if self.is_ensemble else self.name
+        return self.step(_MODEL) if self.is_ensemble else self.name
 
     @property
     def postprocess(self) -> str:
         """The step that makes answers of the graph's outputs, where the task has one."""
-        return f"{self.name}_postprocess"
+        return self.step(POSTPROCESS)
 
     @property
     def all(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..artefacts import Artefacts
-from ..checkpoints import StateDict
+from ..checkpoints import StateDict, TensorSpec
 from ..errors import ModelError
-from ..request import TaskOptions
-from ..signature import BATCH, SEQ_LEN, TEXT, TEXT_PAIR, ModelSignature, TensorSignature
+from ..signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from .cases import Case, Outputs
 
 
@@ -26,11 +25,11 @@ class TaskSource:
 
     Attributes:
         directory: The checkpoint's folder.
-        config: Of the checkpoint, already as large as the vocabulary.
-        weights: In fp32.
-        tokenizer: With the added tokens; None for a model that reads no text, or a folder that holds none.
+        config: The checkpoint's configuration, already as large as the vocabulary.
+        weights: The checkpoint's tensors, in fp32.
+        tokenizer: The tokenizer with the added tokens; None for a model that reads no text, or a folder without one.
         max_length: The longest sequence that the model was made for, in tokens; 0 where nothing says.
-        options: Of the user.
+        options: Option of a task → the user's choice, or None.
         added_tokens: Tokens that the export adds, to be tried one by one.
     """
 
@@ -39,7 +38,7 @@ class TaskSource:
     weights: StateDict
     tokenizer: PreTrainedTokenizerBase | None
     max_length: int
-    options: TaskOptions
+    options: Mapping[str, Any]
     added_tokens: tuple[str, ...] = ()
 
 
@@ -47,18 +46,34 @@ class Task(ABC):
     """One way of serving a checkpoint, built and ready to be exported.
 
     Attributes:
+        name: Its name in the table of tasks.
         module: Tensors in the order of the signature in, the graph's outputs out. The source of truth.
-        signature: Of the module.
+        signature: Tensors of the module, and the contract around it.
         left_out: Names of the tensors that the checkpoint holds and the module has no place for.
         tolerances: Error → bound, which every case of the verification must keep in fp32.
+        tokenizer_use: Whether it can make use of a tokenizer, or cannot be served without one.
+        is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
     """
 
-    name: ClassVar[str]
     tolerances: ClassVar[Mapping[str, float]]
+    tokenizer_use: ClassVar[Literal["none", "optional", "required"]] = "none"
+    is_ensemble: ClassVar[bool] = False
 
+    name: str
     module: nn.Module
     signature: ModelSignature
     left_out: list[str]
+
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """Tell whether a checkpoint is for this task by more than the name of its architecture.
+
+        Args:
+            directory: Folder of the checkpoint.
+            config: Its configuration.
+            specs: Name → dtype and shape of its tensors.
+        """
+        return False
 
     @property
     @abstractmethod
@@ -72,13 +87,18 @@ class Task(ABC):
 
     @property
     def tried(self) -> str:
-        """How far the sizes go that are tried, for the summary, where that is not all that the model may take."""
+        """Largest sizes that are tried, for the summary; empty where the model takes no larger ones."""
         return ""
 
     @property
-    def settings(self) -> Mapping[str, Any] | None:
-        """What the postprocess step must know, or None where there is no such step."""
-        return None
+    def warnings(self) -> tuple[str, ...]:
+        """What was taken for granted and changes the answers if it is wrong, each a sentence with what to do."""
+        return ()
+
+    @property
+    def step_files(self) -> Mapping[str, Mapping[str, bytes]]:
+        """Step of the ensemble → what its version folder holds, by file name; no two steps hold files of one name."""
+        return {}
 
     @abstractmethod
     def build_cases(self) -> Iterator[Case]:
@@ -125,7 +145,7 @@ class HeadModule(nn.Module):
         """Return the logits, [batch, labels] or [batch, seq_len, labels], fp32.
 
         Args:
-            inputs: In the order of `input_names`.
+            inputs: The tensors, in the order of `input_names`.
         """
         logits: Tensor = self.model(**dict(zip(self.input_names, inputs, strict=True))).logits
         return logits
@@ -145,14 +165,9 @@ def build_inputs(
     names = tuple(name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted & made)
     if names[:2] != ("input_ids", "attention_mask"):
         raise ModelError(
-            f"{type(model).__name__} is no text encoder",
+            f"{type(model).__name__} is not a text encoder",
             expected="input_ids and attention_mask",
             got=", ".join(tokenizer.model_input_names),
             remedy="pass a text model",
         )
     return tuple(TensorSignature(name=name, dtype=torch.int64, dims=dims) for name in names)
-
-
-def name_texts(takes_pairs: bool) -> tuple[str, ...]:
-    """Return the names of the ensemble's inputs."""
-    return (TEXT, TEXT_PAIR) if takes_pairs else (TEXT,)

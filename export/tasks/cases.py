@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..signature import BATCH, WINDOWS, ModelSignature, TensorSignature
+from ..signature import BATCH, WINDOWS, ModelSignature, TensorSignature, split_dim
 
 Array = npt.NDArray[Any]
 
@@ -29,13 +29,13 @@ class Case:
     """Some rows, run as batches of `batch_size`, padded to the longest of each batch.
 
     Attributes:
-        name: For the report.
-        rows: What is asked.
+        name: Name of the case, for the report.
+        rows: Inputs of each row.
         batch_size: How many rows run at once.
-        padding_side: Where shorter rows are filled up.
+        padding_side: Side on which shorter rows are padded.
         padded_reference: Whether the module is given the padded batch as well. Otherwise it runs each row alone and
             without padding, so that neighbours and padding must change nothing.
-        is_real: Whether these are inputs such as users send, on which the quality of a lossy precision is judged.
+        is_real: Whether these are inputs that users might send, on which the quality of a lossy precision is judged.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Batch:
 
     Attributes:
         feeds: Input name → [rows, ...].
-        sizes: Of each row, by symbol.
+        sizes: Symbol → size, for each row.
         longest: The largest of these, which all rows now have.
         padding_side: Where the padding stands.
         is_bare: Whether this is one row of a graph without a batch dimension.
@@ -89,9 +89,9 @@ def join_rows(
 
     Args:
         rows: One or more.
-        signature: Of the graph.
+        signature: Tensors of the graph.
         filling: Input name → what stands in its padding, 0 where it is not named.
-        padding_side: Of every symbol but the windows, which are always filled up behind.
+        padding_side: Side for every symbol but the windows, which are always padded at the end.
     """
     if not signature.is_batched:
         (row,) = rows
@@ -113,10 +113,10 @@ def read_sizes(signature: ModelSignature, row: Row) -> dict[str, int]:
     """Return symbol → its size in `row`, for every symbol of the inputs but the batch."""
     first = int(signature.is_batched)
     return {
-        dim: size
+        symbols[0]: size
         for tensor in signature.inputs
         for dim, size in zip(tensor.dims[first:], row[tensor.name].shape, strict=True)
-        if isinstance(dim, str) and "+" not in dim
+        if len(symbols := split_dim(dim)) == 1
     }
 
 
@@ -128,9 +128,9 @@ def _place(
 
 
 def _slice(dim: str | int, sizes: Mapping[str, int], longest: Mapping[str, int], padding_side: Side) -> slice:
-    parts = dim.split("+") if isinstance(dim, str) else []
+    symbols = split_dim(dim)
     # A size that only the graph itself knows, such as the frames of a sound, is not padded by us.
-    if not parts or any(part not in sizes for part in parts):
+    if not symbols or any(symbol not in sizes for symbol in symbols):
         return slice(None)
-    own, whole = sum(sizes[part] for part in parts), sum(longest[part] for part in parts)
+    own, whole = sum(sizes[symbol] for symbol in symbols), sum(longest[symbol] for symbol in symbols)
     return slice(whole - own, None) if padding_side == "left" and dim != WINDOWS else slice(0, own)

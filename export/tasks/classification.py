@@ -1,6 +1,7 @@
 """text-classification, text-pair-classification and reward: a label, or a score, for a text or a pair of texts."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..checkpoints import TensorSpec
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
-from ..signature import BATCH, STRING, Contract, TensorSignature, TextSignature
+from ..signature import BATCH, STRING, TensorSignature
 from ..weights.torch_model import load_model
 from ..weights.transforms import SelectPrefix
-from .base import HeadModule, TaskSource, build_inputs, name_texts
+from .base import HeadModule, TaskSource, build_inputs
 from .encoding import Question
 from .text import Answer, TextTask
 
@@ -30,8 +33,6 @@ REWARD = "REWARD"
 class TextClassification(TextTask):
     """Labels and their scores, best first."""
 
-    name = "text-classification"
-
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         set_pad_token(self.tokenizer, source.config)
@@ -39,21 +40,16 @@ class TextClassification(TextTask):
         self.model = model
         self.labels = read_labels(source.config)
         self.function = choose_function(source.config)
-        self.top_k = min(source.options.top_k or len(self.labels), len(self.labels))
+        self.top_k = min(source.options.get("top_k") or len(self.labels), len(self.labels))
         inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         dims = (BATCH, self.top_k)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, len(self.labels))),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=name_texts(self.takes_pairs),
-                answers=(
-                    TensorSignature(name=LABEL, dtype=STRING, dims=dims),
-                    TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
-                ),
-                has_postprocess=True,
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, len(self.labels))),),
+            (
+                TensorSignature(name=LABEL, dtype=STRING, dims=dims),
+                TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
             ),
         )
         tokenizer: Any = self.tokenizer
@@ -65,8 +61,8 @@ class TextClassification(TextTask):
         return f"{len(self.labels)} labels, {self.function}, best {self.top_k}"
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """See `Task`."""
+    def postprocess(self) -> Mapping[str, Any]:
+        """See `TextTask`."""
         return {"answers": "labels", "labels": self.labels, "function": self.function, "top_k": self.top_k}
 
     def answer(self, question: Question) -> Answer:
@@ -78,23 +74,28 @@ class TextClassification(TextTask):
         )
         return {LABEL: [item["label"] for item in found[0]], SCORE: [item["score"] for item in found[0]]}
 
-    @property
-    def max_length(self) -> int:
-        """The longest sequence, in tokens."""
-        return self.signature.max_length
-
 
 class TextPairClassification(TextClassification):
     """The same for a pair of texts: entailment, duplicates, and the score of a cross-encoder."""
 
-    name = "text-pair-classification"
     takes_pairs = True
+
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """See `Task`. Sentence-Transformers records which models score pairs."""
+        recorded = read_json_if_any(directory / "config_sentence_transformers.json")
+        named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
+        keys = ("sentence_transformers", "sbert_ce_default_activation_function")
+        return named or any(getattr(config, key, None) for key in keys)
 
 
 class Reward(TextTask):
     """How good a text is, as a reward model scores it: one number without bounds."""
 
-    name = "reward"
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """See `Task`. DeepSpeed-Chat's models have a head of that name."""
+        return VALUE_HEAD in specs
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
@@ -110,13 +111,11 @@ class Reward(TextTask):
         module: nn.Module = ValueModule(model, head, names) if has_value_head else HeadModule(model, names)
         self.module = module.eval()
         dims = (BATCH, 1)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="reward_logits", dtype=torch.float32, dims=dims),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=name_texts(False), answers=(TensorSignature(name=REWARD, dtype=torch.float32, dims=dims),)
-            ),
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="reward_logits", dtype=torch.float32, dims=dims),),
+            (TensorSignature(name=REWARD, dtype=torch.float32, dims=dims),),
+            has_postprocess=False,
         )
 
     @property
@@ -208,7 +207,7 @@ def choose_function(config: PretrainedConfig) -> str:
 def _check_one_label(config: PretrainedConfig) -> None:
     if config.num_labels != 1:
         raise ModelError(
-            "the checkpoint is no reward model",
+            "the checkpoint is not a reward model",
             expected=f"one label, or the tensor {VALUE_HEAD}",
             got=f"{config.num_labels} labels",
             remedy="pass --task text-classification",

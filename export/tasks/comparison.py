@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,21 +30,62 @@ TENSOR_TOLERANCES = {"max_relative_error": 1e-4, "min_cosine": 0.99999}
 _HISTOGRAM_EDGES = np.arange(-12.0, 3.5, 0.5)
 
 
+def is_bounded_below(name: str) -> bool:
+    """Tell whether an error of that name is 1 where nothing is wrong, as a cosine or a share is; others are 0."""
+    return name.startswith("min_")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far an error may go: in which direction, its name tells, wherever it is recorded.
+
+    Attributes:
+        name: Name of the error, such as `max_abs_error` or `min_cosine`.
+        value: The worst that is allowed.
+    """
+
+    name: str
+    value: float
+
+    @property
+    def is_below(self) -> bool:
+        """Whether errors lie above it."""
+        return is_bounded_below(self.name)
+
+    def holds(self, error: float) -> bool:
+        """Tell whether an error keeps the bound; NaN does not."""
+        return error >= self.value if self.is_below else error <= self.value
+
+    def __str__(self) -> str:
+        sign = ">=" if self.is_below else "<="
+        return f"{self.name.replace('_', ' ')} {sign} {format_error(self.name, self.value)}"
+
+
+def choose_worse(name: str, first: float, second: float) -> float:
+    """Return the worse of two errors, or the wider of two bounds; NaN is worse than anything."""
+    if math.isnan(first) or math.isnan(second):
+        return math.nan
+    return min(first, second) if is_bounded_below(name) else max(first, second)
+
+
 def is_within(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> bool:
-    """Tell whether every error keeps its bound: `min_` from above, the others from below. NaN keeps none."""
-    return all(
-        errors[key] >= bound if key.startswith("min_") else errors[key] <= bound for key, bound in tolerances.items()
-    )
+    """Tell whether every error keeps its bound."""
+    return all(Bound(name, value).holds(errors[name]) for name, value in tolerances.items())
 
 
-def describe_errors(errors: Mapping[str, float], *, bounds: bool = False) -> str:
-    """Return errors in words, or with `bounds` what they may be, such as `max abs error <= 1e-05`."""
-    parts = []
-    for key, value in errors.items():
-        figure = f"{value:.7g}" if key.startswith("min_") else f"{value:.2g}"
-        sign = (" >= " if key.startswith("min_") else " <= ") if bounds else " "
-        parts.append(f"{key.replace('_', ' ')}{sign}{figure}")
-    return ", ".join(parts)
+def format_error(name: str, value: float) -> str:
+    """Return an error as people read it: what is nearly 1 with seven digits, what is nearly 0 with two."""
+    return f"{value:.7g}" if is_bounded_below(name) else f"{value:.2g}"
+
+
+def describe_errors(errors: Mapping[str, float]) -> str:
+    """Return errors in words, such as `max abs error 3e-07`."""
+    return ", ".join(f"{name.replace('_', ' ')} {format_error(name, value)}" for name, value in errors.items())
+
+
+def describe_bounds(tolerances: Mapping[str, float]) -> str:
+    """Return in words what errors may be, such as `max abs error <= 1e-05`."""
+    return ", ".join(str(Bound(name, value)) for name, value in tolerances.items())
 
 
 def compare_embeddings(expected: FloatArray, got: FloatArray) -> dict[str, float]:

@@ -24,8 +24,8 @@ class QuestionEncoder:
     """transformers' own tokenizer with the truncation that the server is to have.
 
     Args:
-        tokenizer: As the checkpoint came, with the added tokens.
-        max_length: In tokens, special tokens included.
+        tokenizer: The checkpoint's tokenizer, with the added tokens.
+        max_length: The longest sequence, in tokens, special tokens included.
         stride: Tokens that two windows of a long second text share; None truncates it instead.
     """
 
@@ -77,7 +77,7 @@ class QuestionEncoder:
         """Refuse a server tokenizer that makes other ids than transformers does.
 
         Raises:
-            VerificationError: Naming the first text on which they differ.
+            VerificationError: They differ; the first such text is named.
         """
         # Windows are padded to the longest of their text, as batches are: neither is what is compared.
         bare = Tokenizer.from_str(served.to_str())
@@ -89,7 +89,7 @@ class QuestionEncoder:
             got = [(window.ids, window.type_ids) for window in windows]
             if got != want:
                 raise VerificationError(
-                    f"the server's tokenizer reads {question.text[:40]!r} otherwise than transformers",
+                    f"the server's tokenizer reads {question.text[:40]!r} differently from transformers",
                     expected=f"ids {want[0][0][:12]}",
                     got=f"ids {got[0][0][:12]}",
                     remedy="save the tokenizer with the transformers release that the checkpoint was trained with",

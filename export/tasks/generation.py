@@ -1,4 +1,4 @@
-"""text-generation and text2text-generation: the scores of the next token, as whoever writes the text needs them."""
+"""text-generation and text2text-generation: the scores of the next token, for whatever writes the text."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,7 @@ _TEXTS = 16
 class GenerationTask(TensorTask):
     """Logits of a vocabulary at every token, which must prefer the same token."""
 
+    tokenizer_use = "optional"
     tolerances: ClassVar[Mapping[str, float]] = TENSOR_TOLERANCES | {
         "min_label_agreement": LOGIT_TOLERANCES["min_label_agreement"]
     }
@@ -45,8 +46,6 @@ class GenerationTask(TensorTask):
 
 class TextGeneration(GenerationTask):
     """A decoder: the whole text in, the logits at each of its tokens out."""
-
-    name = "text-generation"
 
     def __init__(self, source: TaskSource) -> None:
         self.model, self.left_out = load_model(source.config, source.weights, AutoModelForCausalLM)
@@ -82,8 +81,6 @@ class TextGenerationWithPast(TextGeneration):
 
     The first step has an empty past, every further one a single token.
     """
-
-    name = "text-generation-with-past"
 
     def _build(self, source: TaskSource) -> None:
         shapes = _find_cache_shapes(self.model)
@@ -127,8 +124,6 @@ class TextGenerationWithPast(TextGeneration):
 
 class Text2TextGeneration(GenerationTask):
     """An encoder and a decoder: a text and the beginning of another in, the logits at each token of that one out."""
-
-    name = "text2text-generation"
 
     def __init__(self, source: TaskSource) -> None:
         model, self.left_out = load_model(source.config, source.weights, AutoModelForSeq2SeqLM)

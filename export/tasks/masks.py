@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, FillMaskPipeline, PreTrainedModel
 
 from ..errors import ModelError
-from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
+from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
 from ..weights.torch_model import load_model
-from .base import TaskSource, build_inputs, name_texts
+from .base import TaskSource, build_inputs
 from .cases import Outputs
 from .classification import SCORE
 from .comparison import MAX_LOGIT_ERROR, compare_rankings
@@ -25,8 +25,6 @@ _DEFAULT_TOP_K = 5
 class FillMask(TextTask):
     """Tokens and their probabilities, best first, for every mask in the text."""
 
-    name = "fill-mask"
-
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         if self.tokenizer.mask_token_id is None:
@@ -37,27 +35,22 @@ class FillMask(TextTask):
                 remedy="pass another --task",
             )
         model, self.left_out = load_model(source.config, source.weights, AutoModelForMaskedLM)
-        self.top_k = min(source.options.top_k or _DEFAULT_TOP_K, source.config.vocab_size - 1)
+        self.top_k = min(source.options.get("top_k") or _DEFAULT_TOP_K, source.config.vocab_size - 1)
         inputs = build_inputs(self.tokenizer, model)
         # One more than is answered, so that the comparison sees whether the last one is tied with the next.
         ranks = self.top_k + 1
         names = tuple(tensor.name for tensor in inputs)
         self.module = MaskModule(model, names, self.tokenizer.mask_token_id, ranks).eval()
         dims = (BATCH, ANSWERS, self.top_k)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(
+        self.signature = self.build_signature(
+            inputs,
+            (
                 TensorSignature(name="top_log_probabilities", dtype=torch.float32, dims=(BATCH, SEQ_LEN, ranks)),
                 TensorSignature(name="top_token_ids", dtype=torch.int64, dims=(BATCH, SEQ_LEN, ranks)),
             ),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=name_texts(False),
-                answers=(
-                    TensorSignature(name=TOKEN, dtype=STRING, dims=dims),
-                    TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
-                ),
-                has_postprocess=True,
+            (
+                TensorSignature(name=TOKEN, dtype=STRING, dims=dims),
+                TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
             ),
         )
         tokenizer: Any = self.tokenizer
@@ -70,8 +63,8 @@ class FillMask(TextTask):
         return f"best {self.top_k} tokens for each {self.tokenizer.mask_token}"
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """See `Task`. The text of every token, as transformers decodes it alone."""
+    def postprocess(self) -> Mapping[str, Any]:
+        """See `TextTask`. The text of every token, as transformers decodes it alone."""
         rows = self._pipeline.model.config.vocab_size
         return {
             "answers": "masks",
@@ -93,7 +86,7 @@ class FillMask(TextTask):
 
     def answer(self, question: Question) -> Answer:
         """See `Task`."""
-        options = {"truncation": True, "max_length": self.signature.max_length}
+        options = {"truncation": True, "max_length": self.max_length}
         found: Any = self._pipeline(question.text, tokenizer_kwargs=options)
         # The pipeline leaves out the outer list where there is one mask.
         masks = [found] if isinstance(found[0], dict) else found
@@ -113,7 +106,7 @@ class FillMask(TextTask):
 class MaskModule(nn.Module):
     """A masked language model: the likeliest tokens at every mask.
 
-    Ranked inside the graph, for the scores of a whole vocabulary at every token are a thousand times the text.
+    They are ranked inside the graph: the scores of a whole vocabulary at every token are a thousand times the text.
     """
 
     def __init__(self, model: PreTrainedModel, input_names: tuple[str, ...], mask_id: int, ranks: int) -> None:
@@ -127,7 +120,7 @@ class MaskModule(nn.Module):
         """Return log-probabilities and ids, both [batch, seq_len, ranks], the ids -1 where there is no mask.
 
         Args:
-            inputs: In the order of `input_names`, each [batch, seq_len], int64.
+            inputs: Tensors in the order of `input_names`, each [batch, seq_len], int64.
         """
         named = dict(zip(self.input_names, inputs, strict=True))
         logits = self.model(**named).logits  # [batch, seq_len, vocabulary]

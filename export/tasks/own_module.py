@@ -32,12 +32,13 @@ from ..errors import ModelError, SettingsError, list_some
 from ..signature import BATCH, ModelSignature, TensorSignature
 from .cases import Outputs, Row, Side, join_rows
 from .comparison import TENSOR_TOLERANCES, compare_tensors, is_within
-from .tensors import KSERVE_DTYPES, SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
+from .golden import KSERVE_DTYPES
+from .tensors import SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
 
 # What the batch is called where rows depend on one another: an axis like any other, which Triton must not join.
 _ROWS = "rows"
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KSERVE_DTYPES}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KSERVE_DTYPES if isinstance(dtype, torch.dtype)}
 _PLAIN_VALUES = ("normal", "uniform", "mask", "zeros", "ones")
 _SPEC_KEYS = ("inputs", "outputs", "dims", "arguments", "samples")
 
@@ -47,10 +48,10 @@ class InputSpec:
     """What the file says.
 
     Attributes:
-        inputs: In the order in which the module's `forward` takes them.
+        inputs: Tensors in the order in which the module's `forward` takes them.
         outputs: Their names; keys of the result where that is a mapping.
         tensors: What the inputs may be.
-        arguments: Of the factory.
+        arguments: Keyword arguments of the factory.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -66,9 +67,8 @@ class FactoryTask(TensorTask):
         notes: What was found out about it that limits how it is served.
     """
 
-    name = "module"
-
     def __init__(self, module: nn.Module, spec: InputSpec) -> None:
+        self.name = "module"
         self.left_out: list[str] = []
         self.notes: list[str] = []
         self.tensors = spec.tensors
@@ -181,11 +181,12 @@ def build_factory_task(entry: str, spec_file: Path, weights: StateDict | None) -
 
     Args:
         entry: `package.module:function` or `file.py:function`.
-        spec_file: Of the inputs.
-        weights: Names and shapes exactly those of the module's state dict; None keeps what the function made.
+        spec_file: File that describes the inputs.
+        weights: Tensors with exactly the names and shapes of the module's state dict; None keeps those that the
+            function made.
 
     Raises:
-        SettingsError: The entry or the file means nothing.
+        SettingsError: The entry or the file cannot be used.
         ModelError: The function fails, the weights do not fit, or the module cannot be served.
     """
     spec = read_spec(spec_file)
@@ -196,7 +197,7 @@ def build_factory_task(entry: str, spec_file: Path, weights: StateDict | None) -
     except Exception as exc:
         raise ModelError(f"{entry} fails", expected="a torch.nn.Module", got=f"{type(exc).__name__}: {exc}") from exc
     if not isinstance(module, nn.Module):
-        raise ModelError(f"{entry} builds no module", expected="a torch.nn.Module", got=type(module).__name__)
+        raise ModelError(f"{entry} does not build a module", expected="a torch.nn.Module", got=type(module).__name__)
     if weights is not None:
         _load_weights(module, weights)
     try:
@@ -214,7 +215,7 @@ def read_spec(path: Path) -> InputSpec:
     """Return what a file says of inputs and outputs, checked.
 
     Raises:
-        SettingsError: It cannot be read, or holds something that means nothing.
+        SettingsError: It cannot be read, or holds something that cannot be used.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -231,9 +232,7 @@ def read_spec(path: Path) -> InputSpec:
     for name, given in content["inputs"].items():
         inputs.append(_read_input(path, name, given))
         rules[name] = _read_rule(path, name, given)
-    symbols = sorted(
-        {part for t in inputs for dim in t.dims if isinstance(dim, str) for part in dim.split("+")} - {BATCH}
-    )
+    symbols = sorted({symbol for tensor in inputs for symbol in tensor.symbols} - {BATCH})
     sizes = {symbol: _read_range(path, symbol, content.get("dims", {}).get(symbol, {})) for symbol in symbols}
     masks = [tensor for tensor in inputs if rules[tensor.name].kind == "mask"]
     padded = tuple(symbol for symbol in symbols if any(symbol in tensor.dims for tensor in masks))
@@ -253,7 +252,7 @@ def _read_input(path: Path, name: str, given: Any) -> TensorSignature:
     dims: list[Any] = shape if isinstance(shape, list) else [None]
     if not all(isinstance(dim, str) or (isinstance(dim, int) and dim > 0) for dim in dims):
         raise SettingsError(
-            f"the shape of {name} in {path} means nothing",
+            f"the shape of {name} in {path} is not valid",
             expected='a list of sizes and names, such as ["batch", "frames", 80]',
             got=repr(shape),
         )
@@ -274,7 +273,7 @@ def _read_rule(path: Path, name: str, given: Mapping[str, Any]) -> ValueRule:
         if kind in ("uniform", "integers") and isinstance(limits, list) and len(limits) == 2:
             return ValueRule(kind=kind, low=limits[0], high=limits[1], filling=filling)
     raise SettingsError(
-        f"the values of {name} in {path} mean nothing",
+        f"the values of {name} in {path} are not valid",
         expected=", ".join(_PLAIN_VALUES) + ', {"uniform": [low, high]} or {"integers": [low, below]}',
         got=json.dumps(values),
     )
@@ -284,7 +283,7 @@ def _read_range(path: Path, symbol: str, given: Any) -> SizeRange:
     known = {"min": "smallest", "max": "largest", "multiple_of": "multiple_of"}
     if not isinstance(given, dict) or set(given) - set(known) or not all(isinstance(v, int) for v in given.values()):
         raise SettingsError(
-            f"the range of {symbol} in {path} means nothing", expected="min, max and multiple_of", got=json.dumps(given)
+            f"the range of {symbol} in {path} is not valid", expected="min, max and multiple_of", got=json.dumps(given)
         )
     limits = SizeRange(**{known[key]: value for key, value in given.items()})
     if limits.smallest < 0 or limits.largest < limits.smallest or limits.multiple_of < 1:
@@ -316,7 +315,7 @@ def _import_function(entry: str) -> Callable[..., Any]:
     place, separator, name = entry.rpartition(":")
     if not separator or not place or not name:
         raise SettingsError(
-            "the factory means nothing", expected="package.module:function or file.py:function", got=entry
+            "the factory is not valid", expected="package.module:function or file.py:function", got=entry
         )
     try:
         if place.endswith(".py"):
@@ -368,7 +367,7 @@ def _check_finite(module: nn.Module) -> None:
     ]
     if broken:
         raise ModelError(
-            "the module holds values that are no numbers",
+            "the module holds values that are not numbers",
             expected="finite parameters and buffers",
             got=f"NaN or infinity in {list_some(broken)}",
             remedy="train again, or export an earlier checkpoint",

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
+from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
 
-from ..checkpoints import open_checkpoint
+from ..checkpoints import TensorSpec, open_checkpoint
+from ..checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_home, read_sentence_modules
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
-from ..json_file import read_json
-from ..signature import BATCH, TEXT, Contract, TensorSignature, TextSignature
+from ..signature import BATCH, TensorSignature
 from ..weights.torch_model import load_model
 from .base import TaskSource, build_inputs
 from .cases import Outputs
+from .classification import VALUE_HEAD
 from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from .encoding import Question
 from .text import Answer, TextTask
@@ -25,6 +27,8 @@ EMBEDDING = "EMBEDDING"
 
 # Sentence-Transformers, Pooling.py: `pooling_mode_*` → what it is called here.
 _POOLING_MODES = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+
+_UNRECORDED = f"default, because there is no {MODULES_FILE}"
 
 # Sentence-Transformers, Dense.py: the activations that its models are saved with.
 _ACTIVATIONS = {
@@ -39,17 +43,21 @@ _ACTIVATIONS = {
 class FeatureExtraction(TextTask):
     """One vector a text."""
 
-    name = "feature-extraction"
     tolerances = EMBEDDING_TOLERANCES
     golden_tolerances = EMBEDDING_TOLERANCES
+
+    @classmethod
+    def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
+        """See `Task`. Sentence-Transformers records what it pools with."""
+        return find_sentence_home(directory) is not None and VALUE_HEAD not in specs
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         self.pooling = read_pooling(source.directory)
-        options = source.options
-        if options.pooling is not None or options.normalize is not None:
-            self.pooling = override_pooling(self.pooling, options.pooling, options.normalize)
-        # Of an encoder and a decoder, such as T5, the encoder alone makes features of a text.
+        mode, normalize = source.options.get("pooling"), source.options.get("normalize")
+        if mode is not None or normalize is not None:
+            self.pooling = override_pooling(self.pooling, mode, normalize)
+        # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
         auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
         without = ("decoder.",) if is_half else ()
@@ -61,19 +69,28 @@ class FeatureExtraction(TextTask):
         ).eval()
         size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else source.config.hidden_size
         dims = (BATCH, size)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=(TEXT,), answers=(TensorSignature(name=EMBEDDING, dtype=torch.float32, dims=dims),)
-            ),
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
+            (TensorSignature(name=EMBEDDING, dtype=torch.float32, dims=dims),),
+            has_postprocess=False,
         )
 
     @property
     def description(self) -> str:
         """See `Task`."""
         return f"pooling {self.pooling}"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See `Task`."""
+        if not self.pooling.is_default:
+            return ()
+        return (
+            f"the pooling is a guess ({self.pooling}): the proof shows that such vectors are served, not that the "
+            "model was trained for them; say how it was with --pooling and --normalize or --no-normalize, or export "
+            f"the folder that Sentence-Transformers saved, with its {MODULES_FILE}.",
+        )
 
     def answer(self, question: Question) -> Answer:
         """See `Task`. transformers has no code for pooling, so this is the module without any padding."""
@@ -98,12 +115,14 @@ class PoolingSettings:
         normalize: Whether the vector is scaled to length 1.
         source: Where this was read, for the summary.
         dense: Folders of the linear layers between pooling and normalising, in their order.
+        is_default: Whether nothing recorded it and nobody asked for it.
     """
 
     mode: str
     normalize: bool
     source: str
     dense: tuple[Path, ...] = ()
+    is_default: bool = False
 
     def __str__(self) -> str:
         layers = f", {len(self.dense)} dense" if self.dense else ""
@@ -134,7 +153,7 @@ class SentenceEmbedding(nn.Module):
         """Return the embedding, [batch, hidden], fp32.
 
         Args:
-            inputs: In the order of `input_names`, each [batch, seq_len], int64.
+            inputs: Tensors in the order of `input_names`, each [batch, seq_len], int64.
         """
         named = dict(zip(self.input_names, inputs, strict=True))
         hidden_states = self.model(**named).last_hidden_state  # [batch, seq_len, hidden]
@@ -158,23 +177,23 @@ def read_pooling(directory: Path) -> PoolingSettings:
     Raises:
         ModelError: A module or a pooling mode is recorded that is not exported.
     """
-    modules: Any = read_json(directory / "modules.json")
+    modules = read_sentence_modules(directory)
     if modules is None:
-        return PoolingSettings(mode="mean", normalize=True, source="default, for there is no modules.json")
-    kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+        return PoolingSettings(mode="mean", normalize=True, source=_UNRECORDED, is_default=True)
+    kinds = [module.kind for module in modules]
     rest = kinds[2:]
-    dense = [module for module, kind in zip(modules, kinds, strict=True) if kind == "Dense"]
+    dense = [module.folder for module in modules if module.kind == "Dense"]
     if kinds[:2] != ["Transformer", "Pooling"] or rest not in (
         ["Dense"] * len(dense),
         ["Dense"] * len(dense) + ["Normalize"],
     ):
         raise ModelError(
-            f"{directory / 'modules.json'} describes a model that is not exported",
+            f"{directory / MODULES_FILE} describes a model that is not exported",
             expected="Transformer, Pooling, any number of Dense and at most one Normalize, in this order",
             got=", ".join(kinds),
             remedy="export a checkpoint made of these modules",
         )
-    settings: Any = read_json(directory / modules[1]["path"] / "config.json") or {}
+    settings: Any = read_json_if_any(modules[1].folder / "config.json") or {}
     modes = [
         key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on
     ]
@@ -188,18 +207,19 @@ def read_pooling(directory: Path) -> PoolingSettings:
     return PoolingSettings(
         mode=_POOLING_MODES[modes[0]],
         normalize="Normalize" in kinds,
-        source="modules.json",
-        dense=tuple(directory / module["path"] for module in dense),
+        source=MODULES_FILE,
+        dense=tuple(dense),
     )
 
 
 def override_pooling(recorded: PoolingSettings, mode: str | None, normalize: bool | None) -> PoolingSettings:
-    """Return the recorded settings with what the user asked for instead."""
+    """Return the recorded settings with the user's choices in their place."""
     return replace(
         recorded,
         mode=mode or recorded.mode,
         normalize=recorded.normalize if normalize is None else normalize,
         source="as asked for",
+        is_default=False,
     )
 
 
@@ -210,7 +230,7 @@ def load_dense(directory: Path) -> nn.Sequential:
         CheckpointError: Its weights cannot be read.
         ModelError: Its activation is not known, or its weights have another shape than its configuration says.
     """
-    settings: Any = read_json(directory / "config.json") or {}
+    settings: Any = read_json_if_any(directory / "config.json") or {}
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
     if activation not in _ACTIVATIONS:
         raise ModelError(

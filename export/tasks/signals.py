@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..json_file import read_json
+from ..checkpoints.storage.paths import read_json_if_any
 from ..signature import BATCH, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
 from .base import HeadModule, TaskSource
@@ -68,7 +68,6 @@ class SignalTask(TensorTask):
 class ImageClassification(SignalTask):
     """Logits of an image."""
 
-    name = "image-classification"
     auto_class = AutoModelForImageClassification
     output = "logits"
 
@@ -76,7 +75,6 @@ class ImageClassification(SignalTask):
 class ImageFeatureExtraction(SignalTask):
     """The last hidden states of an image."""
 
-    name = "image-feature-extraction"
     auto_class = AutoModel
     output = "last_hidden_state"
 
@@ -84,7 +82,6 @@ class ImageFeatureExtraction(SignalTask):
 class AudioClassification(SignalTask):
     """Logits of a sound."""
 
-    name = "audio-classification"
     auto_class = AutoModelForAudioClassification
     output = "logits"
 
@@ -92,7 +89,6 @@ class AudioClassification(SignalTask):
 class SpeechRecognition(SignalTask):
     """Logits of the characters at each frame of a sound, for connectionist temporal classification."""
 
-    name = "automatic-speech-recognition"
     auto_class = AutoModelForCTC
     output = "logits"
 
@@ -100,7 +96,6 @@ class SpeechRecognition(SignalTask):
 class AudioFeatureExtraction(SignalTask):
     """The last hidden states of a sound; of an encoder-decoder those of its encoder."""
 
-    name = "audio-feature-extraction"
     auto_class = AutoModel
     output = "last_hidden_state"
 
@@ -132,7 +127,7 @@ def read_signal_dims(directory: Path, config: PretrainedConfig) -> tuple[str | i
         return (BATCH, config.max_length, config.num_mel_bins)
     if hasattr(config, "conv_dim") and hasattr(config, "conv_stride"):
         return (BATCH, SAMPLES)
-    recorded: Any = read_json(directory / "preprocessor_config.json") or {}
+    recorded: Any = read_json_if_any(directory / "preprocessor_config.json") or {}
     sizes = (getattr(config, "image_size", None), recorded.get("crop_size"), recorded.get("size"))
     height, width = next((found for found in map(_read_size, sizes) if found), (_DEFAULT_IMAGE_SIZE,) * 2)
     return (BATCH, getattr(config, "num_channels", 3), height, width)

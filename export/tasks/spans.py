@@ -10,9 +10,9 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from transformers.pipelines.document_question_answering import select_starts_ends
 
 from ..errors import ModelError
-from ..signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, TensorSignature, TextSignature
+from ..signature import BATCH, SEQ_LEN, STRING, WINDOWS, TensorSignature
 from ..weights.torch_model import load_model
-from .base import TaskSource, build_inputs, name_texts
+from .base import TaskSource, build_inputs
 from .cases import Outputs
 from .classification import SCORE
 from .comparison import MAX_LOGIT_ERROR, compare_logits
@@ -31,7 +31,6 @@ _MAX_ANSWER_TOKENS = 15
 class QuestionAnswering(TextTask):
     """Spans of the context, best first. A context beyond one window is read in several that overlap."""
 
-    name = "question-answering"
     takes_pairs = True
 
     def __init__(self, source: TaskSource) -> None:
@@ -44,29 +43,24 @@ class QuestionAnswering(TextTask):
                 remedy="set padding_side in tokenizer_config.json if the model was trained so",
             )
         model, self.left_out = load_model(source.config, source.weights, AutoModelForQuestionAnswering)
-        self.top_k = source.options.top_k or 1
-        window = min(source.max_length, _MAX_WINDOW)
-        self.stride = min(window // 2, _MAX_STRIDE)
+        self.top_k = source.options.get("top_k") or 1
+        self.max_length = min(source.max_length, _MAX_WINDOW)
+        self.stride = min(self.max_length // 2, _MAX_STRIDE)
         inputs = build_inputs(self.tokenizer, model, (BATCH, WINDOWS, SEQ_LEN))
         self.module = SpanModule(model, tuple(tensor.name for tensor in inputs)).eval()
         answers = [(ANSWER, STRING), (SCORE, torch.float32), (START, torch.int64), (END, torch.int64)]
         places = (BATCH, WINDOWS, SEQ_LEN, 2)
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="span_logits", dtype=torch.float32, dims=places),),
-            max_length=window,
-            contract=Contract(
-                texts=name_texts(True),
-                answers=tuple(TensorSignature(name=n, dtype=d, dims=(BATCH, self.top_k)) for n, d in answers),  # type: ignore[arg-type]
-                carried=(TensorSignature(name="answer_spans", dtype=torch.int64, dims=places),),
-                has_postprocess=True,
-            ),
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="span_logits", dtype=torch.float32, dims=places),),
+            tuple(TensorSignature(name=n, dtype=d, dims=(BATCH, self.top_k)) for n, d in answers),  # type: ignore[arg-type]
+            carried=(TensorSignature(name="answer_spans", dtype=torch.int64, dims=places),),
         )
 
     @property
     def encoder(self) -> QuestionEncoder:
         """See `Task`."""
-        return QuestionEncoder(self.tokenizer, self.signature.max_length, self.stride)
+        return QuestionEncoder(self.tokenizer, self.max_length, self.stride)
 
     @property
     def description(self) -> str:
@@ -74,8 +68,8 @@ class QuestionAnswering(TextTask):
         return f"spans of at most {_MAX_ANSWER_TOKENS} tokens, best {self.top_k}, windows overlap by {self.stride}"
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """See `Task`."""
+    def postprocess(self) -> Mapping[str, Any]:
+        """See `TextTask`."""
         return {
             "answers": "spans",
             "top_k": self.top_k,
@@ -84,7 +78,7 @@ class QuestionAnswering(TextTask):
         }
 
     def build_questions(self, texts: Sequence[str]) -> list[Question]:
-        """See `Task`. Questions are short, for a question is never truncated; the last context needs windows."""
+        """See `Task`. Questions are short, because a question is never truncated; the last context needs windows."""
         contexts = [*texts[1:], " ".join([*texts] * 4)]
         return [Question(text=text[:20], pair=context) for text, context in zip(texts, contexts, strict=True)]
 
@@ -101,7 +95,7 @@ class QuestionAnswering(TextTask):
             question.text,
             question.pair,
             truncation="only_second",
-            max_length=self.signature.max_length,
+            max_length=self.max_length,
             stride=self.stride,
             return_overflowing_tokens=True,
         )
@@ -119,7 +113,7 @@ class QuestionAnswering(TextTask):
                 logits[None, :, 1],
                 np.array(outside),
                 np.array([encoding.attention_mask]),
-                # Some of them fall together when they are widened to whole words.
+                # Some of them coincide when they are widened to whole words.
                 top_k=self.top_k * 2 + 10,
                 max_answer_len=_MAX_ANSWER_TOKENS,
             )
@@ -156,7 +150,7 @@ class SpanModule(nn.Module):
         """Return the logits of a token being the first and the last one, [batch, windows, seq_len, 2], fp32.
 
         Args:
-            inputs: In the order of `input_names`, each [batch, windows, seq_len], int64.
+            inputs: Tensors in the order of `input_names`, each [batch, windows, seq_len], int64.
         """
         batch, windows, seq_len = inputs[0].shape
         named = {

@@ -13,6 +13,7 @@ from ..signature import BATCH, ModelSignature, TensorSignature
 from .base import Task
 from .cases import SIZES, Case, Outputs, Row, Side, join_rows
 from .comparison import TENSOR_TOLERANCES, compare_tensors
+from .golden import build_sample
 
 # Sizes that are traced: distinct, and none of them 1, which may be taken for a constant.
 _EXAMPLE_BATCH = 2
@@ -32,10 +33,10 @@ class ValueRule:
     Attributes:
         kind: `normal` of mean 0 and deviation 1; `uniform` from `low` to `high`; `integers` from `low` up to below
             `high`; `mask`, ones for what is there; `zeros` and `ones`.
-        low: Of uniform values and integers.
-        high: Of uniform values and integers.
+        low: Lower end of uniform values and integers.
+        high: Upper end of uniform values and integers.
         filling: What stands in padding.
-        hidden: Of a mask: the symbol of the places at its beginning, of which some are 0.
+        hidden: For a mask, the symbol of the places at its beginning, some of which are 0.
     """
 
     kind: Literal["normal", "uniform", "integers", "mask", "zeros", "ones"] = "normal"
@@ -65,7 +66,7 @@ class SizeRange:
     Attributes:
         smallest: At least this.
         largest: At most this.
-        multiple_of: And a multiple of this.
+        multiple_of: Only multiples of this.
     """
 
     smallest: int = 1
@@ -96,7 +97,7 @@ class Tensors:
         rules: Input name → how its values are made up.
         sizes: Symbol → its range, for every symbol but the batch and sums.
         padded: Symbols that rows of one batch may differ in, since a mask tells what is padding. Others may not.
-        counts_from_left: Whether padding on the left moves the positions, so that a row comes out otherwise than alone.
+        counts_from_left: Whether padding on the left moves the positions, so that a row comes out unlike alone.
         samples: Real rows, to be tried as well.
     """
 
@@ -190,16 +191,15 @@ class TensorTask(Task):
             yield Case(name=name, rows=rows, batch_size=len(rows), padding_side=side, padded_reference=moved)
 
     def build_golden(self) -> dict[str, Any]:
-        """See `Task`. One row, as a KServe v2 request holds it, and the outputs."""
+        """See `Task`. One row, and what the module makes of it."""
         example = self.build_example()
         row = [tensor[:1] if self.signature.is_batched else tensor for tensor in example]
         with torch.no_grad():
             outputs = self.module(*row)
         several = outputs if isinstance(outputs, tuple) else (outputs,)
-        sample = {
-            "inputs": [_to_json(t, value) for t, value in zip(self.signature.inputs, row, strict=True)],
-            "outputs": [_to_json(t, value) for t, value in zip(self.signature.outputs, several, strict=True)],
-        }
+        asked = {tensor.name: value for tensor, value in zip(self.signature.inputs, row, strict=True)}
+        answered = {tensor.name: value for tensor, value in zip(self.signature.outputs, several, strict=True)}
+        sample = build_sample(self.signature, asked, answered)
         return {"tolerances": dict(self.tolerances), "samples": [sample]}
 
     def _make_row(self, sizes: Mapping[str, int], random: np.random.Generator) -> Row:
@@ -231,7 +231,7 @@ def infer_outputs(
     """Return the signature of what `module` returns, by running it at two sets of sizes.
 
     An axis that has the same size in both is a number; one that is as large as a symbol of the inputs, or as two of
-    them together, bears that symbol; any other gets one of its own.
+    them together, gets that symbol; any other gets one of its own.
 
     Raises:
         ModelError: It returns another number of tensors than `names`, or no tensors.
@@ -279,26 +279,3 @@ def infer_outputs(
 
 def _have_one_shape(rows: Sequence[Row]) -> bool:
     return len({tuple(array.shape for array in row.values()) for row in rows}) == 1
-
-
-# torch's dtype → what KServe v2 calls it.
-KSERVE_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "UINT8",
-    torch.int8: "INT8",
-    torch.int16: "INT16",
-    torch.int32: "INT32",
-    torch.int64: "INT64",
-    torch.float16: "FP16",
-    torch.float32: "FP32",
-    torch.float64: "FP64",
-}
-
-
-def _to_json(tensor: TensorSignature, value: Tensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "datatype": KSERVE_DTYPES[tensor.torch_dtype],
-        "shape": list(value.shape),
-        "data": value.reshape(-1).tolist(),
-    }

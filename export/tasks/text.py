@@ -1,5 +1,6 @@
 """Tasks that an ensemble serves: texts in, answers out, a tokenizer in front."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -10,12 +11,31 @@ import torch
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..artefacts import Artefacts
-from ..signature import BATCH, SEQ_LEN, TEXT, WINDOWS, TextSignature
+from ..artefacts import POSTPROCESS, PREPROCESS, Artefacts
+from ..signature import (
+    BATCH,
+    SEQ_LEN,
+    STRING,
+    WINDOWS,
+    Contract,
+    ModelSignature,
+    TensorSignature,
+)
 from .base import Task, TaskSource
 from .cases import SIZES, Case, Outputs, Row, Side
 from .comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
 from .encoding import Question, QuestionEncoder, TokenRow
+from .golden import build_sample
+
+# What clients send; inside the ensemble the graph's own names are used.
+TEXT = "TEXT"
+TEXT_PAIR = "TEXT_PAIR"
+
+# The folders of `backends/` that run the steps, and the file that each of them reads.
+PREPROCESS_BACKEND = "python_preprocess"
+POSTPROCESS_BACKEND = "python_postprocess"
+TOKENIZER_FILE = "tokenizer.json"
+POSTPROCESS_FILE = "postprocess.json"
 
 # Output name → the values that one question is answered with, as the ensemble gives them.
 Answer = Mapping[str, list[Any]]
@@ -38,20 +58,24 @@ class TextTask(Task):
 
     Attributes:
         golden_tolerances: Error → bound for what the ensemble answers.
-        tokenizer: The checkpoint's own, with the added tokens.
+        signature: Tensors of the module, with a contract.
+        tokenizer: The checkpoint's own tokenizer, with the added tokens.
+        max_length: The longest sequence that is made of a text, in tokens, special tokens included.
     """
 
     takes_pairs: ClassVar[bool] = False
+    tokenizer_use = "required"
+    is_ensemble = True
     tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
     golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
 
-    signature: TextSignature
+    signature: ModelSignature
 
     def __init__(self, source: TaskSource) -> None:
         assert source.tokenizer is not None, "Bug: a task about texts without a tokenizer"
         self.tokenizer: PreTrainedTokenizerBase = source.tokenizer
         # What transformers' own pipelines truncate to.
-        self.tokenizer.model_max_length = source.max_length
+        self.max_length = self.tokenizer.model_max_length = source.max_length
         self.added_tokens = source.added_tokens
 
     @property
@@ -60,9 +84,62 @@ class TextTask(Task):
         return {"input_ids": self.tokenizer.pad_token_id or 0}
 
     @property
+    def contract(self) -> Contract:
+        """What clients see, which every task about texts has."""
+        assert self.signature.contract is not None, "Bug: a task about texts without an ensemble"
+        return self.signature.contract
+
+    @property
     def encoder(self) -> QuestionEncoder:
         """Makes token ids of questions, as the checkpoint's own tokenizer does."""
-        return QuestionEncoder(self.tokenizer, self.signature.max_length)
+        return QuestionEncoder(self.tokenizer, self.max_length)
+
+    @property
+    def postprocess(self) -> Mapping[str, Any] | None:
+        """What `postprocess.json` tells the step behind the graph; None where there is no such step."""
+        return None
+
+    @property
+    def step_files(self) -> Mapping[str, Mapping[str, bytes]]:
+        """See `Task`."""
+        tokenizer = self.encoder.build_server_tokenizer().to_str(pretty=True)
+        files = {PREPROCESS: {TOKENIZER_FILE: tokenizer.encode()}}
+        if self.postprocess is not None:
+            text = json.dumps(self.postprocess, ensure_ascii=False) + "\n"
+            files[POSTPROCESS] = {POSTPROCESS_FILE: text.encode()}
+        return files
+
+    def build_signature(
+        self,
+        inputs: tuple[TensorSignature, ...],
+        outputs: tuple[TensorSignature, ...],
+        answers: tuple[TensorSignature, ...],
+        *,
+        carried: tuple[TensorSignature, ...] = (),
+        has_postprocess: bool = True,
+    ) -> ModelSignature:
+        """Return the signature of the module and of the ensemble around it.
+
+        Args:
+            inputs: Of the module.
+            outputs: Of the module.
+            answers: What clients get.
+            carried: Tensors of the tokenizer that only the postprocess step takes.
+            has_postprocess: Whether the answers are made of the outputs by `postprocess`, not equal to them.
+        """
+        names = (TEXT, TEXT_PAIR) if self.takes_pairs else (TEXT,)
+        return ModelSignature(
+            inputs=inputs,
+            outputs=outputs,
+            longest={SEQ_LEN: self.max_length},
+            contract=Contract(
+                inputs=tuple(TensorSignature(name=name, dtype=STRING, dims=(BATCH, 1)) for name in names),
+                outputs=answers,
+                preprocess=PREPROCESS_BACKEND,
+                postprocess=POSTPROCESS_BACKEND if has_postprocess else None,
+                carried=carried,
+            ),
+        )
 
     def build_questions(self, texts: Sequence[str]) -> list[Question]:
         """Return a question for each of `texts`, such as this task is asked."""
@@ -84,33 +161,23 @@ class TextTask(Task):
     def check_files(self, files: Artefacts) -> int:
         """See `Task`."""
         questions = self._build_all_questions()
-        self.encoder.check_agrees(Tokenizer.from_file(str(files.tokenizer)), questions)
+        self.encoder.check_agrees(Tokenizer.from_file(str(files.find(TOKENIZER_FILE))), questions)
         return len(questions)
 
     def build_golden(self) -> dict[str, Any]:
-        """See `Task`. In the names that clients use, answers to the first questions and the last two.
+        """See `Task`. Answers to the first questions and the last two.
 
         A server asks the first one when it starts; an answer of nothing but zeros would prove little, so one with
         numbers stands first.
         """
-        questions = self._build_all_questions()
-        output = next(tensor.name for tensor in self.signature.contract.answers if tensor.dtype == torch.float32)
-        samples = []
+        questions, answers = self._build_all_questions(), []
         for question in [*questions[: _GOLDEN_TEXTS - 2], *questions[-2:]]:
-            answer = dict(self.answer(question))
-            sample: dict[str, Any] = {"text": question.text}
-            sample["expected"] = [float(value) for value in answer.pop(output)]
-            if question.pair is not None:
-                sample["pair"] = question.pair
-            if answer:
-                sample["others"] = answer
-            samples.append(sample)
-        return {
-            "input": TEXT,
-            "output": output,
-            "tolerances": dict(self.golden_tolerances),
-            "samples": sorted(samples, key=lambda sample: not any(sample["expected"])),
-        }
+            asked = {TEXT: question.text, TEXT_PAIR: question.pair}
+            answers.append((asked, self.answer(question)))
+        scores = next(tensor.name for tensor in self.contract.outputs if tensor.dtype == torch.float32)
+        answers.sort(key=lambda answer: not any(answer[1][scores]))
+        samples = [build_sample(self.contract, *answer) for answer in answers]
+        return {"tolerances": dict(self.golden_tolerances), "samples": samples}
 
     def build_cases(self) -> Iterator[Case]:
         """See `Task`. Real texts, then ids that no text has, at every length and on both sides of the padding."""
@@ -161,8 +228,8 @@ class TextTask(Task):
     def _build_random_cases(self, ids: Sequence[int], side: Side, other: Side) -> Iterator[Case]:
         """Yield ids in no order of any text, of which a model knows less what to expect.
 
-        Where padding stands on the other side than the tokenizer's, positions that are counted from the left move: a
-        row alone is then no reference, and the module is given the padded batch itself.
+        Where padding stands on the side that is not the tokenizer's, positions that are counted from the left move: a
+            row alone is then no reference, and the module is given the padded batch itself.
         """
         for seed in _SEEDS:
             shuffled = np.random.default_rng(seed).permutation(np.array(ids)).tolist()
@@ -181,7 +248,7 @@ class TextTask(Task):
 
     def _build_flows(self, ids: Sequence[int]) -> dict[int, Row]:
         """Return length in tokens → a row of that length, cut from `ids`, that ends as the tokenizer ends a text."""
-        longest = self.signature.max_length
+        longest = self.max_length
         flow = list(ids) * -(-longest // len(ids))
         lengths = sorted({length for length in SIZES if length < longest} | {longest})
         return {length: self._to_row([self._build_window(flow[:length])]) for length in lengths}

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForTokenClassification, TokenClassificationPipeline
 
-from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, Contract, TensorSignature, TextSignature
+from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
 from ..weights.torch_model import load_model
-from .base import HeadModule, TaskSource, build_inputs, name_texts
+from .base import HeadModule, TaskSource, build_inputs
 from .classification import LABEL, SCORE, read_labels
 from .encoding import Question
 from .text import Answer, TextTask
@@ -19,35 +19,28 @@ END = "END"
 # What transformers' pipeline calls aggregation strategies.
 DEFAULT_AGGREGATION = "simple"
 
-# The label of everything that is no entity, which no answer holds.
+# The label of everything that is not an entity; no answer holds it.
 _IGNORED_LABELS = ["O"]
 
 
 class TokenClassification(TextTask):
     """Entities of a text: label, score, first character and the one behind the last."""
 
-    name = "token-classification"
-
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         model, self.left_out = load_model(source.config, source.weights, AutoModelForTokenClassification)
         self.labels = read_labels(source.config)
-        self.aggregation = source.options.aggregation or DEFAULT_AGGREGATION
+        self.aggregation = source.options.get("aggregation") or DEFAULT_AGGREGATION
         inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         answers = [(LABEL, STRING), (SCORE, torch.float32), (START, torch.int64), (END, torch.int64)]
-        self.signature = TextSignature(
-            inputs=inputs,
-            outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, SEQ_LEN, len(self.labels))),),
-            max_length=source.max_length,
-            contract=Contract(
-                texts=name_texts(False),
-                answers=tuple(TensorSignature(name=n, dtype=d, dims=(BATCH, ANSWERS)) for n, d in answers),  # type: ignore[arg-type]
-                carried=(
-                    TensorSignature(name="token_spans", dtype=torch.int64, dims=(BATCH, SEQ_LEN, 2)),
-                    TensorSignature(name="continues_word", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),
-                ),
-                has_postprocess=True,
+        self.signature = self.build_signature(
+            inputs,
+            (TensorSignature(name="logits", dtype=torch.float32, dims=(BATCH, SEQ_LEN, len(self.labels))),),
+            tuple(TensorSignature(name=n, dtype=d, dims=(BATCH, ANSWERS)) for n, d in answers),  # type: ignore[arg-type]
+            carried=(
+                TensorSignature(name="token_spans", dtype=torch.int64, dims=(BATCH, SEQ_LEN, 2)),
+                TensorSignature(name="continues_word", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),
             ),
         )
         tokenizer: Any = self.tokenizer
@@ -64,8 +57,8 @@ class TokenClassification(TextTask):
         return f"{len(self.labels)} labels, aggregation {self.aggregation}"
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """See `Task`."""
+    def postprocess(self) -> Mapping[str, Any]:
+        """See `TextTask`."""
         return {
             "answers": "entities",
             "labels": self.labels,

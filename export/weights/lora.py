@@ -15,9 +15,9 @@ from torch import Tensor
 from ..checkpoints import StateDict, TensorSpec
 from ..checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from ..checkpoints.pickles.torch_zip import open_torch_zip
+from ..checkpoints.storage.paths import read_json_if_any
 from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import AdapterError, list_some
-from ..json_file import read_json
 
 # Initialisations that change the base weights as well, so that the adapter belongs to none that is on disk.
 _CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
@@ -41,12 +41,12 @@ class LowRankUpdate:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight."""
+        """Shape of the weight."""
         rows, columns = self.left.shape[0], self.right.shape[1]
         return (columns, rows) if self.is_transposed else (rows, columns)
 
     def apply(self, weight: Tensor) -> Tensor:
-        """Return `weight` with the update, computed in the order in which peft does, so that every bit is its."""
+        """Return `weight` with the update, computed in peft's order, so that it is equal to the bit."""
         product = self.left @ self.right
         return weight + (product.T if self.is_transposed else product) * self.scaling
 
@@ -58,7 +58,7 @@ class MergeUpdates:
     Attributes:
         source: The state dict to change, in fp32.
         updates: Tensor name → what is added, in this order.
-        replaced: Tensor name → what stands there instead, or anew.
+        replaced: Tensor name → the tensor that stands there instead, or is added.
     """
 
     source: StateDict
@@ -106,8 +106,8 @@ def merge_adapters(
     """Return `weights` with every adapter merged: those inside the checkpoint, then those in folders of their own.
 
     Args:
-        weights: In fp32.
-        directory: Of the checkpoint, where the settings of an adapter inside it lie.
+        weights: The checkpoint's tensors, in fp32.
+        directory: The checkpoint's folder, where the settings of an adapter inside it lie.
         adapters: Folders as peft saves them, merged one after another as its `merge_and_unload` does.
         chat_scaling: DeepSpeed-Chat's `lora_scaling`, which it does not save.
 
@@ -119,7 +119,7 @@ def merge_adapters(
         weights = _merge_chat_lora(weights, chat_scaling)
     elif chat_scaling is not None:
         raise AdapterError(
-            "there is nothing that --lora-scaling could scale",
+            "--lora-scaling has nothing to scale",
             expected="tensors that end in lora_right_weight",
             got="none",
             remedy="leave it out",
@@ -218,7 +218,7 @@ def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor])
         is_bias = settings.get("bias", "none") != "none" and local.endswith(".bias")
         if not is_saved and not is_bias:
             raise AdapterError(
-                f"{local} in {folder} is of no kind that is merged",
+                f"{local} in {folder} is of a kind that is not merged",
                 expected="factors lora_A and lora_B, or one of modules_to_save",
                 got=f"modules_to_save {list_some(allowed) or 'of none'}",
                 remedy="merge it with peft and export the result",
@@ -231,9 +231,9 @@ def _read_adapter_config(folder: Path) -> Mapping[str, Any]:
     """Return `adapter_config.json`, of a kind that is merged here.
 
     Raises:
-        AdapterError: There is none, or it asks for something else than plain LoRA.
+        AdapterError: There is none, or it asks for something other than plain LoRA.
     """
-    settings = read_json(folder / "adapter_config.json") if folder.is_dir() else None
+    settings = read_json_if_any(folder / "adapter_config.json") if folder.is_dir() else None
     if not isinstance(settings, Mapping):
         found = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
         raise AdapterError(
@@ -250,12 +250,12 @@ def _read_adapter_config(folder: Path) -> Mapping[str, Any]:
         "layer_replication": bool(settings.get("layer_replication")),
         f"init_lora_weights {started}": started.startswith(_CHANGED_BASE),
     }
-    asked = [what for what, is_there in unusual.items() if is_there]
-    if asked:
+    unsupported = [what for what, is_there in unusual.items() if is_there]
+    if unsupported:
         raise AdapterError(
             f"the adapter in {folder} is of a kind that is not merged",
             expected="plain LoRA",
-            got=", ".join(asked),
+            got=", ".join(unsupported),
             remedy="merge it with peft and export the result",
         )
     return settings
@@ -265,7 +265,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     content = open_torch_zip(path).content
     if not isinstance(content, dict) or not all(isinstance(value, StoredTensor) for value in content.values()):
         raise AdapterError(
-            f"{path} is no state dict", expected="a dict of tensors", got="other values", remedy="save it with peft"
+            f"{path} is not a state dict", expected="a dict of tensors", got="other values", remedy="save it with peft"
         )
     return {name: tensor.to_torch() for name, tensor in content.items()}
 
@@ -334,7 +334,7 @@ def _build_update(path: str, sides: Mapping[str, Tensor], settings: Mapping[str,
     right, left = (sides[side].to(torch.float32) for side in wanted)
     if right.dim() != 2 or left.dim() != 2 or left.shape[1] != right.shape[0]:
         raise AdapterError(
-            f"the update of {path} in {folder} is of no linear layer or embedding",
+            f"the update of {path} in {folder} is not of a linear layer or an embedding",
             expected="matrices [rank, in] and [out, rank]",
             got=f"{list(right.shape)} and {list(left.shape)}",
             remedy="merge it with peft and export the result",

@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..errors import VocabularyError
-from ..request import AddedToken
+from .vocabulary_options import AddedToken
 
 _WHOLE_WORDS = ("zeros", "mean", "random")
 
@@ -52,9 +52,9 @@ def build_row(
 
     Args:
         table: The tokens that were there before, [rows, hidden] or a bias [rows], fp32.
-        item: Whose initializer is known to be good.
-        tokenizer: Knows the words of the description.
-        generator: Of `random` rows; a bias starts at 0 then, as transformers' models do.
+        item: The token, whose initializer has been checked.
+        tokenizer: The tokenizer that knows the words of the description.
+        generator: Source of `random` rows; a bias then starts at 0, as in transformers' models.
         spread: Standard deviation of `random` rows.
 
     Returns:

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import CheckpointError, VocabularyError
-from ..json_file import read_json
-from ..request import AddedToken
 from .new_rows import check_initializer
+from .vocabulary_options import AddedToken
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
 # (transformers, modeling_roberta.py, create_position_ids_from_input_ids).
@@ -119,13 +119,13 @@ def read_max_length(
     """Return the longest sequence that the model was made for, in tokens, special tokens included.
 
     The smallest of what Sentence-Transformers recorded, what the tokenizer says, and the positions that exist; 0 where
-    nothing says, and nobody needs to know.
+    nothing says and the task does not need it.
 
     Raises:
         CheckpointError: Nothing limits the length, so no maximum can be verified.
     """
     limits: list[int] = []
-    settings: Any = read_json(directory / "sentence_bert_config.json") or {}
+    settings: Any = read_json_if_any(directory / "sentence_bert_config.json") or {}
     if isinstance(settings.get("max_seq_length"), int):
         limits.append(settings["max_seq_length"])
     # transformers writes 1e30 where the tokenizer has no limit of its own.
@@ -157,16 +157,16 @@ def check_special_ids(
 
     Args:
         directory: The folder with `config.json` and the tokenizer.
-        tokenizer: To be checked.
-        derived: What another trainer's checkpoint says instead, where there is no such file.
+        tokenizer: The tokenizer to check.
+        derived: What another trainer's checkpoint says instead, where there is no `config.json`.
 
     Raises:
-        VocabularyError: Naming every id that differs.
+        VocabularyError: An id or the vocabulary differs; every one is named.
     """
-    recorded = read_json(directory / "config.json") or derived or {}
+    recorded = read_json_if_any(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
-    # Not the padding's: the mask hides it, so a configuration that names another one changes no answer.
+    # The padding's is left out: the mask hides it, so another one in the configuration changes no answer.
     for kind in ("bos", "eos", "cls", "sep", "mask"):
         wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
         if isinstance(wanted, int) and isinstance(got, int) and wanted != got:

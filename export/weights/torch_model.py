@@ -43,7 +43,7 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
 
     Args:
         directory: The folder with `config.json`.
-        recorded: What a checkpoint of another trainer says of its shape, for where there is no such file.
+        recorded: What a checkpoint of another trainer says of its shape, used where there is no `config.json`.
 
     Raises:
         CheckpointError: `config.json` is missing, damaged, or of an architecture that transformers does not have.
@@ -77,7 +77,7 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     Raises:
         ModelError: The checkpoint has no such tensor, or several.
     """
-    # Broken trainers write a vocabulary of 0, of which no embedding can be built; here only its name matters.
+    # Broken trainers write a vocabulary of 0, for which no embedding can be built; here only its name matters.
     probe = copy.deepcopy(config)
     probe.vocab_size = max(config.vocab_size or 0, (getattr(config, "pad_token_id", None) or 0) + 1)
     model = build_on_meta(probe)
@@ -86,7 +86,7 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     found = [name for name in specs if name == local_name or name.endswith("." + local_name)]
     if len(found) != 1:
         raise ModelError(
-            "the checkpoint's input embedding cannot be told",
+            "the checkpoint's input embedding cannot be determined",
             expected=f"one tensor named {local_name}, with or without a prefix",
             got=list_some(found) if found else f"none among {list_some(specs, 5)}",
             remedy="check that config.json belongs to these weights",
@@ -97,8 +97,8 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
 def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec], rows: int) -> list[str]:
     """Return the checkpoint's names of the output embedding and its bias, each with one row a token.
 
-    Those of a language-model head, tied ones included where the checkpoint stores them a second time; none where
-    there is no such head.
+    They are those of a language-model head, including tied ones that the checkpoint stores a second time; none where
+    the model has no such head.
     """
     names: set[str] = set()
     for auto_class in (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
@@ -114,7 +114,7 @@ def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec]
         names |= {name for name, parameter in every if id(parameter) in wanted}
         table = next(f"{name}.weight" for name, module in model.named_modules() if module is inputs)
         names.discard(table)
-    # BERT and its kin save the bias beside the decoder as well.
+    # BERT and its relatives save the bias beside the decoder as well.
     names |= {f"{name.rsplit('.', 2)[0]}.bias" for name in names if name.endswith(".decoder.bias")}
     return sorted(name for name in names if name in specs and specs[name].shape[:1] == (rows,))
 
@@ -123,7 +123,7 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
     """Return the architecture on the meta device: names and shapes, no memory.
 
     Args:
-        config: Of the checkpoint.
+        config: The checkpoint's configuration.
         auto_class: transformers' `AutoModel` or one of its kind with a head.
 
     Raises:
@@ -148,12 +148,12 @@ def load_model(
     """Return the model with `weights` in it, ready to be traced, and the names of the tensors it has no place for.
 
     Eager attention, because its graph is correct for every architecture and every mask that was tried; `use_cache`
-    off, because a cache is no output here.
+    off, because a cache is not an output here.
 
     Args:
-        config: Of the checkpoint, already as large as the vocabulary.
-        weights: In fp32.
-        auto_class: As `build_on_meta` takes it.
+        config: The checkpoint's configuration, already as large as the vocabulary.
+        weights: The checkpoint's tensors, in fp32.
+        auto_class: The class that `build_on_meta` takes.
         without: Names, or beginnings of names, of further parts that the checkpoint may have and the model need not.
 
     Raises:
@@ -164,7 +164,7 @@ def load_model(
     transformers_logging.disable_progress_bar()
     empty = build_on_meta(config, auto_class)
     try:
-        # Its annotation does not know output_loading_info, with which it returns a pair.
+        # With output_loading_info it returns a pair, which its annotation does not say.
         loaded: Any = type(empty).from_pretrained(
             None,
             config=config,
@@ -191,7 +191,7 @@ def load_model(
 
 def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any], without: tuple[str, ...]) -> None:
     architecture = type(model).__name__
-    # The pooler of a model without a head is no part of what is served.
+    # The pooler of a model without a head is not part of what is served.
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         raise ModelError(

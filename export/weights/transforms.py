@@ -12,7 +12,7 @@ from ..checkpoints import StateDict, TensorSpec
 class CastToFloat32:
     """Every floating-point tensor in fp32; integers and booleans as they are.
 
-    The whole line is exact in fp32: each fp16 and bf16 value is also an fp32 value.
+    Nothing is lost: each fp16 and bf16 value is also an fp32 value.
     """
 
     source: StateDict
@@ -96,7 +96,7 @@ class SelectPrefix:
 
     Attributes:
         source: The state dict to change.
-        prefix: With its dot.
+        prefix: Beginning of the names, with its dot.
     """
 
     source: StateDict

@@ -9,11 +9,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints import StateDict
 from ..errors import VocabularyError
-from ..request import AddedToken, VocabularyOptions
 from .new_rows import DEFAULT_SPREAD, build_row
 from .tokenizer import add_tokens, check_ids_have_rows, hash_vocabulary
 from .torch_model import find_input_embedding, find_output_tables
 from .transforms import AssignRows, CutRows
+from .vocabulary_options import AddedToken, VocabularyOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class VocabularyRows:
         recorded: What `config.vocab_size` said.
         before: Rows of the checkpoint's input embedding, which are the truth.
         after: Rows of what is served.
-        tokens: Of the tokenizer, added ones included.
+        tokens: Rows that the tokenizer's ids reach, added ones included.
         added: The tokens that got a row.
         tables: Names of the tensors that have these rows.
-        sha256: Of the vocabulary, as `vocabulary_sha256` in a `config.json` may promise it.
+        sha256: Hash of the vocabulary, comparable with `vocabulary_sha256` in a `config.json`.
     """
 
     recorded: int
@@ -54,14 +54,14 @@ def fit_vocabulary(
     step with the input embedding; where they are tied, all get the same rows.
 
     Args:
-        config: Of the checkpoint; its `vocab_size` is corrected.
-        weights: In fp32.
-        tokenizer: Gets the new tokens.
-        options: What is asked for.
+        config: The checkpoint's configuration; its `vocab_size` is corrected.
+        weights: The checkpoint's tensors, in fp32.
+        tokenizer: The checkpoint's tokenizer, which gets the new tokens.
+        options: The tokens to add, and what happens to the other rows.
 
     Raises:
         VocabularyError: The tokenizer has ids without a row, or a new token cannot be started as asked.
-        ModelError: The checkpoint's input embedding cannot be told.
+        ModelError: The checkpoint's input embedding cannot be determined.
     """
     table = find_input_embedding(config, weights.specs())
     before, recorded = weights.specs()[table].shape[0], int(config.vocab_size or 0)
@@ -107,7 +107,7 @@ def _fit_table(
     if new or after > rows:
         old = weights.read(name)
         generator = torch.Generator().manual_seed(seed)
-        # Of the tokens that the model knows: rows that a trainer's padding left are no part of a mean.
+        # Only rows of tokens that the model knows: those that a trainer's padding left are not part of a mean.
         made = [build_row(old[:start], item, tokenizer, generator, spread) for item in new]
         beyond = max(after, rows) - max(rows, start + len(new))
         padding = [old[:start].mean(dim=0)] * (beyond if after > rows else 0)

@@ -18,7 +18,7 @@ def test_a_file_without_truncation_or_padding_is_refused(tmp_path: Path, exporte
 
 
 def test_an_output_that_no_tokenizer_makes_is_refused(exported: Exported) -> None:
-    with pytest.raises(ValueError, match="outputs scores are none of a tokenizer"):
+    with pytest.raises(ValueError, match="a tokenizer does not make scores"):
         tokenization.TextTokenizer(exported.tokenizer_file, ["input_ids", "scores"])
 
 

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from client.bench import read_corpus
 from export.errors import VerificationError, VocabularyError
-from export.request import AddedToken
 from export.tasks.encoding import Question, QuestionEncoder
 from export.weights.tokenizer import add_tokens, load_tokenizer
+from export.weights.vocabulary_options import AddedToken
 
 tokenization = load_backend("python_preprocess", "tokenization")
 
@@ -172,7 +172,7 @@ def test_a_tokenizer_that_only_differs_in_an_added_token_is_found_out(
     for token in content["added_tokens"]:
         if token["content"] == "Foo":
             token["single_word"] = True
-    with pytest.raises(VerificationError, match="the server's tokenizer reads .* otherwise than transformers"):
+    with pytest.raises(VerificationError, match="the server's tokenizer reads .* differently from transformers"):
         encoder.check_agrees(Tokenizer.from_str(json.dumps(content)), [Question(text=text) for text in texts])
 
 

@@ -27,7 +27,7 @@ HIDDEN, LAYERS, VOCABULARY, POSITIONS = 1024, 24, 50257, 1024
 
 # `consolidate` without the rest of the command line, which may import what it does not need.
 CONSOLIDATE = (
-    "import sys, pathlib; from export.commands.consolidate import consolidate; "
+    "import sys, pathlib; from export.consolidation.consolidate import consolidate; "
     "consolidate(*map(pathlib.Path, sys.argv[1:]))"
 )
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, helper
 
+from export.engines.onnxruntime_process import TargetRuntime, open_runtime
 from export.errors import RuntimeFailure
-from export.proof.target_runtime import TargetRuntime, open_runtime
 from export.targets import TARGETS
 
 # Beyond what any of them loads.

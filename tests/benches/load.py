@@ -1,6 +1,5 @@
 """Concurrent clients that compare every answer with the verified one and keep every error."""
 
-import json
 import threading
 import time
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc
 import tritonclient.http
-from launcher import Running
+from launcher import Running, read_golden_texts
 from tritonclient.utils import InferenceServerException
 
 # A request without an answer for this long hangs.
@@ -44,9 +43,7 @@ class Load:
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __enter__(self) -> "Load":
-        golden = json.loads((self.repository / "sentence_embedding" / "1" / "golden.json").read_text())
-        self._samples = golden["samples"]
-        self._tolerance = golden["tolerances"]["max_abs_error"]
+        self._samples, self._tolerance = read_golden_texts(self.repository, "sentence_embedding")
         self._stopped = threading.Event()
         self._threads = [threading.Thread(target=self._send, args=(number,)) for number in range(self.clients)]
         for thread in self._threads:
@@ -108,9 +105,10 @@ class Load:
                 time.sleep(_PAUSE_AFTER_ERROR_S)
         client.close()
 
-    def _ask(self, library: Any, client: Any, sample: dict[str, Any]) -> bool:
+    def _ask(self, library: Any, client: Any, sample: tuple[str, np.ndarray]) -> bool:
+        text, expected = sample
         tensor = library.InferInput("TEXT", [1, 1], "BYTES")
-        tensor.set_data_from_numpy(np.array([[sample["text"]]], dtype=np.object_))
+        tensor.set_data_from_numpy(np.array([[text]], dtype=np.object_))
         limit = {"client_timeout": TIMEOUT_S} if library is tritonclient.grpc else {}
         answer = client.infer("sentence_embedding", [tensor], **limit).as_numpy("EMBEDDING")
-        return bool(np.abs(answer[0] - np.array(sample["expected"])).max() <= self._tolerance)
+        return bool(np.abs(answer[0] - expected).max() <= self._tolerance)

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import sys
 import time
 from collections import Counter
@@ -24,11 +23,11 @@ from pathlib import Path
 import numpy as np
 import tritonclient.grpc.aio
 import tritonclient.http.aio
-from launcher import Running, running
+from launcher import Running, read_golden_texts, running
 from tritonclient.utils import InferenceServerException
 
 from demo.serving import REPOSITORY, publish_demo_model
-from server.stubs import list_children
+from server.processes import list_children
 
 NAME = "sentence_embedding"
 CAPACITY_CLIENTS = 16
@@ -85,12 +84,10 @@ class Clients:
     """One over each protocol, that send verified texts in turns."""
 
     def __init__(self, server: Running, repository: Path) -> None:
-        golden = json.loads((repository / NAME / "1" / "golden.json").read_text())
-        self._tolerance = golden["tolerances"]["max_abs_error"]
+        samples, self._tolerance = read_golden_texts(repository, NAME)
         http = tritonclient.http.aio.InferenceServerClient(f"127.0.0.1:{server.http}", conn_limit=0)
         grpc = tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{server.grpc}")
         self.clients = ((tritonclient.http, http, {}), (tritonclient.grpc, grpc, {"client_timeout": TIMEOUT_S}))
-        samples = [(sample["text"], np.array(sample["expected"])) for sample in golden["samples"]]
         self._turns = itertools.cycle(list(itertools.product(samples, self.clients)))
 
     async def ask(self, phase: Phase) -> None:
@@ -165,7 +162,7 @@ class Memory:
     def look(self) -> dict[str, int]:
         tritonserver = self.server.tritonserver
         pids = {"launcher": [self.server.process.pid], "tritonserver": [tritonserver]}
-        pids["backends"] = list(list_children(tritonserver))
+        pids["backends"] = list_children(tritonserver)
         found = {name: sum(read_resident_bytes(pid) for pid in group) for name, group in pids.items()}
         self.rows.append((time.monotonic() - self.start, found))
         return found
@@ -240,7 +237,7 @@ def main() -> int:
     for when, then in (("it was overloaded", first), ("its queues were first full", full)):
         say(f"growth since {when}: {(sum(last.values()) / sum(then.values()) - 1) * 100:+.1f} %")
     say(f"deaths and restarts: {deaths or 'none'}")
-    # What makes it fail is no figure of this machine: a wrong answer, an error that is no refusal, a death.
+    # What makes it fail does not depend on the machine: a wrong answer, an error that is not a refusal, a death.
     return 1 if deaths or not all(phase.is_sound for phase in phases) else 0
 
 

@@ -230,8 +230,8 @@ DAMAGE = [
     ("z3_bf16", flip_bit_beside, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     ("z3_resumed", age_models, "are from different steps: expected one step, got step 3 in .*, step 8 in "),
     ("z3_bf16", age_model, "are from different steps: expected one step, got step 1 in .*, step 2 in "),
-    ("z2_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
-    ("z3_bf16", truncate, "is no intact torch archive: expected the end of a zip archive in its last bytes"),
+    ("z2_bf16", truncate, "is not an intact torch archive: expected the end of a zip archive in its last bytes"),
+    ("z3_bf16", truncate, "is not an intact torch archive: expected the end of a zip archive in its last bytes"),
     ("z2_bf16", flip_bit, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     ("z3_bf16", flip_bit, r"is damaged in .*/data/\d+: expected CRC-32 [0-9a-f]{8}, got [0-9a-f]{8}; copy the"),
     (
@@ -322,10 +322,10 @@ def test_the_verbs_exit_with_0_and_say_what_they_did(tmp_path: Path, capsys: pyt
     inspect_checkpoint.add_parser(subparsers)
     folder, out = find_checkpoint("z2_bf16"), tmp_path / "out"
     args = parser.parse_args(["consolidate", str(folder), str(out)])
-    assert args.command(args) == 0
+    assert args.run(args) == 0
     assert capsys.readouterr().out.startswith(
         f"{out}: 15 tensors, 0.000 GB, 1 tied names recorded, from DeepSpeed ZeRO stage 2, 2 ranks, in "
     )
     args = parser.parse_args(["inspect", str(folder), "--json"])
-    assert args.command(args) == 0
+    assert args.run(args) == 0
     assert '"parameters": 702' in capsys.readouterr().out

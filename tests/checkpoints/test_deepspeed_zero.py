@@ -21,7 +21,7 @@ from trainers.zero_checkpoints import (
 from transformers import GPT2LMHeadModel
 
 from export.checkpoints import open_checkpoint
-from export.commands.consolidate import consolidate
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 
 
@@ -169,7 +169,7 @@ def test_neither_torch_nor_a_trainer_is_needed_to_consolidate(tmp_path: Path) ->
         "for name in ('torch', 'deepspeed', 'accelerate', 'transformers', 'safetensors'):\n"
         "    sys.modules[name] = None\n"
         "from pathlib import Path\n"
-        "from export.commands.consolidate import consolidate\n"
+        "from export.consolidation.consolidate import consolidate\n"
         "consolidate(Path(sys.argv[1]), Path(sys.argv[2]))\n"
     )
     source = find_checkpoint("z3_world3")

@@ -26,8 +26,8 @@ from export.checkpoints.fsdp.dcp_metadata import read_metadata
 from export.checkpoints.pickles.torch_zip import open_torch_zip
 from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.storage.dtypes import FLOAT32
-from export.checkpoints.storage.stored_tensor import StoredTensor
-from export.commands.consolidate import consolidate
+from export.checkpoints.storage.stored_tensor import ContiguousTensor, StoredTensor
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 
 Truth = dict[str, torch.Tensor]
@@ -243,7 +243,7 @@ def test_a_full_state_dict_keeps_parameters_without_elements_and_refuses_anythin
     torch.save(state, path)
     assert_equal(open_checkpoint(tmp_path), {"a": torch.ones(2), "empty": torch.ones(0, 4)})
     torch.save({"model": state}, path)
-    assert "is no full state dict: expected names and tensors, got other values under model" in (
+    assert "is not a full state dict: expected names and tensors, got other values under model" in (
         refusal(lambda: open_checkpoint(tmp_path))
     )
     torch.save({"model": {"a": torch.ones(2), "empty": torch.ones(0, 4)}}, tmp_path / "model.pt")
@@ -445,7 +445,7 @@ def test_a_hostile_pickle_in_metadata_runs_nothing_and_is_named(trained: Path, t
 
 def test_metadata_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"some": "thing"}))
-    assert "is no metadata of a sharded checkpoint" in refusal(lambda: open_checkpoint(tmp_path))
+    assert "is not the metadata of a sharded checkpoint" in refusal(lambda: open_checkpoint(tmp_path))
     (tmp_path / ".metadata").write_bytes(b"")
     assert "cannot be read" in refusal(lambda: open_checkpoint(tmp_path))
 
@@ -530,7 +530,7 @@ def test_rank_files_missing_swapped_truncated_or_of_another_run_are_each_named(t
     short = copy(source, tmp_path / "short")
     path = short / "pytorch_model_fsdp_0_rank1.bin"
     path.write_bytes(path.read_bytes()[:-10])
-    assert "rank1.bin is no intact torch archive" in refusal(lambda: open_checkpoint(short))
+    assert "rank1.bin is not an intact torch archive" in refusal(lambda: open_checkpoint(short))
     other = copy(source, tmp_path / "other")
     shutil.copy(trained / "w2/columns_rank_files/pytorch_model_fsdp_0_rank1.bin", other)
     assert "are of different models" in refusal(lambda: open_checkpoint(other))
@@ -643,7 +643,7 @@ def test_a_transpose_reads_rows_that_cross_two_files(tmp_path: Path) -> None:
     flat = whole.flatten()
     parts = [store(tmp_path / f"{start}.pt", flat[start:stop].clone()) for start, stop in ((0, 10), (10, 11), (11, 35))]
     ranges = tuple(part.ranges[0] for part in parts)
-    tensor = StoredTensor(dtype=FLOAT32, shape=(5, 7), ranges=ranges)
+    tensor = ContiguousTensor(dtype=FLOAT32, shape=(5, 7), ranges=ranges)
     assert torch.equal(transpose(tensor).to_torch(), whole.T)
 
 

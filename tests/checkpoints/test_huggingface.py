@@ -110,7 +110,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ("header", "data", "sentence"),
     [
         (b"", b"", "cannot be read"),
-        (b"[]", b"", "the header is no JSON object"),
+        (b"[]", b"", "the header is not a JSON object"),
         (b'{"a": ' + b"[" * 100_000, b"", "cannot be read"),
         ({"w": ENTRY}, bytes(7), "7 bytes of data where the header describes 8"),
         ({"w": ENTRY}, bytes(9), "9 bytes of data where the header describes 8"),
@@ -180,11 +180,11 @@ def test_a_link_out_of_the_folder_is_refused_but_the_download_cache_is_not(tmp_p
 def test_a_bin_with_other_values_than_tensors_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "note": "x"}, tmp_path / "pytorch_model.bin")
     with pytest.raises(
-        CheckpointError, match="is no state dict: expected a dict of tensors, got a dict with other values"
+        CheckpointError, match="is not a state dict: expected a dict of tensors, got a dict with other values"
     ):
         open_checkpoint(tmp_path)
     torch.save([1], tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="is no state dict: expected a dict of tensors, got list"):
+    with pytest.raises(CheckpointError, match="is not a state dict: expected a dict of tensors, got list"):
         open_checkpoint(tmp_path)
 
 

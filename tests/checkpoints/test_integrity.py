@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from export.checkpoints.pickles.torch_zip import open_torch_zip
-from export.checkpoints.storage import assembled_tensor, integrity, stored_tensor
+from export.checkpoints.storage import assembled_tensor, integrity, stored_tensor, strided_tensor
 from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
+from export.checkpoints.storage.byte_ranges import OpenFiles
 from export.checkpoints.storage.dtypes import FLOAT32
 from export.checkpoints.storage.second_copies import Copy
-from export.checkpoints.storage.stored_tensor import OpenFiles, StoredTensor
+from export.checkpoints.storage.stored_tensor import StoredTensor
 from export.checkpoints.storage.zip_archive import StoredBlock
 from export.errors import CheckpointError
 
@@ -25,7 +26,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembled_tensor, "CHUNK_BYTES", 256)
     monkeypatch.setattr(assembled_tensor, "BAND_BYTES", 8 * WIDTH * 4)
     monkeypatch.setattr(stored_tensor, "CHUNK_BYTES", 256)
-    monkeypatch.setattr(stored_tensor, "BAND_BYTES", 8 * WIDTH * 4)
+    monkeypatch.setattr(strided_tensor, "CHUNK_BYTES", 256)
 
 
 def store(path: Path, content: object) -> dict[str, StoredTensor]:
@@ -188,7 +189,7 @@ def test_views_that_are_damaged_or_cut_off_are_refused(tmp_path: Path, kind: str
 def test_views_that_would_have_to_be_whole_in_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_tensor, "_MAX_WINDOW_BYTES", 2000)
+    monkeypatch.setattr(strided_tensor, "_MAX_WINDOW_BYTES", 2000)
     tensors = store(tmp_path / "view.pt", {"view": VIEWS["reversed"](torch.ones(ROWS * WIDTH))})
     with pytest.raises(
         CheckpointError, match=r"not read at its size: .* got shape \[24, 6, 4\], stride \[1, 24, 144\]"

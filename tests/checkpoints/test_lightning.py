@@ -11,7 +11,7 @@ from harness import CHECKOUT
 from transformers import GPT2LMHeadModel
 
 from export.checkpoints import open_checkpoint
-from export.commands.consolidate import consolidate
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 
 

@@ -28,10 +28,11 @@ from export.checkpoints.megatron.args import MegatronArgs
 from export.checkpoints.megatron.parts import canonical_name, flatten, name_layers
 from export.checkpoints.megatron.to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
 from export.checkpoints.pickles.torch_zip import open_torch_zip
+from export.checkpoints.storage.byte_ranges import ByteRange
 from export.checkpoints.storage.dtypes import FLOAT32
-from export.checkpoints.storage.stored_tensor import ByteRange, StoredTensor
+from export.checkpoints.storage.stored_tensor import ContiguousTensor, StoredTensor
 from export.checkpoints.storage.zip_archive import StoredBlock
-from export.commands.consolidate import consolidate
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError, ExportError
 
 Truth = dict[str, torch.Tensor]
@@ -256,7 +257,7 @@ def test_a_vocabulary_that_is_no_file_is_refused(trained: Path, tmp_path: Path) 
     folder = copy(trained / "t2_bf16", tmp_path / "fifo")
     (folder / "vocab.json").unlink()
     os.mkfifo(folder / "vocab.json")
-    assert "vocab.json is no regular file: expected a file, got a FIFO" in refusal(lambda: open_checkpoint(folder))
+    assert "vocab.json is not a regular file: expected a file, got a FIFO" in refusal(lambda: open_checkpoint(folder))
 
 
 def test_arguments_of_another_rank_must_agree(trained: Path, tmp_path: Path) -> None:
@@ -572,7 +573,7 @@ def store_nothing(shape: tuple[int, ...]) -> StoredTensor:
     """A tensor in a file that is never opened."""
     length = 4 * torch.Size(shape).numel()
     block = StoredBlock(path=Path("never opened"), name="x", offset=0, length=length, crc32=None)
-    return StoredTensor(dtype=FLOAT32, shape=shape, ranges=(ByteRange(block, 0, length),))
+    return ContiguousTensor(dtype=FLOAT32, shape=shape, ranges=(ByteRange(block, 0, length),))
 
 
 def test_a_tensor_that_is_not_read_is_refused_however_deep_it_lies(tmp_path: Path) -> None:

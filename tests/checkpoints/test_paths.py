@@ -38,7 +38,7 @@ def test_what_is_no_regular_file_is_refused_before_a_byte_is_read(tmp_path: Path
     for read in (open_regular, read_json, read_json_beside):
         with pytest.raises(CheckpointError) as refusal:
             read(path)
-        assert str(refusal.value) == f"{path} is no regular file: expected a file, got {kind}."
+        assert str(refusal.value) == f"{path} is not a regular file: expected a file, got {kind}."
 
 
 def test_small_files_are_read_whole_up_to_their_limit(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_fifo_in_place_of_a_weight_file_is_refused(tmp_path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     for read in (open_torch_zip, ZipArchive, read_bare_pickle, read_safetensors):
-        with pytest.raises(CheckpointError, match="is no regular file: expected a file, got a FIFO"):
+        with pytest.raises(CheckpointError, match="is not a regular file: expected a file, got a FIFO"):
             read(path)
-    with pytest.raises(CheckpointError, match="is no regular file: expected a file, got a FIFO"):
+    with pytest.raises(CheckpointError, match="is not a regular file: expected a file, got a FIFO"):
         open_checkpoint(folder)
 
 
@@ -140,4 +140,4 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path, family: str) -> None
         (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError) as refusal:
         open_checkpoint(tmp_path)
-    assert "holds tensors whose names are no text: a\\ud800: expected names in Unicode" in str(refusal.value)
+    assert "holds tensors whose names are not text: a\\ud800: expected names in Unicode" in str(refusal.value)

@@ -72,7 +72,7 @@ def test_compressed_entries_are_refused_before_they_can_grow(tmp_path: Path) -> 
 def test_a_file_cut_off_is_refused(tmp_path: Path, cut: int) -> None:
     content = make_archive(tmp_path / "x.pt")
     (tmp_path / "x.pt").write_bytes(content[:-cut])
-    with pytest.raises(CheckpointError, match="is no intact torch archive"):
+    with pytest.raises(CheckpointError, match="is not an intact torch archive"):
         ZipArchive(tmp_path / "x.pt")
 
 

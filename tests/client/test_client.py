@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import CHECKOUT, Published, run
+from launcher import write_older_golden
 
+from client import perf_analyzer
+from client.infer import ClientError, Connection
 from client.perf_analyzer import PerfAnalyzer, find_perf_analyzer, is_real, measure_texts
 from demo.serving import Addresses, serve
 
@@ -53,6 +57,35 @@ def test_a_file_and_standard_input_give_one_text_a_line(server: Addresses, tmp_p
     assert [row["text"] for row in json.loads(done.out)["results"]] == ["one", "", "three\x0bhalf"]
     done = run(INFER, "--url", server.http, "--file", "-", "--json", input="x\ny")
     assert [row["text"] for row in json.loads(done.out)["results"]] == ["x", "y"]
+    for blank in ("", "\n", " \n\t\r\n"):
+        done = run(INFER, "--url", server.http, "--file", "-", input=blank)
+        assert done.code == 1
+        assert done.err.startswith("error: there is no text to send: expected --text or lines in --file, got n")
+
+
+def test_without_a_url_the_environment_names_the_server(server: Addresses) -> None:
+    environment = os.environ | {"MODELYARD_URL": server.http, "MODELYARD_GRPC_URL": server.grpc}
+    for protocol in ("http", "grpc"):
+        done = run(INFER, "--protocol", protocol, "--text", "x", "--json", env=environment)
+        assert done.code == 0, done.err
+    assert f"default: {server.http}, over gRPC {server.grpc}" in " ".join(
+        run(INFER, "--help", env=environment).out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("protocol", "port"),
+    [(ours, port) for ours in ("http", "grpc") for port in ("http", "grpc", "metrics", "status") if port != ours],
+)
+def test_another_port_of_the_server_is_named_with_the_right_one(server: Addresses, protocol: str, port: str) -> None:
+    url, words, usual = getattr(server, port), {"http": "HTTP", "grpc": "gRPC"}, {"http": 8000, "grpc": 8001}
+    done = run(INFER, "--url", url, "--protocol", protocol, "--text", "x")
+    assert done.code == 1
+    assert done.err == (
+        f"error: {url} is another port than the one meant: expected the server's {words[protocol]} port, "
+        f"got its {words.get(port, port)} port; pass the {words[protocol]} port with --url ({usual[protocol]} unless "
+        f"the server was told another)" + (f", or ask with --protocol {port}" if port in words else "") + ".\n"
+    )
 
 
 def test_many_texts_are_shown_with_their_nearest(server: Addresses) -> None:
@@ -93,7 +126,7 @@ def test_every_way_of_getting_no_answer_is_one_sentence_and_exit_1(server: Addre
         cases = {
             "no server can be reached at localhost:9 over": ["--url", "localhost:9"],
             "Request for unknown model: 'nope' is not found: expected a model that": ["--url", url, "--model", "nope"],
-            "sentence_embedding_model takes no texts: expected one input TEXT, got input_ids": [
+            "sentence_embedding_model takes no texts: expected one or two inputs of one string a row, got input_ids": [
                 "--url",
                 url,
                 "--model",
@@ -128,6 +161,13 @@ def test_without_tritonclient_it_says_what_to_install() -> None:
     assert "pip install 'tritonclient[http,grpc]' numpy" in done.stderr
 
 
+def test_as_a_library_it_leaves_what_is_missing_to_whoever_imports_it() -> None:
+    python = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
+    code = "import sys; sys.path.insert(0, sys.argv[1])\ntry: import infer\nexcept ImportError as exc: print(exc.name)"
+    command = [python, "-I", "-c", code, str(CHECKOUT / "client")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout in ("numpy\n", "tritonclient\n")
+
+
 def test_several_ensembles_are_listed_and_the_newest_version_is_asked(published: Published, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     for model in published.repository.iterdir():
@@ -157,11 +197,27 @@ def test_parity_holds_over_every_transport_and_fails_on_another_answer(
     assert [result["transport"] for result in results] == ["HTTP JSON", "HTTP binary", "gRPC"]
     assert all(result["passed"] and result["max_abs_error"] <= 1e-5 and result["texts"] == 32 for result in results)
     content = json.loads(golden.read_text())
-    content["samples"][3]["expected"][0] += 1e-3
+    content["samples"][3]["outputs"][0]["data"][0] += 1e-3
     (tmp_path / "golden.json").write_text(json.dumps(content))
     done = run(*command, "--golden", str(tmp_path / "golden.json"))
     assert done.code == 1
     assert done.out.count("FAILED") == 3
+
+
+def test_golden_answers_of_an_older_modelyard_are_refused_with_what_to_do(
+    server: Addresses, published: Published, tmp_path: Path
+) -> None:
+    golden = Path(shutil.copy(published.repository / "sentence_embedding" / "1" / "golden.json", tmp_path))
+    write_older_golden(golden)
+    command = ["-m", "client.parity", "--url", server.http, "--grpc-url", server.grpc, "--golden", str(golden)]
+    done = run(*command, "--model", "sentence_embedding")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        f"error: {golden} was written by an older modelyard: expected samples of inputs and outputs, got text, "
+        "expected; export the model again with `python -m export run`.\n"
+    )
+    golden.write_text("{}")
+    assert "golden.json cannot be read: expected a golden.json, got KeyError" in run(*command).err
 
 
 def test_a_placeholder_is_not_taken_for_perf_analyzer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,18 +225,40 @@ def test_a_placeholder_is_not_taken_for_perf_analyzer(tmp_path: Path, monkeypatc
     placeholder = tmp_path / "perf_analyzer"
     placeholder.write_text("#!/bin/sh\necho 'Hello, world!'\n")
     placeholder.chmod(0o755)
-    assert not is_real(PerfAnalyzer(executable=placeholder, libraries=None, source="test"))
+    assert not is_real(PerfAnalyzer(executable=placeholder, source="test"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = find_perf_analyzer()
     assert found.executable != placeholder
     assert is_real(found)
 
 
+def test_perf_analyzer_is_fetched_without_a_word_and_runs_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(perf_analyzer, "_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    found = find_perf_analyzer()
+    assert capfd.readouterr() == ("", "")
+    assert found.executable == tmp_path / "cache" / "perf_analyzer"
+    version = subprocess.run([found.executable, "--version"], capture_output=True, text=True, check=True)
+    assert (version.stdout + version.stderr).startswith("Perf Analyzer Version")
+
+
+def test_a_perf_analyzer_that_is_not_the_known_one_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_analyzer, "_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(perf_analyzer, "_WHEEL_SHA256", "0" * 64)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with pytest.raises(ClientError, match=r"perf_analyzer cannot be fetched: expected pip to download .*HASH"):
+        find_perf_analyzer()
+    assert not list((tmp_path / "cache").iterdir())
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_perf_analyzer_measures_the_ensemble_with_text(server: Addresses, protocol: str) -> None:
     measured = measure_texts(
         find_perf_analyzer(),
-        model="sentence_embedding",
+        model=Connection(server.http, "http", 10.0).find_model(None),
         url=getattr(server, protocol),
         protocol=protocol,
         texts=["short", "a text of several words", "naïve café 日本"],

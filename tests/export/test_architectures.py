@@ -13,11 +13,12 @@ from harness import CHECKOUT
 from rich.console import Console
 from trainers.architectures import ARCHITECTURES, WITH_PAST, save_model
 
-from export.pipeline import Source, load_source, write_files
+from export.engines.onnxruntime_process import open_runtime
+from export.options import ExportRequest
 from export.progress import Progress
-from export.proof.target_runtime import open_runtime
 from export.proof.verify import verify
-from export.request import ExportRequest
+from export.source import Source, load_source
+from export.stages import write_files
 from export.targets import DEFAULT_TARGET
 
 PAST = "text-generation-with-past"
@@ -67,7 +68,7 @@ def load(name: str, task: str | None, directory: Path) -> Source:
     request = ExportRequest(
         checkpoint=directory / "checkpoint", name="model", repository=directory / "models", task=task
     )
-    return load_source(request, Progress(Console(quiet=True), 2))
+    return load_source(request, Progress(Console(quiet=True)))
 
 
 @pytest.mark.parametrize(

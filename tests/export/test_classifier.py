@@ -12,9 +12,9 @@ import torch
 from harness import CHECKOUT, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from client.infer import Server
+from client.infer import Connection
 from demo.serving import NAME, serve
-from export.commands.consolidate import consolidate
+from export.consolidation.consolidate import consolidate
 
 # The same fp32 weights in other batches: the Trainer pads what it predicts together.
 LOGIT_TOLERANCE = 1e-5
@@ -73,7 +73,7 @@ def test_the_published_and_served_classifier_answers_as_its_trainer_did(
     assert done.code == 0, done.err
     assert json.loads(done.out)["task"] == "text-classification"
     with serve(tmp_path / "models") as addresses:
-        server = Server(addresses.http, "http", 60.0)
+        server = Connection(addresses.http, "http", 60.0)
         answers = server.infer(server.find_model(NAME), [text.encode() for text in source.texts])
     scores = np.exp(source.logits) / np.exp(source.logits).sum(axis=1, keepdims=True)
     for row, expected in enumerate(scores):

@@ -9,14 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 from harness import CHECKOUT
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from trainers.task_checkpoints import build_dense_embedder
 
 from export.checkpoints import open_checkpoint
 from export.commands import consolidate as verb
-from export.commands.consolidate import consolidate, parse_size
+from export.commands.consolidate import parse_size
 from export.commands.inspect_checkpoint import inspect_checkpoint
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
+from export.options import ExportRequest
+from export.pipeline import load_source
+from export.progress import Progress
+from export.signature import SEQ_LEN
+from export.tasks.encoding import Question
+from export.tasks.pooling import FeatureExtraction
 
 # What the format promises whatever the model's size; measured at 22 MB on Python 3.11.
 ANONYMOUS_LIMIT_BYTES = 100 * 10**6
@@ -53,6 +62,58 @@ def test_every_byte_arrives_and_what_belongs_to_the_model_comes_along(tmp_path: 
     assert all(torch.equal(tensor, state[name]) for name, tensor in written.items())
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+
+# What transformers 5.23 and Sentence-Transformers 5 save beside weights, and what trainers leave there.
+BELONGING = (
+    "config_sentence_transformers.json", "generation_config.json", "gpt2-merges.txt", "gpt2-vocab.json", "merges.txt",
+    "sentence_bert_config.json", "sentence_roberta_config.json", "source.spm", "special_tokens_map.json",
+    "spiece.model", "target_vocab.json", "tokenizer.json", "vocab.json",
+)  # fmt: skip
+LEFT_BEHIND = ("all_results.json", "optimizer.bin", "README.md", "trainer_state.json", "zero_to_fp32.py")
+
+
+def test_what_belongs_to_a_model_is_told_from_what_the_trainer_left(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "in")
+    for name in (*BELONGING, *LEFT_BEHIND):
+        (tmp_path / "in" / name).write_text("{}")
+    done = consolidate(tmp_path / "in", tmp_path / "out")
+    assert done.files == tuple(sorted(("config.json", "model.safetensors", *BELONGING)))
+
+
+@pytest.mark.parametrize("inner", ["", "0_Transformer"])
+def test_an_embedding_model_stays_the_same_model(checkpoint: Path, tmp_path: Path, inner: str) -> None:
+    home = build_dense_embedder(tmp_path / "in", checkpoint)
+    (home / "sentence_bert_config.json").write_text('{"max_seq_length": 17}')
+    source = home / inner
+    if inner:
+        # The layout before Sentence-Transformers 2.0.
+        files = [path for path in home.iterdir() if path.is_file() and path.name != "modules.json"]
+        source.mkdir()
+        for path in files:
+            path.rename(source / path.name)
+        modules = (home / "modules.json").read_text()
+        (home / "modules.json").write_text(modules.replace('"path": ""', f'"path": "{inner}"'))
+    done = consolidate(source, tmp_path / "out")
+    assert {"modules.json", "1_Pooling/config.json", "2_Dense/config.json"} <= {*done.files}
+    assert [name for name in done.files if "2_Dense/" in name][1:] == ["2_Dense/model.safetensors"]
+    before, after = ask_embedder(source), ask_embedder(tmp_path / "out")
+    assert before == after
+    assert before.startswith("last, 1 dense, normalised, 17 tokens: [")
+    # `--dtype` is the layer's as well.
+    consolidate(source, tmp_path / "half", dtype="bfloat16")
+    (layer,) = {tensor.dtype for tensor in load_file(tmp_path / "half" / "2_Dense" / "model.safetensors").values()}
+    assert layer == torch.bfloat16
+
+
+def ask_embedder(folder: Path) -> str:
+    """Return how the model in `folder` is pooled, its longest text, and its vector for one."""
+    request = ExportRequest(checkpoint=folder, name="x", repository=folder)
+    task = load_source(request, Progress(Console(quiet=True))).task
+    assert isinstance(task, FeatureExtraction)
+    pooling = str(task.pooling).partition(" (")[0]
+    vector = task.answer(Question(text="A cat sleeps."))["EMBEDDING"]
+    return f"{pooling}, {task.signature.longest[SEQ_LEN]} tokens: {vector}"
 
 
 def test_shards_and_index_are_those_that_transformers_reads(tmp_path: Path) -> None:
@@ -171,9 +232,9 @@ def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        ("folder", "is no regular file: expected a file, got a folder"),
+        ("folder", "is not a regular file: expected a file, got a folder"),
         ("dangling", "cannot be opened: expected a file, got No such file or directory"),
-        ("half a character", "holds what is no text: expected Unicode, got half a character"),
+        ("half a character", "holds what is not text: expected Unicode, got half a character"),
     ],
 )
 def test_a_configuration_that_cannot_be_carried_over_is_refused(tmp_path: Path, kind: str, found: str) -> None:
@@ -194,7 +255,7 @@ def test_a_configuration_that_cannot_be_carried_over_is_refused(tmp_path: Path, 
 def start(source: Path, target: Path, *, pause_s: float) -> subprocess.Popen[bytes]:
     """A run of the verb that stops for `pause_s` after its first bytes."""
     script = (
-        "import sys, time, export.safetensors_output as output\n"
+        "import sys, time, export.consolidation.safetensors_output as output\n"
         "write = output.SafetensorsOutput.write\n"
         f"output.SafetensorsOutput.write = lambda *args: (write(*args), time.sleep({pause_s}))\n"
         "from export.__main__ import main\n"
@@ -254,7 +315,7 @@ def test_memory_stays_small_whatever_the_models_size(tmp_path: Path) -> None:
     script = (
         "import sys, threading, time\n"
         "from pathlib import Path\n"
-        "from export.commands.consolidate import consolidate\n"
+        "from export.consolidation.consolidate import consolidate\n"
         "peak = 0\n"
         "def watch():\n"
         "    global peak\n"
@@ -284,4 +345,4 @@ def test_a_size_that_is_none_is_a_usage_error(text: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as stopped:
         parser.parse_args(["consolidate", "in", "out", f"--max-shard-size={text}"])
     assert stopped.value.code == 2
-    assert f"{text!r} is no size; write 5GB or 300MB" in capsys.readouterr().err
+    assert f"{text!r} is not a size; write 5GB or 300MB" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,11 +153,17 @@ def publish(
     return done, config
 
 
+def list_steps(done: Finished) -> list[tuple[int, int]]:
+    """Return number and total of each step, as told when it ended."""
+    return [(int(n), int(total)) for n, total in re.findall(r"^\[(\d+)/(\d+)\] .*: [\d.]+ s$", done.err, re.MULTILINE)]
+
+
 def test_a_module_of_ones_own_is_published_as_a_model_of_tensors(
     export_cli: Callable[..., Finished], module_file: Path
 ) -> None:
     done, config = publish(export_cli, module_file, "frames", FRAMES)
     assert done.code == 0, done.err
+    assert list_steps(done) == [(step, 5) for step in range(1, 6)]
     result = json.loads(done.out)
     assert result["contract"] == {"inputs": ["frames", "mask"], "outputs": ["scores", "states"]}
     assert result["notes"] == []
@@ -232,6 +239,8 @@ def test_the_fast_path_of_attention_is_left_out_and_said_so(
     *reasons, last = json.loads(done.out)["notes"]
     assert reasons[0].startswith("not exported: ")
     assert last == "exported without torch's fast path, after other ways failed"
+    # A further way takes steps of its own: the total grows by what the first way took in vain.
+    assert list_steps(done) == [(1, 5), (2, 5), (3, 5), (4, 7), (5, 7), (6, 7), (7, 7)]
 
 
 def test_a_module_that_only_a_trace_exports_rightly_is_published_with_the_reasons(
@@ -243,6 +252,7 @@ def test_a_module_that_only_a_trace_exports_rightly_is_published_with_the_reason
     *reasons, last = json.loads(done.out)["notes"]
     assert reasons[0].startswith("not exported: model.onnx has other outputs than the model")
     assert last == "traced, after other ways failed"
+    assert list_steps(done)[-1] == (7, 7)
 
 
 def test_outputs_may_bear_any_name_and_be_the_same_value(
@@ -268,12 +278,12 @@ def test_real_samples_are_tried_as_well(export_cli: Callable[..., Finished], mod
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("modules.py", "the factory means nothing: expected package.module:function or file.py:function"),
+        ("modules.py", "the factory is not valid: expected package.module:function or file.py:function"),
         ("{file}:nothing", "cannot be imported: got AttributeError"),
         ("nowhere.at.all:build", "cannot be imported: got ModuleNotFoundError"),
         ("{file}:MISSING_FILE", "cannot be imported"),
         ("{file}:broken", "broken fails: expected a torch.nn.Module, got RuntimeError: no such file: weights.bin"),
-        ("{file}:no_module", "builds no module: expected a torch.nn.Module, got int"),
+        ("{file}:no_module", "does not build a module: expected a torch.nn.Module, got int"),
     ],
 )
 def test_a_factory_that_is_none_is_refused(entry: str, message: str, module_file: Path) -> None:
@@ -287,14 +297,14 @@ def test_a_factory_that_is_none_is_refused(entry: str, message: str, module_file
     [
         ({"inputs": {}}, "describes no inputs"),
         ({**VALUES, "output": []}, "describes no inputs: .*got output"),
-        ({**VALUES, "inputs": {"values": {"shape": [0]}}}, "the shape of values in .* means nothing"),
+        ({**VALUES, "inputs": {"values": {"shape": [0]}}}, "the shape of values in .* is not valid"),
         (
             {**VALUES, "inputs": {"values": {"shape": ["batch"], "dtype": "complex64"}}},
             "the dtype of values",
         ),
         ({**VALUES, "inputs": {"values": {"shape": ["batch"], "values": "random"}}}, "the values of values in"),
         ({**VALUES, "dims": {"width": {"min": 5, "max": 2}}}, "the range of width in .* is empty"),
-        ({**VALUES, "dims": {"width": {"least": 5}}}, "the range of width in .* means nothing"),
+        ({**VALUES, "dims": {"width": {"least": 5}}}, "the range of width in .* is not valid"),
         ({**VALUES, "samples": "nowhere.npz"}, "nowhere.npz cannot be read"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainers.zero_checkpoints import find_checkpoint
 
-from export.checkpoints.storage import stored_tensor
+from export.checkpoints.storage.byte_ranges import OpenFiles
 from export.commands import inspect_checkpoint as verb
 from export.commands.inspect_checkpoint import format_inspection, inspect_checkpoint
 
@@ -49,7 +49,7 @@ def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     verb.add_parser(parser.add_subparsers())
     args = parser.parse_args(["inspect", str(find_checkpoint("z0_fp32")), "--json"])
-    assert args.command(args) == 0
+    assert args.run(args) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stage"] == 0
     assert found["tied"] == [["embed.weight", "head.weight"]]
@@ -64,6 +64,6 @@ def test_the_text_holds_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
 def test_no_tensor_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.full((3,), float("nan"))}, tmp_path / "x.pt")
     read = []
-    monkeypatch.setattr(stored_tensor, "read_range", lambda *args: read.append(args))
+    monkeypatch.setattr(OpenFiles, "read_into", lambda *args: read.append(args))
     assert inspect_checkpoint(tmp_path).parameters == 3
     assert read == []

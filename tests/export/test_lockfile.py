@@ -118,9 +118,12 @@ def test_what_is_no_lock_is_refused(source: Path, tmp_path: Path) -> None:
     newer = build(hash_source(source)) | {"lock_version": 2}
     for content, sentence in (
         ("{", f"{path} cannot be read: expected a lock, got Expecting property name"),
-        ("[]", f"{path} is no lock that this modelyard can read: {expected}, got none of it; export again."),
-        ('{"a": 1}', f"{path} is no lock that this modelyard can read: {expected}, got a; export again."),
-        (json.dumps(newer), f"{path} is no lock that this modelyard can read: {expected}, got lock_version 2; export"),
+        ("[]", f"{path} is not a lock that this modelyard can read: {expected}, got none of it; export again."),
+        ('{"a": 1}', f"{path} is not a lock that this modelyard can read: {expected}, got a; export again."),
+        (
+            json.dumps(newer),
+            f"{path} is not a lock that this modelyard can read: {expected}, got lock_version 2; export",
+        ),
     ):
         path.write_text(content)
         with pytest.raises(RepositoryError) as caught:

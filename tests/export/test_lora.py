@@ -240,5 +240,5 @@ def test_an_adapters_tensors_alone_are_told_from_a_model_with_them(tmp_path: Pat
     paths = f"{prefix}embeddings.word_embeddings, " + ", ".join(
         f"{prefix}encoder.layer.{layer}.attention.self.query" for layer in range(2)
     )
-    words = f"the weights that an adapter's factors change, of {paths}: this is no whole model"
+    words = f"the weights that an adapter's factors change, of {paths}: this is not a whole model"
     assert open_checkpoint(tmp_path).facts.missing == (() if is_whole else (words,))

@@ -1,4 +1,6 @@
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CHECKOUT, Finished
+from harness import CHECKOUT, Finished, run
 from safetensors.torch import save_file
 
 from export.commands import inspect_checkpoint
@@ -35,6 +37,53 @@ def test_an_error_of_the_system_is_one_sentence_and_a_bug_is_none(
     monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(KeyError("x")))
     with pytest.raises(KeyError):
         export_cli("inspect", "x")
+
+
+VERBS = ("inspect", "consolidate", "run")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_examples_that_its_own_command_line_takes(
+    verb: str, export_cli: Callable[..., Finished], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        export_cli(verb, "--help")
+    text = capsys.readouterr().out.replace(" \\\n", " ")
+    assert end.value.code == 0
+    assert "exit codes: 0 " in text
+    examples = [line.strip() for line in text.split("\nexamples:\n")[1].split("\n\n")[0].splitlines()]
+    assert len(examples) >= 3
+    for example in examples:
+        words = shlex.split(re.split(" [>|] ", example)[0].removeprefix("python -m export "))
+        assert words[0] == verb
+        # Read by argparse, then refused, for nothing of that name is there.
+        assert export_cli(*words).code == 1, example
+
+
+def test_help_answers_without_loading_what_is_heavy() -> None:
+    code = (
+        "import sys; from export.__main__ import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: sys.stderr.write(' '.join({'torch', 'transformers', 'onnx', 'onnxruntime'} & {*sys.modules}))"
+    )
+    for words in ([], *([verb] for verb in VERBS)):
+        done = run("-c", code, *words, "--help")
+        assert (done.code, done.err) == (0, ""), words
+        assert done.out.startswith("usage: python -m export")
+
+
+def test_a_refusal_is_coloured_on_a_terminal_alone(tmp_path: Path) -> None:
+    plain = run_verb("inspect", tmp_path / "none")
+    assert plain.returncode == 1
+    assert plain.stderr.startswith("error: ") and "\x1b" not in plain.stderr
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TERM": "xterm"}
+    command = [sys.executable, "-m", "export", "inspect", str(tmp_path / "none")]
+    subprocess.run(command, cwd=CHECKOUT, stderr=theirs, env=environment, check=False)
+    os.close(theirs)
+    shown = os.read(ours, 4096)
+    os.close(ours)
+    assert b"\x1b[31merror: " in shown
 
 
 def test_an_answer_that_nothing_takes_is_an_error(tmp_path: Path) -> None:

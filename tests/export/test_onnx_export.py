@@ -9,14 +9,12 @@ from torch import nn
 
 from export.errors import GraphError, TargetError
 from export.graph.onnx_export import check_graph, export_onnx
-from export.signature import BATCH, SEQ_LEN, Contract, TensorSignature, TextSignature
+from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from export.targets import DEFAULT_TARGET
 
-SIGNATURE = TextSignature(
+SIGNATURE = ModelSignature(
     inputs=(TensorSignature(name="input_ids", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),),
     outputs=(TensorSignature(name="scores", dtype=torch.float32, dims=(BATCH, 3)),),
-    max_length=16,
-    contract=Contract(texts=("TEXT",), answers=()),
 )
 EXAMPLE = (torch.ones(2, 7, dtype=torch.int64),)
 
@@ -87,5 +85,5 @@ def test_an_output_that_differs_from_the_signature_is_refused(tmp_path: Path) ->
     with pytest.raises(GraphError, match=r"other outputs than the model: expected scores FLOAT \['batch', 4\]"):
         check_graph(path, wrong, DEFAULT_TARGET)
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(GraphError, match="is no valid ONNX file"):
+    with pytest.raises(GraphError, match="is not a valid ONNX file"):
         check_graph(path, SIGNATURE, DEFAULT_TARGET)

@@ -1,6 +1,7 @@
 """`python -m export run` as a whole: what it says, what it writes, and what it refuses."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,8 @@ def test_it_tells_each_step_the_proof_and_the_next_command(copy: Path, repositor
     assert "published  tiny in" in done.out
     assert "version 1, new" in done.out
     assert f"Next: python -m server --repository {repository}" in done.out
+    # Nothing in this folder says how its token vectors become one.
+    assert "\nWarning: the pooling is a guess (mean, normalised (default, because there is no modules.json" in done.out
 
 
 def test_run_again_it_publishes_nothing_new(copy: Path, repository: Path, export_cli: Cli) -> None:
@@ -184,7 +187,7 @@ def hide_the_task(directory: Path) -> None:
     ("damage", "sentence"),
     [
         (take_another_tokenizer, "belongs to another model: expected the special ids and the vocabulary that config"),
-        (hide_the_task, "is to be served as cannot be told: expected an architecture that ends in"),
+        (hide_the_task, "is to be served as cannot be determined: expected an architecture that ends in"),
         (truncate, "model.safetensors cannot be read: expected a whole weight file, got 100000 bytes"),
         (remove_config, "has no config.json: expected the model's configuration beside the weights, got only weights"),
         (remove_rows, "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30500"),
@@ -206,7 +209,7 @@ def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
 
 
 def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Path, export_cli: Cli) -> None:
-    """Weights that are no numbers, let through on request, give answers that equal nothing."""
+    """Weights that are not numbers, accepted on request, give answers that equal nothing."""
     poison(copy)
     before = fingerprint(repository)
     arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository))
@@ -226,6 +229,41 @@ def test_a_bad_name_is_refused_before_any_work(name: str, copy: Path, repository
         f"error: the model's name cannot be used: expected letters, digits, '_', '-' and '.', a letter or digit first, "
         f"at most 200, got {name!r}; pass another --name.\n"
     )
+    assert fingerprint(repository) == before
+
+
+def test_what_cannot_be_published_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    step = tmp_path / "models" / "tiny_model"
+    step.mkdir(parents=True)
+    (step / "config.pbtxt").write_text('name: "tiny_model"\nplatform: "onnxruntime_onnx"\n')
+    (tmp_path / "file").touch()
+    for options, sentence in (
+        (["--name", "a/b"], "the model's name cannot be used"),
+        (["--name", "tiny_model"], "is not a part of the model tiny_model: expected nothing there, or what was"),
+        (["--name", "tiny", "--repository", str(tmp_path / "file")], "cannot be a repository: expected a folder"),
+        (["--name", "tiny", "--target", "1.2"], "the target '1.2' is not a known Triton release"),
+    ):
+        done = run(
+            *("-m", "export", "run", "x", "--repository", str(tmp_path / "models"), *options),
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        assert (done.code, done.out) == (1, "")
+        assert done.err.startswith("error: ")
+        assert sentence in done.err
+        assert done.err.count("\n") == 1
+
+
+def test_a_step_that_is_anothers_is_told_before_the_weights_are_read(
+    copy: Path, repository: Path, export_cli: Cli
+) -> None:
+    (repository / "tiny_preprocess" / "1").mkdir(parents=True)
+    (repository / "tiny_preprocess" / "config.pbtxt").write_text('name: "tiny_preprocess"\n')
+    before = fingerprint(repository)
+    done = export_cli("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    assert done.code == 1
+    assert "tiny_preprocess is not a part of the model tiny" in done.err
+    assert "loading" not in done.err
     assert fingerprint(repository) == before
 
 

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 from harness import Published
+from launcher import read_golden_texts
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.transformers.float16 import convert_float_to_float16
 from tokenizers import Tokenizer
@@ -68,17 +69,17 @@ class Real:
 def real(published: Published) -> Real:
     repository = published.repository
     tokenizer = Tokenizer.from_file(str(repository / "sentence_embedding_preprocess" / "1" / "tokenizer.json"))
-    golden = json.loads((repository / "sentence_embedding" / "1" / "golden.json").read_text())["samples"]
+    golden, _ = read_golden_texts(repository, "sentence_embedding")
     batches = [golden[start : start + 4] for start in range(0, len(golden), 4)]
     feeds = []
     for batch in batches:
-        rows = tokenizer.encode_batch([sample["text"] for sample in batch])
+        rows = tokenizer.encode_batch([text for text, _ in batch])
         feeds.append({
             "input_ids": np.array([row.ids for row in rows]),
             "attention_mask": np.array([row.attention_mask for row in rows]),
             "token_type_ids": np.array([row.type_ids for row in rows]),
         })  # fmt: skip
-    expected = [np.array([sample["expected"] for sample in batch]) for batch in batches]
+    expected = [np.array([vector for _, vector in batch]) for batch in batches]
 
     def measure(path: Path) -> Quality:
         return compare_rows(expected, [answers[0] for answers in run_feeds(open_session(path), feeds)])
@@ -362,7 +363,7 @@ def test_a_table_that_is_multiplied_as_well_stays_what_it_is(tmp_path: Path) -> 
     path = tmp_path / "model.onnx"
     report = convert("int8", source, path, feeds=feeds, measure=measure_torch(module, feeds))
     assert report.quality.worst > 0.999
-    shared = [name for name, reason in report.kept.items() if reason == "its constant is read otherwise as well"]
+    shared = [name for name, reason in report.kept.items() if reason == "its constant is read by other nodes as well"]
     graph = load_graph(path).graph
     assert {node.op_type for node in load_graph(source).graph if node.name in shared} == {"Gather", "Gemm"}
     assert sum(node.op_type == "MatMulInteger" for node in graph) == 1

@@ -40,7 +40,7 @@ def test_bounds_become_stricter_freely_and_wider_only_with_a_reason() -> None:
     assert wider.accepted == {"reason": "a demo", "tolerances": {"min_cosine": {"usual": 0.999999, "accepted": 0.9}}}
     with pytest.raises(SettingsError, match="--accept-worse accepts nothing"):
         choose_tolerances(EXACT, FP32, {"max_abs_error": 1e-6}, "a demo")
-    with pytest.raises(SettingsError, match="max_error means nothing here: expected one of max_abs_error, min_cosine"):
+    with pytest.raises(SettingsError, match="max_error does not apply here: expected one of max_abs_error, min_cosine"):
         choose_tolerances(EXACT, FP32, {"max_error": 1}, None)
     with pytest.raises(SettingsError, match="wider"):
         choose_tolerances(EXACT, FP32, {"max_abs_error": float("nan")}, None)
@@ -75,7 +75,7 @@ def test_another_target_is_proven_under_its_own_onnx_runtime(
 def test_an_unknown_target_is_refused(export_tiny: Callable[..., Finished], tmp_path: Path) -> None:
     done = export_tiny("--target", "24.9")
     assert done.code == 1
-    assert "the target '24.9' is no known Triton release" in done.err
+    assert "the target '24.9' is not a known Triton release" in done.err
     assert not (tmp_path / "models").exists()
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from harness import Exported
 
+from export.graph.precisions import FP32
 from export.proof.histogram import BOTTOM, LEFT, RIGHT, TOP, build_histogram
 from export.proof.report_page import format_figure, is_broken, render_report_page
+from export.proof.tolerances import choose_tolerances
 
 EDGES = [-12.0 + 0.5 * step for step in range(31)]
 
@@ -163,11 +165,13 @@ def test_a_histogram_stays_inside_its_drawing() -> None:
 
 
 def test_why_a_worse_file_was_accepted_stands_at_the_top() -> None:
-    accepted = {"reason": "checked by hand", "tolerances": {"max_abs_error": 0.02, "min_cosine": 0.98}}
+    usual, asked = {"max_abs_error": 1e-5, "min_cosine": 0.999}, {"max_abs_error": 0.02, "min_cosine": 0.98}
+    accepted = choose_tolerances(usual, FP32, asked, "checked by hand").accepted
     page = render(REPORT | {"accepted_worse": accepted})
     assert "Accepted, although worse" in page.text
     assert "Equal to its checkpoint" not in page.text
-    assert "Why it was accepted: checked by hand With max abs error at most 0.02, min cosine at least 0.98" in page.text
+    assert "Why it was accepted: checked by hand With max abs error at most 0.02 (usually 1e-05)" in page.text
+    assert "min cosine at least 0.98 (usually 0.999)." in page.text
 
 
 def test_a_precision_stands_beside_fp32() -> None:

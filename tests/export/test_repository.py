@@ -6,52 +6,29 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import onnx
 import pytest
 from harness import Exported, fingerprint
+from launcher import write_older_golden
+from repositories import NAMES, is_consistent, make_other, publish_files, read_config, served
 
 from demo.serving import serve
 from export.errors import RepositoryError
-from export.proof.verify import hash_file
-from export.repository.config_file import parse_config
-from export.repository.names import ModelNames, check_name
-from export.repository.publication import Publication, check_contract, publish
-
-NAMES = ModelNames(name="sentence_embedding")
-
-
-def publish_files(exported: Exported, repository: Path, **changes: object) -> Publication:
-    arguments = {
-        "repository": repository,
-        "names": NAMES,
-        "signature": exported.source.task.signature,
-        "files": exported.files,
-        "report": exported.report,
-    }
-    return publish(**(arguments | changes))  # type: ignore[arg-type]
+from export.repository.config_file import parse_config, render_config
+from export.repository.contents import check_owners, find_owner
+from export.repository.lock import check_destination
+from export.repository.names import OWNER_PARAMETER, ModelNames, check_name
+from export.repository.publication import check_contract
+from export.signature import ModelSignature
 
 
 @pytest.fixture
 def other(exported: Exported, tmp_path: Path) -> Exported:
-    """Return the same model in other bytes, with a report that vouches for them."""
-    model_file = Path(shutil.copytree(exported.model_file.parent, tmp_path / "other")) / "model.onnx"
-    model = onnx.load(model_file)
-    model.doc_string = "other bytes, same meaning"
-    onnx.save(model, model_file)
-    report = replace(exported.report, sha256=exported.report.sha256 | {"model.onnx": hash_file(model_file)})
-    return replace(exported, files=replace(exported.files, model=(model_file,)), report=report)
-
-
-def read_config(repository: Path, model_name: str):
-    return parse_config((repository / model_name / "config.pbtxt").read_text())
-
-
-def served(repository: Path, model_name: str) -> list[int]:
-    return list(read_config(repository, model_name).version_policy.specific.versions)
+    return make_other(exported, tmp_path / "other")
 
 
 def test_a_first_publication_makes_version_1_of_every_model(exported: Exported, tmp_path: Path) -> None:
@@ -76,6 +53,16 @@ def test_the_same_content_again_writes_nothing(exported: Exported, tmp_path: Pat
     before = fingerprint(tmp_path)
     assert publish_files(exported, tmp_path).outcome == "unchanged"
     assert fingerprint(tmp_path) == before
+
+
+def test_exporting_again_mends_golden_answers_that_an_older_modelyard_wrote(exported: Exported, tmp_path: Path) -> None:
+    publish_files(exported, tmp_path)
+    golden = tmp_path / "sentence_embedding" / "1" / "golden.json"
+    new = golden.read_bytes()
+    write_older_golden(golden)
+    publication = publish_files(exported, tmp_path)
+    assert (publication.version, publication.outcome) == (2, "created")
+    assert publication.report_file.with_name("golden.json").read_bytes() == new
 
 
 def test_other_content_becomes_the_next_version_and_every_step_is_pinned(
@@ -135,12 +122,81 @@ def test_a_name_keeps_its_contract(exported: Exported, tmp_path: Path) -> None:
         check_contract(tmp_path, NAMES, wider)
 
 
-def test_a_name_that_is_another_models_step_is_refused(exported: Exported, tmp_path: Path) -> None:
+STEP = "sentence_embedding_model"
+
+
+def name_lone(name: str, exported: Exported) -> dict[str, object]:
+    """Return what publishes the graph by itself, with the very tensors that it has as a step."""
+    signature = exported.source.task.signature
+    return {
+        "names": ModelNames(name=name, is_ensemble=False),
+        "signature": ModelSignature(inputs=signature.inputs, outputs=signature.outputs),
+        "files": replace(exported.files, steps={}),
+        "report": replace(exported.report, sha256={"model.onnx": exported.report.sha256["model.onnx"]}),
+    }
+
+
+def forget_owners(repository: Path) -> None:
+    """Take out of every config what says whose it is, as releases before this one wrote them."""
+    for path in repository.glob("*/config.pbtxt"):
+        config = parse_config(path.read_text())
+        del config.parameters[OWNER_PARAMETER]
+        path.write_text(render_config(config))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_name_that_is_another_models_step_is_refused(is_old: bool, exported: Exported, tmp_path: Path) -> None:
     publish_files(exported, tmp_path)
+    if is_old:
+        forget_owners(tmp_path)
     before = fingerprint(tmp_path)
-    with pytest.raises(RepositoryError, match="sentence_embedding_model is already published with another contract"):
-        publish_files(exported, tmp_path, names=ModelNames(name="sentence_embedding_model"))
+    for changes in ({"names": ModelNames(name=STEP)}, name_lone(STEP, exported)):
+        with pytest.raises(RepositoryError) as caught:
+            publish_files(exported, tmp_path, **changes)
+        assert str(caught.value) == (
+            f"{tmp_path / STEP} is not a part of the model {STEP}: expected nothing there, or what was published as "
+            f"{STEP}, got a part of the model sentence_embedding; pass another --name."
+        )
+        with pytest.raises(RepositoryError, match="got a part of the model sentence_embedding; pass another --name"):
+            check_destination(tmp_path, STEP)
     assert fingerprint(tmp_path) == before
+
+
+@pytest.mark.parametrize("end", ["_preprocess", "_model", "_postprocess"])
+@pytest.mark.parametrize("whose", ["another's", "another's of before", "nobody's", "nobody's without a config"])
+def test_a_model_that_bears_the_name_of_a_step_is_neither_taken_nor_cleared_away(
+    whose: str, end: str, exported: Exported, tmp_path: Path
+) -> None:
+    taken = f"sentence_embedding{end}"
+    publish_files(exported, tmp_path, **name_lone(taken, exported))
+    if whose != "another's":
+        forget_owners(tmp_path)
+    if whose.startswith("nobody's"):
+        for document in ("golden.json", "verification.json"):
+            (tmp_path / taken / "1" / document).unlink()
+    if whose.endswith("config"):
+        (tmp_path / taken / "config.pbtxt").unlink()
+    (tmp_path / taken / "staging-notes").mkdir()
+    before = fingerprint(tmp_path)
+    names = replace(NAMES, has_postprocess=True)
+    with pytest.raises(RepositoryError, match=f"{taken} is not a part of the model sentence_embedding: expected "):
+        check_owners(tmp_path, names.name, names.all)
+    if end != "_postprocess":
+        with pytest.raises(RepositoryError, match=f"{taken} is not a part of the model sentence_embedding: expected "):
+            publish_files(exported, tmp_path)
+    assert fingerprint(tmp_path) == before
+
+
+def test_what_releases_before_published_is_their_models_still(
+    exported: Exported, other: Exported, tmp_path: Path
+) -> None:
+    publish_files(exported, tmp_path / "models")
+    publish_files(exported, tmp_path / "models", **name_lone("lone", exported))
+    forget_owners(tmp_path / "models")
+    assert publish_files(other, tmp_path / "models").version == 2
+    assert publish_files(other, tmp_path / "models", **name_lone("lone", other)).version == 2
+    assert find_owner(tmp_path / "models", STEP) == "sentence_embedding"
+    assert is_consistent(tmp_path / "models")
 
 
 def test_a_config_that_nobody_can_read_is_not_overwritten(exported: Exported, tmp_path: Path) -> None:
@@ -153,21 +209,71 @@ def test_a_config_that_nobody_can_read_is_not_overwritten(exported: Exported, tm
 def test_two_publications_at_once_do_not_mix(exported: Exported, tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(RepositoryError, match="another publication is at work .* within 0.2 s, got a lock; wait"):
+        publish_files(exported, tmp_path, patience_s=0.2)
     with pytest.raises(RepositoryError, match="another publication is at work"):
-        publish_files(exported, tmp_path)
-    os.close(descriptor)
-    assert publish_files(exported, tmp_path).outcome == "created"
+        check_destination(tmp_path, "tiny", patience_s=0.2)
+    release = threading.Timer(1.0, os.close, [descriptor])
+    release.start()
+    assert publish_files(exported, tmp_path).outcome == "created", "it waits for one that ends"
+    release.join()
+
+
+def test_a_repository_that_cannot_be_written_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for repository in (tmp_path / "file", tmp_path / "file" / "models"):
+        with pytest.raises(RepositoryError) as caught:
+            check_destination(repository, "tiny")
+        assert str(caught.value) == (
+            f"{repository} cannot be a repository: expected a folder, or a place for one, got {tmp_path / 'file'}, "
+            f"which is none; pass another --repository."
+        )
+    with pytest.raises(RepositoryError, match="the model's name cannot be used"):
+        check_destination(tmp_path / "models", "a/b")
+    child = os.fork()
+    if child == 0:
+        # Root may write everything.
+        os.setuid(65534)
+        try:
+            check_destination(tmp_path / "models", "tiny")
+        except RepositoryError as exc:
+            os._exit(0 if "cannot be written: expected the right to write in /" in str(exc) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check_destination(tmp_path / "models" / "new", "tiny")
+    assert not (tmp_path / "models").exists()
 
 
 def test_what_a_killed_publication_left_is_cleared_away(exported: Exported, tmp_path: Path) -> None:
     publish_files(exported, tmp_path)
     before = fingerprint(tmp_path)
-    (tmp_path / "sentence_embedding_model" / "staging-abc").mkdir()
-    (tmp_path / "sentence_embedding_model" / "2").mkdir()
-    (tmp_path / "sentence_embedding_model" / "2" / "model.onnx").touch()
+    (tmp_path / STEP / "staging-abc").mkdir()
+    (tmp_path / STEP / "2").mkdir()
+    (tmp_path / STEP / "2" / "model.onnx").touch()
+    (tmp_path / "sentence_embedding" / "staging-def").mkdir()
     (tmp_path / "sentence_embedding" / "staging-config.pbtxt").touch()
+    (tmp_path / STEP / "staging-config.pbtxt.0123abcd").touch()
     assert publish_files(exported, tmp_path).outcome == "unchanged"
     assert fingerprint(tmp_path) == before
+
+
+def test_what_no_publication_left_stays(exported: Exported, other: Exported, tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    publish_files(exported, repository)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").touch()
+    (repository / STEP / "staging-link").symlink_to(tmp_path / "elsewhere")
+    (repository / STEP / "staging-notes.txt").touch()
+    (repository / STEP / "2").mkdir()
+    (repository / STEP / "3").symlink_to(tmp_path / "elsewhere")
+    (repository / "sentence_embedding" / "4").touch()
+    before = fingerprint(repository)
+    assert publish_files(other, repository).version == 5, "no entry of that name is in its way"
+    after = fingerprint(repository)
+    assert {path: after.get(path) for path in before if not path.endswith("config.pbtxt")} == {
+        path: digest for path, digest in before.items() if not path.endswith("config.pbtxt")
+    }
+    assert is_consistent(repository)
 
 
 # Events that Python raises for every change of the file system (docs.python.org, "Audit events table").
@@ -196,26 +302,6 @@ def publish_until(step: int, action: str, exported: Exported, repository: Path) 
             os._exit(130)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # type: ignore[return-value]
-
-
-def is_consistent(repository: Path) -> bool:
-    """Tell whether the ensemble, if it is published, finds every step at the version it names, whole and served."""
-    if not (repository / "sentence_embedding" / "config.pbtxt").is_file():
-        return True
-    steps = read_config(repository, "sentence_embedding").ensemble_scheduling.step
-    version = steps[0].model_version
-    return (
-        served(repository, "sentence_embedding") == [version]
-        and (repository / "sentence_embedding" / str(version) / "verification.json").is_file()
-        and all(step.model_version in served(repository, step.model_name) for step in steps)
-        and all(
-            (repository / step.model_name / str(each)).is_dir()
-            for step in steps
-            for each in served(repository, step.model_name)
-        )
-        and (repository / "sentence_embedding_model" / str(version) / "model.onnx").stat().st_size > 1000
-        and (repository / "sentence_embedding_preprocess" / str(version) / "tokenizer.json").stat().st_size > 1000
-    )
 
 
 def each_step(

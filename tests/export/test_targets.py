@@ -6,8 +6,8 @@ import pytest
 from benches.bench_targets import IR_VERSION, OPSET, loads
 from harness import CHECKOUT
 
+from export.engines.onnxruntime_process import open_runtime
 from export.errors import TargetError
-from export.proof.target_runtime import open_runtime
 from export.targets import DEFAULT_TARGET, TARGETS, Target, find_releases_for, find_target, require_fits
 
 # ONNX Runtime 1.24 and later has no wheel for Python 3.10.
@@ -57,7 +57,7 @@ def test_an_unknown_release_is_refused_with_the_nearest(release: str, got: str, 
     with pytest.raises(TargetError) as caught:
         find_target(release)
     assert str(caught.value) == (
-        f"the target {release!r} is no known Triton release: expected one from 24.10 to 26.07, got {got}; "
+        f"the target {release!r} is not a known Triton release: expected one from 24.10 to 26.07, got {got}; "
         f"the nearest is {nearest}."
     )
 
@@ -96,7 +96,7 @@ def test_a_graph_that_is_too_new_is_refused_with_the_releases_that_would_do() ->
 
 
 def describe_targets() -> list[str]:
-    """Return the rows of the README's table: releases of one ONNX Runtime and one Python in a row."""
+    """Return the rows of the table in docs/targets.md: releases of one ONNX Runtime and one Python in a row."""
 
     def describe(target: Target) -> tuple[str | int, ...]:
         python = target.python_version.rpartition(".")[0]
@@ -111,8 +111,8 @@ def describe_targets() -> list[str]:
     return rows
 
 
-def test_the_readme_holds_the_table() -> None:
-    lines = (CHECKOUT / "README.md").read_text(encoding="utf-8").split("\n")
+def test_the_page_of_targets_holds_the_table() -> None:
+    lines = (CHECKOUT / "docs" / "targets.md").read_text(encoding="utf-8").split("\n")
     start = next(index for index, line in enumerate(lines) if line.startswith("| Triton | ONNX Runtime |")) + 2
     expected = describe_targets()
     assert lines[start : start + len(expected)] == expected, "\n".join(["the table should be:", *expected])

@@ -6,9 +6,9 @@ import torch
 from transformers import BertConfig
 
 from export.checkpoints import TensorSpec, open_checkpoint
-from export.errors import ModelError
-from export.request import TaskOptions
-from export.tasks import TaskSource, build_task, find_task_name
+from export.errors import CheckpointError, ModelError
+from export.tasks.base import TaskSource
+from export.tasks.building import build_task, find_task_name
 from export.tasks.classification import choose_function, read_labels
 from export.tasks.encoding import Question
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
@@ -36,6 +36,36 @@ def test_without_a_record_the_mean_is_taken_and_said_to_be_the_default(tmp_path:
     pooling = read_pooling(tmp_path)
     assert (pooling.mode, pooling.normalize) == ("mean", True)
     assert "default" in pooling.source
+
+
+def test_a_guessed_pooling_is_a_warning_and_a_recorded_or_chosen_one_is_not(tiny_checkpoint: Path) -> None:
+    (warning,) = build_task("feature-extraction", build_source(tiny_checkpoint)).warnings
+    assert warning.startswith("the pooling is a guess (mean, normalised (default, because there is no modules.json)): ")
+    assert "--pooling" in warning
+    assert build_task("feature-extraction", build_source(tiny_checkpoint, pooling="cls")).warnings == ()
+
+
+def test_modules_in_a_folder_beside_the_transformers_own_are_found(checkpoint: Path, tmp_path: Path) -> None:
+    # As Sentence-Transformers saved before 2.0.
+    write_modules(tmp_path, ["Transformer", "Pooling"], pooling_mode_cls_token=True)
+    (tmp_path / "0_Transformer").mkdir()
+    assert read_pooling(tmp_path / "0_Transformer").mode == "cls"
+    assert find_task_name(tmp_path / "0_Transformer", BertConfig(architectures=None), {}) == "feature-extraction"
+    (tmp_path / "2_Other").mkdir()
+    assert read_pooling(tmp_path / "2_Other").is_default
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"type": "x.Transformer"}', r"modules\.json cannot be read: expected a list of modules, .*; copy the checkp"),
+        ('[{"type": "x.Pooling", "path": "../.."}]', r"is a link that leads outside|leads outside"),
+    ],
+)
+def test_a_list_of_modules_that_lies_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "modules.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_pooling(tmp_path)
 
 
 def test_modules_and_modes_that_are_not_exported_are_refused(tmp_path: Path) -> None:
@@ -93,7 +123,9 @@ def test_records_beside_the_architecture_come_first(tmp_path: Path) -> None:
 
 def test_a_task_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     for names, got in ((["BertForPreTraining"], "BertForPreTraining"), (None, "none in config.json")):
-        with pytest.raises(ModelError, match=rf"cannot be told: .*, got {got}; pass --task feature-extraction, text-"):
+        with pytest.raises(
+            ModelError, match=rf"cannot be determined: .*, got {got}; pass --task feature-extraction, text-"
+        ):
             find_task_name(tmp_path, BertConfig(architectures=names), {})
 
 
@@ -105,12 +137,12 @@ def build_source(directory: Path, **options: object) -> TaskSource:
         weights=CastToFloat32(source=checkpoint),
         tokenizer=load_tokenizer(directory),
         max_length=64,
-        options=TaskOptions(**options),
+        options=options,
     )
 
 
 def test_an_option_of_another_task_is_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(ModelError, match="--top-k means nothing to feature-extraction: expected it with text-class"):
+    with pytest.raises(ModelError, match="--top-k does not apply to feature-extraction: expected it with text-class"):
         build_task("feature-extraction", build_source(tiny_checkpoint, top_k=3))
 
 

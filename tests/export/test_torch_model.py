@@ -68,7 +68,7 @@ def test_the_input_embedding_is_found_below_a_prefix(copy: Path) -> None:
     assert find_input_embedding(config, specs) == "embeddings.word_embeddings.weight"
     prefixed = {f"bert.{name}": spec for name, spec in specs.items()}
     assert find_input_embedding(config, prefixed) == "bert.embeddings.word_embeddings.weight"
-    with pytest.raises(ModelError, match="input embedding cannot be told"):
+    with pytest.raises(ModelError, match="input embedding cannot be determined"):
         find_input_embedding(config, {})
 
 

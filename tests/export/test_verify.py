@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from export.artefacts import Artefacts
 from export.errors import GraphError, VerificationError
 from export.graph.onnx_export import check_graph, export_onnx
-from export.pipeline import write_files
 from export.proof.verify import hash_file, verify
+from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.comparison import compare_embeddings
 from export.tasks.own_module import FactoryTask, read_spec
@@ -59,11 +59,14 @@ def test_the_report_names_the_bytes_and_what_was_tried(exported: Exported) -> No
 
 def test_golden_samples_are_the_checkpoints_own_answers(exported: Exported) -> None:
     sample = exported.report.golden["samples"][-1]
-    assert "[NEW]" in sample["text"]
-    inputs = exported.source.task.tokenizer([sample["text"]], return_tensors="pt", truncation=True, max_length=64)
+    (asked,), (answered,) = sample["inputs"], sample["outputs"]
+    assert (asked["name"], asked["datatype"], asked["shape"]) == ("TEXT", "BYTES", [1, 1])
+    assert (answered["name"], answered["datatype"], answered["shape"]) == ("EMBEDDING", "FP32", [1, 16])
+    assert "[NEW]" in asked["data"][0]
+    inputs = exported.source.task.tokenizer(asked["data"], return_tensors="pt", truncation=True, max_length=64)
     names = [tensor.name for tensor in exported.source.task.signature.inputs]
     expected = exported.source.task.module(*(inputs[name] for name in names))[0]
-    assert torch.equal(torch.tensor(sample["expected"]), expected)
+    assert torch.equal(torch.tensor(answered["data"]), expected)
 
 
 def sabotage(model_file: Path, change: Callable[[dict[str, onnx.TensorProto]], None]) -> None:

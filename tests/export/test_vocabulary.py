@@ -7,7 +7,6 @@ from tokenizers import Tokenizer
 from transformers import BertConfig
 
 from export.errors import CheckpointError, VocabularyError
-from export.request import AddedToken
 from export.tasks.encoding import Question, QuestionEncoder
 from export.tasks.text import read_verification_texts
 from export.weights.tokenizer import (
@@ -18,6 +17,7 @@ from export.weights.tokenizer import (
     load_tokenizer,
     read_max_length,
 )
+from export.weights.vocabulary_options import AddedToken
 
 TABLE = "embeddings.word_embeddings.weight"
 START = AddedToken(token="[ENT_START]", initializer="start of entity")

@@ -22,8 +22,8 @@ from transformers import (
 
 from export.checkpoints import open_checkpoint
 from export.errors import VocabularyError
-from export.request import AddedToken, VocabularyOptions
 from export.weights.torch_model import load_config, load_model
+from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 from export.weights.vocabulary_rows import VocabularyRows, fit_vocabulary
 
 WORDS = ["[PAD]", "[UNK]", "start", "of", "entity", "end", "cat", "dog"]

@@ -14,7 +14,6 @@ from server.process import EXIT_TIMEOUT_S
 from server.status import Status
 
 DOCKER = CHECKOUT / "docker"
-PIN = re.compile(r"^([A-Za-z0-9-]+)==([0-9.]+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +21,51 @@ def compose() -> dict:
     return yaml.safe_load((CHECKOUT / "compose.yaml").read_text())
 
 
-def test_the_images_packages_are_those_of_the_project() -> None:
-    project = dict(re.findall(r'"([A-Za-z0-9-]+)==([0-9.]+)"', (CHECKOUT / "pyproject.toml").read_text()))
-    for name in ("requirements.txt", "Dockerfile.gpu"):
-        pins = dict(re.findall(r"([A-Za-z0-9-]+)==([0-9.]+)", (DOCKER / name).read_text()))
-        assert pins
-        assert pins == {package: project[package] for package in pins}
-    assert dict(PIN.findall((DOCKER / "requirements.txt").read_text())).keys() >= {"numpy", "nvidia-pytriton"}
+def read_lock(name: str) -> dict[str, str]:
+    """Return what a lock has for each package and Python: `name ; marker` → version and hashes."""
+    entries = re.split(r"\n(?=[a-z0-9])", (CHECKOUT / "requirements" / f"{name}.txt").read_text())
+    found = [re.fullmatch(r"([a-z0-9-]+)==(\S+) (; .+?) \\\n(.+)", entry.strip(), re.DOTALL) for entry in entries]
+    return {f"{match[1]} {match[3]}": f"{match[2]} {match[4]}" for match in found if match}
+
+
+@pytest.mark.parametrize("name", ["server", "export", "gpu", "trainers", "containers", "build"])
+def test_every_lock_holds_hashes_and_the_versions_that_are_tested_here(name: str) -> None:
+    lock, tested = read_lock(name), read_lock("dev")
+    assert lock
+    assert all("--hash=sha256:" in entry for entry in lock.values())
+    # Podman's and the trainers' own are in no other lock.
+    foreign = {key.split()[0] for key in lock if lock[key] != tested.get(key)}
+    assert foreign <= {
+        "deepspeed",
+        "einops",
+        "hjson",
+        "msgpack",
+        "ninja",
+        "podman-compose",
+        "py-cpuinfo",
+        "python-dotenv",
+    }
+
+
+def test_every_lock_is_that_of_its_list_and_names_no_index() -> None:
+    for path in (CHECKOUT / "requirements").glob("*.txt"):
+        text = path.read_text()
+        assert "//" not in text and "--index" not in text, path.name
+    for path in (CHECKOUT / "requirements").glob("*.in"):
+        wanted = re.findall(r"^([a-z0-9-]+)(==[0-9.]+)?", path.read_text(), re.MULTILINE)
+        locked = {key.split()[0]: entry.split()[0] for key, entry in read_lock(path.stem).items()}
+        for package, version in wanted:
+            assert package in locked
+            assert not version or version == f"=={locked[package]}"
+
+
+def test_the_images_install_nothing_without_its_hash_but_torch_and_the_wheel() -> None:
+    for path in DOCKER.rglob("Dockerfile*"):
+        # One command may stand on several lines, and several on one.
+        commands = re.split(r"&&|\n", path.read_text().replace("\\\n", " "))
+        for line in (command for command in commands if "pip install" in command):
+            accepted = ("--require-hashes", "/tmp/torch.txt", "--no-index", "tensorrt-cu")
+            assert any(word in line for word in accepted), f"{path.name}: {line}"
 
 
 def test_every_image_is_pinned_and_every_build_is_there(compose: dict) -> None:
@@ -50,7 +87,7 @@ def test_what_serves_has_few_rights_and_enough_time_to_stop(compose: dict, name:
     assert service["stop_grace_period"].endswith("s")
     assert int(service["stop_grace_period"][:-1]) > EXIT_TIMEOUT_S
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-    assert service["healthcheck"]["test"][-1] == "check"
+    assert service["healthcheck"]["test"] == ["CMD", "modelyard", "check"]
     assert {"shm_size", "mem_limit", "pids_limit", "restart"} <= service.keys()
 
 

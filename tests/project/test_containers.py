@@ -20,7 +20,8 @@ from benches.load import Load
 from harness import CHECKOUT, Published, run
 
 from server.process import EXIT_TIMEOUT_S
-from server.stubs import StubTable, list_children
+from server.processes import list_children
+from server.stubs import StubTable
 
 pytestmark = pytest.mark.containers
 
@@ -194,7 +195,7 @@ def test_prometheus_scrapes_it_by_name_and_evaluates_its_rules(container: Contai
 def test_a_process_that_loops_or_blocks_can_be_seen_inside(container: Container) -> None:
     """The container's user has no rights, and needs none to look into what it started."""
     look = (
-        "from server.stubs import StubTable\n"
+        "from modelyard.server.stubs import StubTable\n"
         "from pathlib import Path\n"
         "(pid,) = [int(p.parent.name) for p in Path('/proc').glob('[0-9]*/comm') if 'tritonserver' in p.read_text()]\n"
         "print({stub.look.waits_for_work for stub in StubTable(pid).refresh()})"

@@ -3,17 +3,14 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from harness import CHECKOUT, Published
+from harness import CHECKOUT, Published, make
 
 from demo.serving import NAME, REPOSITORY
 from export.repository.names import ModelNames
-
-
-def make(target: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["make", target], cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_the_demo_ends_well_and_run_again_publishes_nothing_new() -> None:
@@ -41,7 +38,7 @@ def test_make_serve_stays_until_ctrl_c() -> None:
     if not (REPOSITORY / NAME / "1").is_dir():
         make("demo")
     process = subprocess.Popen(
-        ["make", "serve"], cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ["make", "serve", f"VENV={sys.prefix}"], cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stderr is not None
     lines = []

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from harness import CHECKOUT
 LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
-        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng",
+        "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng", "platformdirs",
     },
     "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
-    "server": set(),
-    "client": {"tritonclient", "numpy"},
+    "server": {"platformdirs"},
+    "client": {"tritonclient", "numpy", "platformdirs"},
+    "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
 
@@ -26,33 +28,43 @@ LIBRARIES = {
 # lines above it, so the table is the order of the floors as well.
 FLOORS = {
     "export/errors": (),
+    "export/locations": (),
     "export/interruption": (),
     "export/progress": (),
     "export/artefacts": (),
     "export/signature": (),
-    "export/request": (),
+    "export/option_kinds": (),
     "export/targets": ("errors",),
     "export/checkpoints": ("errors",),
-    "export/json_file": ("checkpoints",),
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
-    "export/settings": ("errors", "graph", "request"),
-    "export/engines": ("errors", "graph", "signature"),
-    "export/weights": ("checkpoints", "errors", "json_file", "request"),
-    "export/tasks": ("artefacts", "checkpoints", "errors", "json_file", "request", "signature", "weights"),
-    "export/proof": ("artefacts", "errors", "graph", "targets", "tasks"),
+    "export/engines": ("errors", "graph", "locations", "signature", "targets"),
+    "export/weights": ("checkpoints", "errors", "option_kinds"),
+    "export/tasks": ("artefacts", "checkpoints", "errors", "option_kinds", "signature", "weights"),
+    "export/options": ("engines", "errors", "graph", "locations", "option_kinds", "targets", "tasks", "weights"),
+    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
-    "export/commands": ("checkpoints", "consolidation", "errors"),
+    "export/source": ("checkpoints", "errors", "options", "progress", "repository", "tasks", "weights"),
+    "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
+    "export/pipeline": (
+        *("artefacts", "engines", "errors", "graph", "options", "progress", "proof", "repository", "source", "stages"),
+        *("targets", "tasks"),
+    ),
+    "export/commands": (
+        *("checkpoints", "consolidation", "errors", "graph", "interruption", "locations", "options", "pipeline"),
+        *("progress", "proof", "repository", "signature", "stages", "targets", "tasks", "weights"),
+    ),
+    "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
     "export/checkpoints/wrapper_names": (),
     "export/checkpoints/adapter_names": (),
-    "export/checkpoints/storage": (),
+    "export/checkpoints/storage": ("remedies",),
     "export/checkpoints/stored_checkpoint": ("state_dict", "storage"),
-    "export/checkpoints/pickles": ("storage",),
-    "export/checkpoints/plain": ("pickles", "storage", "stored_checkpoint", "wrapper_names"),
-    "export/checkpoints/deepspeed": ("pickles", "plain", "storage", "stored_checkpoint", "wrapper_names"),
-    "export/checkpoints/fsdp": ("pickles", "plain", "storage", "stored_checkpoint", "wrapper_names"),
-    "export/checkpoints/megatron": ("deepspeed", "pickles", "storage", "stored_checkpoint"),
+    "export/checkpoints/pickles": ("remedies", "storage"),
+    "export/checkpoints/plain": ("pickles", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/deepspeed": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/fsdp": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/megatron": ("deepspeed", "pickles", "remedies", "storage", "stored_checkpoint"),
 }
 
 
@@ -110,7 +122,7 @@ def test_what_triton_loads_imports_nothing_relatively_and_our_packages_nothing_o
                 where = f"{path.relative_to(CHECKOUT)}:{node.lineno}"
                 if room.startswith("backends/"):
                     assert node.level == 0, where
-                # The demo is no part of what is installed.
+                # The demo is not part of what is installed.
                 elif room != "demo":
                     assert node.level or (node.module or "").split(".")[0] != room, where
 
@@ -137,7 +149,7 @@ def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
 
 
 def test_every_floor_is_in_the_table() -> None:
-    free = {"__init__", "__main__", "__pycache__", "pipeline", "formats"}
+    free = {"__init__", "__main__", "__pycache__", "formats"}
     for folder in ("export", "export/checkpoints"):
         there = {entry.stem for entry in (CHECKOUT / folder).iterdir()} - free
         assert {f"{folder}/{name}" for name in there} == {name for name in FLOORS if str(Path(name).parent) == folder}
@@ -151,3 +163,15 @@ def test_no_two_files_import_each_other_in_a_circle() -> None:
             # A face may hand on the names of files that import another of them through it.
             graph[path] = {target for target in targets if target and target.name != "__init__.py"} - {path}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(("drawn", "folder"), [("export", "export"), ("checkpoints", "export/checkpoints")])
+def test_the_floors_are_drawn_in_docs_architecture_as_the_code_imports_them(drawn: str, folder: str) -> None:
+    page = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (drawing,) = re.findall(rf"^```text\n{drawn} (.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    row_of = {name: row for row, line in enumerate(drawing.splitlines()) for name in re.findall(r"\w+", line)}
+    floors = {Path(floor).name: below for floor, below in FLOORS.items() if Path(floor).parent == Path(folder)}
+    assert set(floors) <= set(row_of), f"not drawn: {sorted(set(floors) - set(row_of))}"
+    for name, below in floors.items():
+        misplaced = [other for other in below if row_of[other] <= row_of[name]]
+        assert not misplaced, f"{name} imports {misplaced}, which must be drawn below it"

@@ -37,7 +37,10 @@ def test_what_keeps_it_from_serving_is_named_with_a_remedy(tmp_path: Path) -> No
         done = run("-m", "server", "doctor", "--repository", str(tmp_path), *options)
     assert done.code == 1
     lines = done.out.splitlines()
-    for what, remedy in (("ports", "pass another --grpc-port"), ("model repository", "publish one with `make demo`")):
+    for what, remedy in (
+        ("ports", "pass another --grpc-port"),
+        ("model repository", "publish one with `python -m export run`"),
+    ):
         (index,) = [index for index, line in enumerate(lines) if line.startswith(f"broken   {what} ")]
         assert remedy in lines[index + 1]
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tritonclient.http
 from benches.load import Load
+from geventhttpclient.response import HTTPConnectionClosed
 from harness import Published
 from launcher import Running, running
 from tritonclient.utils import InferenceServerException
@@ -228,6 +229,28 @@ def test_a_model_that_blocks_inside_a_request_is_replaced(server: Running) -> No
     server.wait_for_line("waited 1.5 s inside a request without computing", FOUND_WITHIN_S)
     assert wait_until_obedient(server) != pid
     assert time.monotonic() - start < BACK_WITHIN_S
+
+
+def test_a_model_that_hangs_in_its_very_first_request_is_replaced(server: Running) -> None:
+    """Nobody has seen it wait for work by then."""
+    wait_until_obedient(server)
+    server.read = len(server.lines)
+    os.kill(server.tritonserver, signal.SIGKILL)
+    with ThreadPoolExecutor() as pool:
+        lost = pool.submit(give_first_order, server, "block")
+        server.wait_for_line("waited 1.5 s inside a request without computing", FOUND_WITHIN_S)
+        with pytest.raises(InferenceServerException, match="not healthy|Stub process"):
+            lost.result()
+    wait_until_obedient(server)
+
+
+def give_first_order(server: Running, order: str) -> int:
+    """Give an order at the first moment at which somebody listens."""
+    while True:
+        try:
+            return give_order(server, order)
+        except (ConnectionError, HTTPConnectionClosed):
+            time.sleep(0.002)
 
 
 @pytest.mark.parametrize("order", ["loop", "loop beside a thread"])

@@ -73,7 +73,7 @@ def assert_unharmed(server: Running, pid: int) -> None:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         answer = stub.ModelInfer(service_pb2.ModelInferRequest.FromString(GOOD), timeout=TIMEOUT_S)
     assert len(answer.raw_output_contents[0]) == 4 * 384
-    assert server.tritonserver == pid, "tritonserver died and was started anew"
+    assert server.tritonserver == pid, "tritonserver died and was restarted"
 
 
 @pytest.mark.parametrize("name", BODIES)

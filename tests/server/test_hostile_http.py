@@ -64,7 +64,7 @@ BODIES = {
     "numbers for more than there is": text(datatype="INT64", shape=[10_000_000], data=[1]),
 }
 
-# tritonserver takes these for something else than they say; an answer is all that is asked for.
+# tritonserver takes these for something other than they say; an answer is all that is asked for.
 TOLERATED = {
     "no body": ({}, b""),
     "nested data": text(data=[[[[["Hello"]]]]]),
@@ -93,7 +93,7 @@ def ask(server: Running, headers: dict, body: bytes) -> int:
 
 def assert_unharmed(server: Running, pid: int) -> None:
     assert ask(server, {}, json.dumps(GOOD).encode()) == 200
-    assert server.tritonserver == pid, "tritonserver died and was started anew"
+    assert server.tritonserver == pid, "tritonserver died and was restarted"
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -15,10 +15,11 @@ import tritonclient.grpc.aio
 import tritonclient.http
 import tritonclient.http.aio
 from harness import Published
+from launcher import read_golden_texts
 from tritonclient.utils import InferenceServerException
 
 from client.bench import read_corpus
-from client.infer import Server
+from client.infer import Connection
 from demo.serving import Addresses
 
 MODEL = "sentence_embedding"
@@ -58,11 +59,10 @@ def read_statistics(server: Addresses, model: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_answers_are_the_checkpoints_own(server: Addresses, published: Published, protocol: str) -> None:
-    golden = json.loads((published.repository / MODEL / "1" / "golden.json").read_text())
-    texts = [sample["text"] for sample in golden["samples"]]
+    golden, tolerance = read_golden_texts(published.repository, MODEL)
+    texts, expected = zip(*golden, strict=True)
     assert any("[ENT_START]" in text for text in texts)
-    expected = np.array([sample["expected"] for sample in golden["samples"]])
-    assert np.abs(ask(server, protocol, texts) - expected).max() <= golden["tolerances"]["max_abs_error"]
+    assert np.abs(ask(server, protocol, [*texts]) - np.array(expected)).max() <= tolerance
 
 
 def test_the_asyncio_clients_work_over_both_protocols(server: Addresses) -> None:
@@ -251,6 +251,6 @@ def test_rows_of_one_request_are_padded_to_its_longest_and_no_further(server: Ad
 
 def test_the_client_splits_more_texts_than_one_request_may_hold(server: Addresses) -> None:
     for protocol in PROTOCOLS:
-        asked = Server(getattr(server, protocol), protocol, 30.0)
+        asked = Connection(getattr(server, protocol), protocol, 30.0)
         answers = asked.infer(asked.find_model(None), [b"one", b"two", b"three"] * 30)
         assert answers["EMBEDDING"].shape == (90, 384)

@@ -22,7 +22,7 @@ from transformers import (
     pipeline,
 )
 
-from client.infer import ClientError, Server
+from client.infer import ClientError, Connection
 from demo.serving import Addresses, serve
 from export.__main__ import main as run_export_cli
 
@@ -50,7 +50,7 @@ class Served:
     results: dict[str, dict[str, Any]]
 
     def ask(self, name: str, texts: list[str], pairs: list[str] | None = None, protocol: str = "http") -> dict:
-        server = Server(getattr(self.addresses, protocol), protocol, 60.0)
+        server = Connection(getattr(self.addresses, protocol), protocol, 60.0)
         encoded = [text.encode() for text in pairs] if pairs else None
         return server.infer(server.find_model(name), [text.encode() for text in texts], pairs=encoded)
 
@@ -231,8 +231,6 @@ QUESTIONS = [
 
 def test_answers_are_spans_of_the_context_and_long_ones_are_read_in_windows(served: Served) -> None:
 
-    from export.request import TaskOptions  # noqa: F401
-
     directory = served.checkpoints / "question-answering"
     model, tokenizer = (
         BertForQuestionAnswering.from_pretrained(directory).eval(),
@@ -305,9 +303,9 @@ def test_parity_holds_for_every_task_over_every_transport(served: Served, name: 
 def test_parity_fails_on_another_label_and_another_place(served: Served, tmp_path: Path) -> None:
     for name, output in (("text-classification", "LABEL"), ("token-classification", "START")):
         content = json.loads((served.repository / name / "1" / "golden.json").read_text())
-        sample = content["samples"][0]
-        value = sample["others"][output][0]
-        sample["others"][output][0] = value + 1 if isinstance(value, int) else "other"
+        (tensor,) = (tensor for tensor in content["samples"][0]["outputs"] if tensor["name"] == output)
+        value = tensor["data"][0]
+        tensor["data"][0] = value + 1 if isinstance(value, int) else "other"
         (tmp_path / "golden.json").write_text(json.dumps(content))
         urls = ["--url", served.addresses.http, "--grpc-url", served.addresses.grpc]
         done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", name, *urls)

@@ -1,5 +1,6 @@
 """`python -m server`: what it finds, what it refuses, how it ends."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,10 +17,12 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from harness import CHECKOUT, Published, run
-from launcher import find_ports, running
+from launcher import find_ports, running, write_older_golden
 from tritonclient.utils import InferenceServerException
 
-from server.errors import NotFoundError
+from demo.serving import Addresses
+from server.errors import CheckError, NotFoundError
+from server.health import check_ensembles, measure_answer
 from server.installation import check_libpython, find_installation
 
 BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
@@ -131,7 +134,10 @@ def test_a_container_like_installation_is_served_with_its_own_layout(published: 
 def test_it_works_from_a_folder_full_of_traps_and_ends_cleanly(published: Published, tmp_path: Path) -> None:
     for name in ("tokenizers", "numpy", "onnxruntime", "json", "model", "tokenization"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the working directory was imported')")
-    with running(published.repository, cwd=tmp_path, environment={"PYTHONSAFEPATH": "1"}) as server:
+    # The command, for `python -m` imports from the working directory; of this checkout, whichever is installed.
+    modelyard = (str(Path(sys.executable).with_name("modelyard")), "serve")
+    environment = {"PYTHONPATH": str(CHECKOUT)}
+    with running(published.repository, program=modelyard, cwd=tmp_path, environment=environment) as server:
         server.read_until("serving HTTP")
         assert any("sentence_embedding " in line and "answers as verified" in line for line in server.lines)
         assert server.stop(signal.SIGTERM) == 0
@@ -164,12 +170,57 @@ def test_a_broken_model_is_named_and_its_neighbours_are_served(published: Publis
 def test_a_model_that_answers_otherwise_than_verified_is_named(published: Published, tmp_path: Path) -> None:
     repository = Path(shutil.copytree(published.repository, tmp_path / "models"))
     golden = repository / "sentence_embedding" / "1" / "golden.json"
-    golden.write_text(
-        golden.read_text().replace('"expected": [-', '"expected": [', 1).replace('"expected": [0', '"expected": [9', 1)
-    )
+    content = json.loads(golden.read_text())
+    content["samples"][0]["outputs"][0]["data"][5] += 9.0
+    golden.write_text(json.dumps(content))
     with running(repository) as server:
         server.read_until("serving HTTP")
-        assert any("FAILED: expected the verified answer within 1e-05" in line for line in server.lines)
+        assert any("FAILED: expected the verified EMBEDDING within 1e-05" in line for line in server.lines)
+
+
+def test_golden_answers_of_an_older_modelyard_are_refused_with_what_to_do(
+    published: Published, server: Addresses, tmp_path: Path
+) -> None:
+    repository = Path(shutil.copytree(published.repository, tmp_path / "models"))
+    golden = repository / "sentence_embedding" / "1" / "golden.json"
+    write_older_golden(golden)
+    with pytest.raises(CheckError) as refusal:
+        check_ensembles(f"http://{server.http}", repository)
+    sentence = f"sentence_embedding: {golden} was written by an older modelyard: expected samples of inputs and outputs"
+    assert sentence in str(refusal.value)
+    assert str(refusal.value).endswith("got text, expected; export the model again with `python -m export run`.")
+
+
+@pytest.mark.parametrize(
+    ("tolerances", "answer", "sentence"),
+    [
+        ({"max_abs_error": 1e-4}, {"SCORE": [0.9, float("nan")]}, "expected the verified SCORE within 0.0001, got nan"),
+        ({"max_abs_error": 1e-4}, {"SCORE": [0.9, 0.2]}, "expected the verified SCORE within 0.0001, got 1.0e-01"),
+        ({"max_relative_error": 1e-4}, {"SCORE": [0.9, 0.2]}, "expected the verified SCORE within 0.0001, got 1.1e-01"),
+        ({"max_abs_error": 1e-4, "min_cosine": 0.99}, {"SCORE": [0.1, 0.9]}, "expected the verified SCORE within"),
+        ({"max_abs_error": 1e-4}, {"SCORE": [0.9]}, r"expected SCORE of shape \[1, 2\], got \[1, 1\]"),
+        ({"max_abs_error": 1e-4}, {}, r"expected SCORE of shape \[1, 2\], got none"),
+    ],
+)
+def test_every_way_of_answering_otherwise_is_noticed(
+    tolerances: dict[str, float], answer: dict[str, list[float]], sentence: str
+) -> None:
+    def describe(values: dict[str, list[float]]) -> list[dict[str, object]]:
+        return [{"name": n, "datatype": "FP32", "shape": [1, len(v)], "data": v} for n, v in values.items()]
+
+    recorded = describe({"SCORE": [0.9, 0.1]})
+    assert measure_answer(recorded, recorded, tolerances) == 0.0
+    with pytest.raises(ValueError, match=sentence):
+        measure_answer(recorded, describe(answer), tolerances)
+
+
+def test_labels_without_scores_are_compared_as_they_are() -> None:
+    def describe(text: str) -> list[dict[str, object]]:
+        return [{"name": "TRANSCRIPT", "datatype": "BYTES", "shape": [1, 1], "data": [text]}]
+
+    assert measure_answer(describe("one"), describe("one"), {"max_abs_error": 1e-4}) == 0.0
+    with pytest.raises(ValueError, match="expected the verified TRANSCRIPT, got another"):
+        measure_answer(describe("one"), describe("two"), {"max_abs_error": 1e-4})
 
 
 def test_nothing_that_loads_is_exit_1(published: Published, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 class Normed(nn.Module):
-    """Statistics that every rank keeps for itself, a layer for FSDP to ignore, and a state that is no tensor."""
+    """Statistics that every rank keeps for itself, a layer for FSDP to ignore, and a state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def save_fsdp2(out: Path) -> None:
         ["dcp_raw", "dcp_app", "dcp_ema", "dcp_opt", "dcp_moments", "dcp_alone", "dcp_files", "rank_files", "verl"],
         truth,
     )
-    # The safetensors writer refuses tied names, so whoever uses it leaves the second one out.
+    # The safetensors writer refuses tied names, so its users leave the second one out.
     untied = {name: value for name, value in state.items() if name != "head.weight"}
     keep_truth(out, ["dcp_hf", "dcp_hf_files"], gather(untied))
     dcp.save(state, checkpoint_id=out / "dcp_raw")

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...errors import CheckpointError, list_some
 from ..plain.gathered_copy import match_gathered
+from ..remedies import RECOPY
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from .files import DeepSpeedFiles
@@ -98,7 +99,7 @@ def _check_buffers(model: ModelStates) -> None:
             f"{model.path} lacks the buffers {list_some(lost)}",
             expected=f"{len(model.buffer_names)} recorded buffers in its module",
             got=str(len(model.buffer_names - lost)),
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         )
 
 
@@ -118,7 +119,7 @@ def _join_frozen(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict[s
                 f"{name} is not whole among {source}",
                 expected=f"a part in each of {len(models)} files",
                 got=str(len(found)),
-                remedy="copy the checkpoint again",
+                remedy=RECOPY,
             )
         if files.partitioned:
             frozen |= join_sliced_group({name: shape}, found, source=source)
@@ -160,7 +161,7 @@ def _are_apart(tensor: StoredTensor | None, holder: StoredTensor | None) -> bool
     """Tell whether two whole tensors of a module differ in their elements: views of one storage, or empty ones."""
     if tensor is None or holder is None:
         return False
-    return tensor.numel == 0 or (tensor.shape, tensor.stride) != (holder.shape, holder.stride)
+    return tensor.numel == 0 or tensor.layout != holder.layout
 
 
 def _find_lost(model: ModelStates, found: Mapping[str, StoredTensor], tied: Mapping[str, str]) -> set[str]:

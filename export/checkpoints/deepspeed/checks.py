@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
+from ..remedies import DOUBLED, LOST_RANKS, RECOPY_WHOLE, SWAPPED
 from ..storage.stored_tensor import StoredTensor
 from .files import DeepSpeedFiles
 from .partitions import Shapes, find_slice_padding, map_fragments, slice_numel
@@ -25,7 +26,6 @@ from .states import ModelStates, OptimizerStates
 
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 _COUNTS_TOGETHER = "since a universal checkpoint was loaded, all sub-groups count in one number"
-_RECOPY = "copy the whole checkpoint again, from every node"
 
 
 def check_ranks(found: Mapping[int, Path], world_size: int, *, kind: str, folder: Path) -> None:
@@ -42,7 +42,7 @@ def check_ranks(found: Mapping[int, Path], world_size: int, *, kind: str, folder
             f"{folder} lacks {kind} states of {world_size} ranks",
             expected=f"{world_size} files",
             got=f"{len(found)}, without rank {list_some(f'{rank:03d}' for rank in missing)}",
-            remedy="each node may have kept only its own ranks: " + _RECOPY,
+            remedy=LOST_RANKS,
         )
     if extra:
         raise CheckpointError(
@@ -67,7 +67,7 @@ def check_model_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> 
             f"the model states in {files.folder} are of different models",
             expected="the same parameters in each",
             got=f"{len(models)} files that disagree",
-            remedy=_RECOPY,
+            remedy=RECOPY_WHOLE,
         )
     # Only the first rank records the shared parameters (DeepSpeed 0.19.8, engine.py, `_get_shared_params`).
     if any(model.shared for model in models[1:]) and not models[0].shared:
@@ -97,7 +97,7 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
             f"the optimizer states in {files.folder} are of different runs",
             expected="one stage and one number of ranks",
             got=f"{len(states)} files that disagree",
-            remedy=_RECOPY,
+            remedy=RECOPY_WHOLE,
         )
     steps = {state.path.name: max(state.steps, default=None) for state in states}
     if len({state.steps for state in states if any(piece.numel for piece in state.pieces)}) > 1:
@@ -105,7 +105,7 @@ def check_optimizer_states(files: DeepSpeedFiles, states: Sequence[OptimizerStat
     last = max((step for step in steps.values() if step is not None), default=None)
     if last is not None and model.step is not None and not _is_count_of_sharers(states, last, model):
         # A step that overflowed is counted, but not by the optimizer. Trainers may count from elsewhere in the tag, and
-        # an optimizer may have started anew; but where tag and optimizer agree, it is the model states that are wrong.
+        # an optimizer may have been restarted; but where tag and optimizer agree, the model states are wrong.
         match = _DEFAULT_TAG.fullmatch(files.folder.name)
         tagged = int(match[1]) if match else model.step
         if last > model.step or (tagged != model.step and tagged == last + model.skipped_steps):
@@ -216,8 +216,7 @@ def _is_clean(groups: Sequence[Shapes], state: OptimizerStates, rank: int, world
 
 
 def _is_zero(tensor: StoredTensor, start: int, stop: int) -> bool:
-    part = StoredTensor(dtype=tensor.dtype, shape=(stop - start,), ranges=tensor.cut(start, stop))
-    return not any(any(chunk) for chunk in part.chunks())
+    return not any(any(chunk) for chunk in tensor.take(start, (stop - start,)).chunks())
 
 
 def _refuse_replicas(files: DeepSpeedFiles, groups: Sequence[Shapes], numels: Sequence[Sequence[int]]) -> None:
@@ -272,7 +271,7 @@ def _cut_slices(shapes: Shapes, piece: StoredTensor, rank: int, world_size: int)
         step = slice_numel(shape, world_size)
         start, stop = position, min(piece.numel, position + max(0, min(step, prod(shape) - rank * step)))
         if start < stop:
-            yield StoredTensor(dtype=piece.dtype, shape=(stop - start,), ranges=piece.cut(start, stop))
+            yield piece.take(start, (stop - start,))
         position += step
 
 
@@ -289,7 +288,7 @@ def _refuse_doubles(files: Sequence[tuple[Path, tuple[int | None, ...], Iterable
                 f"{path} and {first} have the same contents",
                 expected="each rank's own part",
                 got="every checksum equal",
-                remedy="one is a copy under the other's name; " + _RECOPY,
+                remedy=DOUBLED,
             )
 
 
@@ -298,11 +297,9 @@ def _different_steps(files: DeepSpeedFiles, steps: Mapping[str, int | None]) -> 
         f"the files in {files.folder} are from different steps",
         expected="one step",
         got=list_some(f"step {step} in {name}" for name, step in steps.items()),
-        remedy=_RECOPY,
+        remedy=RECOPY_WHOLE,
     )
 
 
 def _swapped(path: Path, expected: str, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is the file of another rank", expected=expected, got=got, remedy="rank files were swapped; " + _RECOPY
-    )
+    return CheckpointError(f"{path} is the file of another rank", expected=expected, got=got, remedy=SWAPPED)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
+from ..remedies import MIXED_RUNS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from .files import DeepSpeedFiles
 from .partitions import Shapes, join_contiguous_group
@@ -44,7 +45,7 @@ def read_experts(files: DeepSpeedFiles, num_experts: Sequence[int]) -> dict[str,
             f"{files.folder} lacks experts",
             expected=f"{sum(num_experts)} files layer_*_expert_*_mp_rank_00_model_states.pt",
             got=f"none of {list_some(f'layer {layer} expert {expert}' for layer, expert in missing)}",
-            remedy="each node may have kept only its own experts: copy the whole checkpoint again, from every node",
+            remedy=f"each node may have kept only its own experts: {RECOPY_WHOLE}",
         )
     extra = [path.name for (layer, expert), path in files.experts.items() if expert >= _count(num_experts, layer)]
     if extra:
@@ -65,7 +66,7 @@ def read_experts(files: DeepSpeedFiles, num_experts: Sequence[int]) -> dict[str,
                     f"{path} is not the file of expert {number}",
                     expected=f"weights of deepspeed_experts.{number}",
                     got=f"{name}" + (f", which {homes[name].name} has too" if name in homes else ""),
-                    remedy="copy the whole checkpoint again",
+                    remedy=RECOPY_WHOLE,
                 )
             experts[name], homes[name] = tensor, path
     return experts
@@ -90,7 +91,7 @@ def join_expert_group(
     Args:
         shapes: Local name → shape of the experts of rank 0, in the order of the flat group.
         states: The optimizer states of every rank, by rank.
-        index: Which group of theirs.
+        index: Position of the group among theirs.
         config: The `ds_config` of the run.
         experts: Name → tensor of every expert of every layer, as `read_experts` returns them.
         source: What to call the group in messages.
@@ -161,5 +162,5 @@ def _refuse_unknown(renamed: Shapes, experts: Mapping[str, StoredTensor], *, sou
             f"the pieces of experts in {source} are not of the experts that have files",
             expected="each of them with its shape in a file layer_*_expert_*_mp_rank_00_model_states.pt",
             got=f"{list_some(unlike)} in none",
-            remedy="the files of two runs are mixed; copy the whole checkpoint again, from every node",
+            remedy=MIXED_RUNS,
         )

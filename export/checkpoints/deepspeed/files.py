@@ -1,4 +1,4 @@
-"""Which files of a DeepSpeed folder belong to the checkpoint, told by `latest` and by their names.
+"""Which files of a DeepSpeed folder belong to the checkpoint, by `latest` and by their names.
 
 Names: DeepSpeed 0.19.8, runtime/engine.py (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`). Ranks are
 numbers: rank 10 comes after rank 9.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
+from ..remedies import REMOVE_OLDER
 from ..storage.paths import check_inside, read_small
 
 LOOKED_FOR = "DeepSpeed's latest and *_model_states.pt"
@@ -83,7 +84,7 @@ def find_files(directory: Path, tag: str | None = None) -> DeepSpeedFiles:
             f"{folder} holds the model states of stage 3 and of another stage",
             expected="one of the two",
             got=list_some(path.name for path in (*tables[_MODEL].values(), *tables[_PARTITIONED_MODEL].values())),
-            remedy="the files of two runs are mixed; remove those of the older one",
+            remedy=REMOVE_OLDER,
         )
     return DeepSpeedFiles(
         directory=directory,
@@ -104,7 +105,7 @@ def _add(table: dict[tuple[int, int], Path], key: tuple[int, int], path: Path) -
             f"{path.parent} has two files for rank {key[0]}",
             expected="one per rank",
             got=f"{other.name} and {path.name}",
-            remedy="the files of two runs are mixed; remove those of the older one",
+            remedy=REMOVE_OLDER,
         )
 
 

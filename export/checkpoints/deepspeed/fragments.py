@@ -1,4 +1,4 @@
-"""The parameter groups of BF16_Optimizer without ZeRO, told by the fragments that each rank recorded of its piece.
+"""The parameter groups of BF16_Optimizer without ZeRO, from the fragments that each rank recorded of its piece.
 
 PipelineEngine uses it for bf16 at stage 0, and lists no shapes then: `param_slice_mappings` (DeepSpeed 0.19.8,
 runtime/bf16_optimizer.py and utils/tensor_fragment.py) names what lies where in each rank's piece. At stages 1 and 2
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_WHOLE
 from .partitions import map_fragments
 from .states import OptimizerStates
 
@@ -18,7 +19,7 @@ def derive_groups(states: Sequence[OptimizerStates]) -> list[dict[str, tuple[int
     """Return name → shape per parameter group in flat order, each shape 1-D: fragments are flat.
 
     Args:
-        states: Of every rank, by rank.
+        states: Optimizer states of every rank, by rank.
 
     Raises:
         CheckpointError: None are recorded, or those of the ranks do not follow one another as their pieces do.
@@ -49,6 +50,6 @@ def _derive_group(states: Sequence[OptimizerStates], index: int) -> dict[str, tu
                 f"{state.path} records fragments of parameters that do not follow those of the ranks before it",
                 expected=f"{len(expected)} fragments, end to end over {len(states)} ranks",
                 got=f"{len(recorded[rank])} at other places",
-                remedy="rank files are missing, swapped or of another run; copy the whole checkpoint again",
+                remedy=f"rank files are missing, swapped or of another run; {RECOPY_WHOLE}",
             )
     return shapes

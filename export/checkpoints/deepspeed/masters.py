@@ -3,9 +3,10 @@
 Formats: DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py (`fp32_groups`, a list of tensors for each group) and
 fused_optimizer.py (`fp32_groups_flat`, one flat tensor for each), for fp16 and bf16 alike.
 
-Which parameters a group holds, and in which order, is up to whoever made the optimizer, and not recorded. But a 16-bit
-weight is its master rounded, so that the first elements of both tell which is whose. Where 16-bit weights begin alike,
-as norms do that have hardly moved from 1, the order of the model counts, if what else the group holds is in that order.
+Which parameters a group holds, and in which order, is up to the code that made the optimizer, and not recorded. But a
+16-bit weight is its master rounded, so the first elements of both show which belong together. Where 16-bit weights
+begin alike, as norms do that have hardly moved from 1, the order of the model counts, if what else the group holds is
+in that order.
 Every name is proven when the weights are read: all of a master is then compared with its 16-bit weight.
 """
 
@@ -118,7 +119,7 @@ def _name_flat(
         for name in names:
             shape = keys[name][0]
             stop = position + prod(shape)
-            named[name] = StoredTensor(dtype=FLOAT32, shape=shape, ranges=flat.cut(position, stop))
+            named[name] = flat.take(position, shape)
             position = stop
     return named if all(_read_key(master, dtype) == keys[name] for name, master in named.items()) else {}
 

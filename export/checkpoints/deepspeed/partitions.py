@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from ...errors import CheckpointError
-from ..storage.stored_tensor import StoredTensor, cut_ranges
+from ..remedies import RECOPY_WHOLE
+from ..storage.byte_ranges import cut_ranges
+from ..storage.stored_tensor import ContiguousTensor, StoredTensor, join
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -47,7 +49,7 @@ def join_contiguous_group(
         raise _misfit(source, f"{needed} elements and less than {2 * len(pieces)} of padding", f"{flat.numel}")
     for (name, shape), padding in zip(shapes.items(), after, strict=True):
         stop = position + prod(shape)
-        tensors[name] = StoredTensor(dtype=flat.dtype, shape=shape, ranges=flat.cut(position, stop))
+        tensors[name] = flat.take(position, shape)
         position = stop + padding
     return tensors
 
@@ -78,7 +80,7 @@ def join_sliced_group(shapes: Shapes, pieces: Sequence[StoredTensor], *, source:
         step = slice_numel(shape, world_size)
         slices = tuple(part for piece in pieces for part in piece.cut(position, position + step))
         ranges = cut_ranges(slices, 0, prod(shape) * dtype.itemsize)
-        tensors[name] = StoredTensor(dtype=dtype, shape=shape, ranges=ranges)
+        tensors[name] = ContiguousTensor(dtype=dtype, shape=shape, ranges=ranges)
         position += step
     return tensors
 
@@ -120,8 +122,7 @@ def _flat(pieces: Sequence[StoredTensor], source: str) -> StoredTensor:
     if len(dtypes) != 1 or any(len(piece.shape) != 1 for piece in pieces):
         found = ", ".join(sorted(f"{piece.dtype.name} {list(piece.shape)}" for piece in pieces))
         raise _misfit(source, "1-D pieces of one dtype", found or "no pieces")
-    ranges = tuple(part for piece in pieces for part in piece.cut(0, piece.numel))
-    return StoredTensor(dtype=dtypes.pop(), shape=(sum(piece.numel for piece in pieces),), ranges=ranges)
+    return join(pieces, (sum(piece.numel for piece in pieces),))
 
 
 def _misfit(source: str, expected: str, got: str) -> CheckpointError:
@@ -129,5 +130,5 @@ def _misfit(source: str, expected: str, got: str) -> CheckpointError:
         f"the ranks' pieces do not fit together in {source}",
         expected=expected,
         got=got,
-        remedy="a rank file is missing, from another run or from an older save; copy the whole checkpoint again",
+        remedy=f"a rank file is missing, from another run or from an older save; {RECOPY_WHOLE}",
     )

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
-from ..storage.stored_tensor import StoredTensor
-from ..wrapper_names import plain_name
+from ..storage.stored_tensor import ContiguousTensor, StoredTensor
+from ..wrapper_names import plain_name, plain_names
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
@@ -130,7 +130,7 @@ def read_model_states(path: Path, *, nested: bool = False) -> ModelStates:
         module = None
     other = [name for name, value in (module or {}).items() if not isinstance(value, StoredTensor)]
     refuse_foreign_tensors(path, module or {})
-    # What a module keeps beside its tensors (torch.nn.Module.get_extra_state) is no weight.
+    # What a module keeps beside its tensors (torch.nn.Module.get_extra_state) is not a weight.
     if any(not str(name).endswith("_extra_state") for name in other):
         raise _unlike(path, f"tensors under module, not {list_some(other)}")
     groups = content.get("param_shapes")
@@ -173,7 +173,7 @@ def _read_masters(optimizer: Any) -> tuple[tuple[tuple[StoredTensor, ...], ...],
     if not isinstance(groups, list):
         return (), False
     found = tuple((group,) if flat else tuple(group) if isinstance(group, list) else () for group in groups)
-    is_whole = all(isinstance(tensor, StoredTensor) and tensor.stride is None for group in found for tensor in group)
+    is_whole = all(isinstance(tensor, ContiguousTensor) for group in found for tensor in group)
     return (found, flat) if is_whole else ((), False)
 
 
@@ -294,15 +294,8 @@ def _tensors(path: Path, state: Any) -> dict[str, StoredTensor]:
 
 def _unwrap(path: Path, named: Mapping[str, _T]) -> dict[str, _T]:
     # Activation checkpointing takes its name out of state dicts, but not out of the names that DeepSpeed lists.
-    plain = {plain_name(name): value for name, value in named.items()}
-    if len(plain) != len(named):
-        raise CheckpointError(
-            f"names in {path} fall together without those of wrappers within the model",
-            expected=f"{len(named)} names",
-            got=str(len(plain)),
-            remedy="save the model without torch.compile's wrapper",
-        )
-    return plain
+    plain = plain_names(named, path)
+    return {plain[name]: value for name, value in named.items()}
 
 
 def _shapes(path: Path, group: Any) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
+from ..remedies import RECOPY_WHOLE, REMOVE_OLDER
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .assembly import assemble
@@ -42,7 +43,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
-        tag: Which checkpoint in it; the one that `latest` names where None.
+        tag: Name of the checkpoint in it; the one that `latest` names where None.
 
     Raises:
         CheckpointError: Files are missing, too many, damaged, or not of one save.
@@ -102,7 +103,7 @@ def _refuse_without_models(files: DeepSpeedFiles) -> None:
             f"{files.folder} lacks its model states",
             expected="mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt",
             got=list_some(path.name for path in files.optimizers.values()) or "none",
-            remedy="copy the whole checkpoint",
+            remedy=RECOPY_WHOLE,
         )
 
 
@@ -112,7 +113,7 @@ def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
             f"{files.folder} lacks the optimizer states that hold its fp32 weights",
             expected=f"{model.dp_world_size or 'one'} files zero_pp_rank_*_optim_states.pt, one per rank",
             got="none",
-            remedy="copy the whole checkpoint, from every node",
+            remedy=RECOPY_WHOLE,
         )
 
 
@@ -136,7 +137,7 @@ def _read_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> list[O
             f"{files.folder} holds model states and optimizer states of different stages",
             expected=f"stage {'3' if files.partitioned else '1 or 2'}, as the model states say",
             got=f"fp32 pieces of stage {'3' if first.sliced else '1 or 2'}",
-            remedy="the files of two runs are mixed; remove those of the older one",
+            remedy=REMOVE_OLDER,
         )
     states = [read_optimizer_states(path) for path in paths.values()]
     check_optimizer_states(files, states, models[0])

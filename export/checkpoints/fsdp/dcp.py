@@ -16,9 +16,11 @@ from typing import Any
 
 from ...errors import CheckpointError, ExportError, list_some
 from ..pickles.torch_zip import open_torch_zip
+from ..remedies import DOUBLED, LOST_RANKS, MIXED_SAVES, RECOPY_WHOLE
 from ..storage.assembled_tensor import Box, assemble
+from ..storage.byte_ranges import ByteRange, read_range
 from ..storage.paths import check_inside
-from ..storage.stored_tensor import ByteRange, StoredTensor, read_range
+from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .dcp_metadata import (
     METADATA_FILE,
@@ -35,7 +37,6 @@ _SHARD = re.compile(r"__(\d+)_(\d+)\.distcp")
 # The same, where each rank saved alone (`use_collectives=False`).
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _STEP_NAMES = ("step", "global_step", "iteration", "global_steps")
-_RECOPY = "copy the whole checkpoint again, from every node"
 
 
 def recognises_folder(directory: Path) -> bool:
@@ -48,11 +49,11 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
 
     Args:
         directory: The folder with `.metadata`.
-        sub_tree: Which part of the saved state is the model, where it cannot be told.
+        sub_tree: The part of the saved state that is the model, where it cannot be determined.
 
     Raises:
         CheckpointError: Files are missing, too many, cut off or not of one save; chunks do not tile a tensor; the model
-            cannot be told from the rest; or the data is compressed.
+            cannot be told apart from the rest; or the data is compressed.
     """
     metadata = _read_metadata(directory)
     _check_files(directory, metadata)
@@ -108,7 +109,7 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
             f"{directory} lacks files of {len(ends)} that {METADATA_FILE} names",
             expected=f"{len(ends)} files",
             got=f"none called {list_some(missing)}",
-            remedy="each node may have kept only its own ranks: " + _RECOPY,
+            remedy=LOST_RANKS,
         )
     # A rank that had nothing to save leaves an empty file (torch 2.13, filesystem.py, `_write_files_from_queue`).
     extra = [name for name in _list_shards(directory) if name not in ends and not _is_empty(directory / name)]
@@ -128,7 +129,7 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
                 f"{directory / name} is {'cut off' if size < end else 'of another save'}",
                 expected=f"{end} bytes, as {METADATA_FILE} says",
                 got=str(size),
-                remedy=_RECOPY,
+                remedy=RECOPY_WHOLE,
             )
 
 
@@ -190,7 +191,7 @@ def _assemble(directory: Path, tensor: DcpTensor) -> StoredTensor:
                 f"{where} {directory / chunk.region.file_name}, is another than {METADATA_FILE} says",
                 expected=f"{list(chunk.sizes)} {tensor.dtype.name}",
                 got=found,
-                remedy="files of two saves are mixed, or swapped; " + _RECOPY,
+                remedy=MIXED_SAVES,
             )
         boxes.append(Box(chunk.offsets, part))
     return assemble(tensor.shape, tensor.dtype, boxes, name=tensor.name)
@@ -199,8 +200,8 @@ def _assemble(directory: Path, tensor: DcpTensor) -> StoredTensor:
 def _refuse_doubles(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse a file that is a copy of another under its name: every checksum is the same then.
 
-    Files of constant values are let pass, since shards of zeros or ones may well be equal, and so are two names of one
-    tensor, which lie in two files where a rank writes several: then the tensors are equal as a whole.
+    Files of constant values are accepted, since shards of zeros or ones may well be equal, and so are two names of one
+        tensor, which lie in two files where a rank writes several: then the tensors are equal as a whole.
     """
     parts: dict[Path, list[tuple[str, ByteRange]]] = {}
     for name, tensor in tensors.items():
@@ -218,7 +219,7 @@ def _refuse_doubles(tensors: Mapping[str, StoredTensor]) -> None:
                 f"{path} and {first} have the same contents",
                 expected="each rank's own part",
                 got="every checksum equal",
-                remedy="one is a copy under the other's name; " + _RECOPY,
+                remedy=DOUBLED,
             )
 
 
@@ -239,7 +240,7 @@ def _open_region(directory: Path, region: Region) -> Any:
 
 
 def _read_step(directory: Path, metadata: DcpMetadata) -> int | None:
-    """Return the application's step counter, if there is exactly one; it is only told, never used."""
+    """Return the application's step counter, if there is exactly one; it is only reported, never used."""
     steps = set()
     for name in _candidates(metadata.objects):
         try:

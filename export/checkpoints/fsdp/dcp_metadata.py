@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import GlobalName, Record, read_bare_pickle
+from ..remedies import RECOPY_OR_USE_OLDER
 from ..storage.dtypes import ElementType
 
 METADATA_FILE = ".metadata"
@@ -47,7 +48,7 @@ class DcpTensor:
     Attributes:
         name: Its flat name: the keys of `path` joined by dots.
         path: The keys that lead to it in the nested dict that was saved.
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         dtype: Its element type; None for one that is not read, such as a complex one.
         dtype_name: torch's name for it.
         chunks: What each rank saved of it.
@@ -67,7 +68,7 @@ class DcpMetadata:
 
     Attributes:
         tensors: Flat name → tensor.
-        objects: Flat name → the region of what is no tensor, such as a step counter.
+        objects: Flat name → the region of what is not a tensor, such as a step counter.
         regions: Every region of every file, the objects' included.
     """
 
@@ -225,8 +226,8 @@ def _are_sizes(values: tuple[Any, ...]) -> bool:
 
 def _unlike(path: Path, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is no metadata of a sharded checkpoint",
+        f"{path} is not the metadata of a sharded checkpoint",
         expected=expected,
         got=got,
-        remedy="copy the checkpoint again, or use the one before it",
+        remedy=RECOPY_OR_USE_OLDER,
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..plain.model_shapes import read_vocab_size
+from ..remedies import LOST_RANKS, MIXED_SAVES, RECOPY_WHOLE
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.paths import check_inside
 from ..storage.safetensors_file import read_safetensors
@@ -35,7 +36,6 @@ _EMBEDDINGS = (
     "tok_embeddings.weight",
     "embed_in.weight",
 )
-_RECOPY = "copy the whole checkpoint again, from every node"
 
 
 def recognises_folder(directory: Path) -> bool:
@@ -93,7 +93,7 @@ def _check_vocabulary(tensors: Mapping[str, StoredTensor], directory: Path, conf
             f"{list_some(short)} in {directory} is shorter than config.json says",
             expected=f"{vocab_size} rows",
             got=str(tensors[short[0]].shape[0]),
-            remedy="the last ranks' files are missing, or config.json is of another model; " + _RECOPY,
+            remedy=f"the last ranks' files are missing, or config.json is of another model; {RECOPY_WHOLE}",
         )
     return True
 
@@ -123,7 +123,7 @@ def _find_shards(directory: Path) -> dict[tuple[int, int], Path]:
             f"{directory} lacks shards",
             expected=f"every rank up to {max(ranks)} and every file up to {count}",
             got=f"none of {list_some(missing)}",
-            remedy="each node may have kept only its own ranks: " + _RECOPY,
+            remedy=LOST_RANKS,
         )
     return paths
 
@@ -136,7 +136,7 @@ def _read_shard(path: Path) -> dict[str, Box]:
             f"{path} describes other tensors than it holds",
             expected=f"{len(tensors)} tensors under {_INFO_KEY}",
             got=f"differences in {list_some(offsets.keys() ^ tensors.keys())}",
-            remedy=_RECOPY,
+            remedy=RECOPY_WHOLE,
         )
     return {name: Box(offsets[name], tensor) for name, tensor in tensors.items()}
 
@@ -146,7 +146,7 @@ def _read_offsets(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[in
         info: Any = json.loads(metadata[_INFO_KEY])
         offsets = {name: tuple(entry[_OFFSETS_KEY]) for name, entry in info.items()}
         if not all(type(number) is int and 0 <= number < 1 << 62 for place in offsets.values() for number in place):
-            raise ValueError("offsets that are no numbers")
+            raise ValueError("offsets that are not numbers")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointError(
             f"{path} does not say which part of each tensor it holds",
@@ -165,7 +165,7 @@ def _join(name: str, boxes: list[Box]) -> StoredTensor:
             f"the shards of {name} are of different dimensions",
             expected=f"{len(first.part.shape)} in each",
             got=list_some(len(box.offsets) for box in boxes),
-            remedy="files of two saves are mixed; " + _RECOPY,
+            remedy=MIXED_SAVES,
         )
     corners = ([at + side for at, side in zip(box.offsets, box.part.shape, strict=True)] for box in boxes)
     shape = tuple(max(sides) for sides in zip(*corners, strict=True))

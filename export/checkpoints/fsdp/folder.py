@@ -1,6 +1,6 @@
 """FSDP's checkpoints, alone or in a folder by Accelerate's `save_state` or the Trainer.
 
-Read are, as found in the folder or, for the second, in its `pytorch_model_fsdp_0`:
+These are read, found in the folder or, for the second, in its `pytorch_model_fsdp_0`:
 
     pytorch_model_fsdp.bin                         the full state dict in one file (FULL_STATE_DICT)
     .metadata, __RANK_FILE.distcp                  torch.distributed.checkpoint (SHARDED_STATE_DICT)
@@ -60,11 +60,11 @@ def open_folder(directory: Path, tag: str | None = None, *, shapes: Shapes | Non
     Args:
         directory: The folder that the trainer saved into.
         tag: One of several models in it, such as `pytorch_model_fsdp_1`; or, for a `torch.distributed.checkpoint`, the
-            part of the saved state that is the model, where it cannot be told: `app.ema`.
+            part of the saved state that is the model, where it cannot be determined: `app.ema`.
         shapes: Name → shape for LOCAL state dicts; those of the model that `config.json` describes where None.
 
     Raises:
-        CheckpointError: Files are missing, too many, damaged or not of one save, or the model cannot be told.
+        CheckpointError: Files are missing, too many, damaged or not of one save, or the model cannot be determined.
     """
     kinds = _find_kinds(directory)
     named = tag if tag in kinds else None
@@ -192,7 +192,7 @@ def _complete_facts(opened: StoredCheckpoint, unmatched: tuple[str, ...]) -> Che
 
 
 def _read_lightning(directory: Path) -> CheckpointFacts:
-    """Return what Lightning saved of its trainer beside the shards; it is only told, never used."""
+    """Return what Lightning saved of its trainer beside the shards; it is only reported, never used."""
     path = directory / _LIGHTNING_STATE
     check_inside(path, directory)
     try:

@@ -30,7 +30,7 @@ def open_full_file(path: Path) -> StoredCheckpoint:
     others = [name for name in state if str(name) not in tensors and not str(name).endswith(EXTRA_STATE)]
     if others or not tensors:
         raise CheckpointError(
-            f"{path} is no full state dict",
+            f"{path} is not a full state dict",
             expected="names and tensors",
             got=f"other values under {list_some(others)}" if others else type(content).__name__,
             remedy="save the model's state dict alone",

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..pickles.inert_pickle import Record
+from ..remedies import RECOPY_OR_USE_OLDER
 from ..storage.assembled_tensor import Box
 from ..storage.dtypes import ElementType
 from ..storage.stored_tensor import StoredTensor
@@ -49,7 +50,7 @@ class RankTensor:
     """What one rank saved of a tensor, before the other ranks are known.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         local: This rank's part; None where `boxes` say it all.
         placements: Per mesh dimension, the dimension that is sharded over it, or None where it is replicated.
         place: Where the rank stands.
@@ -195,5 +196,5 @@ def _unlike(path: Path, name: str, expected: str) -> CheckpointError:
         f"{name} in {path} cannot be read",
         expected=expected,
         got="something else",
-        remedy="copy the checkpoint again, or use the one before it",
+        remedy=RECOPY_OR_USE_OLDER,
     )

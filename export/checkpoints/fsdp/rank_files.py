@@ -15,9 +15,10 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
+from ..remedies import LOST_RANKS, MIXED_RUNS, RECOPY_WHOLE, SWAPPED
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.paths import check_inside
-from ..storage.stored_tensor import StoredTensor
+from ..storage.stored_tensor import StoredTensor, join
 from ..storage.zip_archive import StoredBlock
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from .full import EXTRA_STATE
@@ -29,7 +30,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 _FLAT_PARAM = "_flat_param"
 # torch 2.13, torch/nn/modules/batchnorm.py.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_RECOPY = "copy the whole checkpoint again, from every node"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def _read_rank_file(path: Path, rank: int) -> RankFile:
     content = open_torch_zip(path).content
     if not isinstance(content, dict) or not content:
         raise CheckpointError(
-            f"{path} holds no state dict", expected="names and tensors", got=type(content).__name__, remedy=_RECOPY
+            f"{path} holds no state dict", expected="names and tensors", got=type(content).__name__, remedy=RECOPY_WHOLE
         )
     plain: dict[str, StoredTensor] = {}
     sharded: dict[str, RankTensor] = {}
@@ -104,7 +104,7 @@ def _read_rank_file(path: Path, rank: int) -> RankFile:
             unknown.append(name)
     if unknown:
         raise CheckpointError(
-            f"{path} holds what is no tensor",
+            f"{path} holds what is not a tensor",
             expected="a state dict of tensors, DTensors or ShardedTensors",
             got=list_some(unknown),
             remedy="save the model's state dict alone",
@@ -124,7 +124,7 @@ def _check_ranks(directory: Path, files: list[RankFile], named: int | None) -> i
             f"{directory} lacks files of {world_size} ranks",
             expected=f"{world_size} files",
             got=f"{len(files)}, without rank {list_some(f'{rank:03d}' for rank in missing)}",
-            remedy="each node may have kept only its own ranks: " + _RECOPY,
+            remedy=LOST_RANKS,
         )
     if len(known) > 1 or len(files) > world_size:
         raise CheckpointError(
@@ -139,7 +139,7 @@ def _check_ranks(directory: Path, files: list[RankFile], named: int | None) -> i
                 f"{file.path} is the file of another rank",
                 expected=f"rank {file.rank}",
                 got=f"rank {place.rank}",
-                remedy="rank files were swapped; " + _RECOPY,
+                remedy=SWAPPED,
             )
     return world_size
 
@@ -154,7 +154,7 @@ def _check_names(directory: Path, files: list[RankFile]) -> None:
                 f"the rank files in {directory} are of different models",
                 expected=f"the {len(first)} tensors of {files[0].path.name}",
                 got=f"others in {file.path.name}: {list_some(different)}",
-                remedy="files of two runs are mixed; " + _RECOPY,
+                remedy=MIXED_RUNS,
             )
 
 
@@ -172,7 +172,7 @@ def _check_plain(directory: Path, files: list[RankFile]) -> None:
                 f"tensors in {directory} are not the same on every rank",
                 expected=f"the shapes and dtypes of {files[0].path.name}",
                 got=f"others in {file.path.name}: {list_some(different)}",
-                remedy="files of two runs are mixed; " + _RECOPY,
+                remedy=MIXED_RUNS,
             )
 
 
@@ -299,11 +299,9 @@ def _refuse_missing(directory: Path, found: set[str], shapes: Shapes, ties: Mapp
 
 def _join_slice(name: str, shape: tuple[int, ...], files: list[RankFile]) -> StoredTensor:
     parts = [file.plain[name] for file in files]
-    if sum(part.numel for part in parts) == prod(shape) and all(len(part.shape) == 1 for part in parts):
-        dtypes = {part.dtype for part in parts}
-        if len(dtypes) == 1:
-            ranges = tuple(window for part in parts for window in part.cut(0, part.numel))
-            return StoredTensor(dtype=dtypes.pop(), shape=shape, ranges=ranges)
+    is_sliced = all(len(part.shape) == 1 for part in parts) and len({part.dtype for part in parts}) == 1
+    if is_sliced and sum(part.numel for part in parts) == prod(shape):
+        return join(parts, shape)
     # Buffers, and parameters that FSDP was told to ignore, are whole on every rank.
     if all(part.shape == shape for part in parts):
         return parts[0]

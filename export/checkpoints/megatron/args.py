@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.inert_pickle import GlobalName, Record
+from ..remedies import MIXED_RUNS, RECOPY_OR_USE_OLDER
 
 # From this version on, rows of query_key_value are [head, 3, dim]; versions 0 and 1 have other orders, not proven here.
 _MIN_VERSION = 2.0
@@ -129,7 +130,7 @@ def check_same_args(args: Sequence[MegatronArgs], paths: Sequence[Path]) -> None
                 f"the arguments in {path} are of another model than those in {paths[0]}",
                 expected=", ".join(f"{name} {first[name]}" for name in different),
                 got=", ".join(str(values[name]) for name in different),
-                remedy="files of two runs are mixed; copy the whole checkpoint again",
+                remedy=MIXED_RUNS,
             )
 
 
@@ -144,7 +145,7 @@ def _check_version(version: Any, path: Path) -> None:
 
 
 def _check_architecture(settings: Mapping[str, Any], path: Path) -> None:
-    """Refuse every option that makes something else than GPT-2, all at once."""
+    """Refuse every option that makes something other than GPT-2, all at once."""
     other = []
     for name, accepted in _GPT2_VALUES.items():
         value = settings.get(name)
@@ -219,6 +220,6 @@ def _read_epsilon(value: Any, path: Path) -> float:
             f"the arguments in {path} have a layernorm_epsilon that is none",
             expected="a number between 0 and 1",
             got=repr(value)[:100],
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
     return float(value)

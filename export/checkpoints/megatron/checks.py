@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
+from ..remedies import DOUBLED
 from .parts import Tensors, find_split_dim
 
 # Per tensor: its name within the layer, and per range the block's CRC-32 and the place in it.
@@ -39,7 +40,7 @@ def refuse_doubles(held: Mapping[Path, Tensors]) -> None:
                 f"{path} and {first} have the same contents",
                 expected="each rank's and layer's own part",
                 got=f"every checksum equal of {list_some(split)}",
-                remedy="one is a copy under the other's name; copy the whole checkpoint again, from every node",
+                remedy=DOUBLED,
             )
 
 

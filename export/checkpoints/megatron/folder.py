@@ -12,16 +12,16 @@ from .args import MegatronArgs
 
 
 def find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int, str]:
-    """Return how many rows of the vocabulary are no padding, and what makes that unsure, if anything does.
+    """Return how many rows of the vocabulary are not padding, and what makes that unsure, if anything does.
 
     Args:
         directory: Where `config.json` or a tokenizer may lie.
         args: Forks of Megatron record the tokenizer's size in them.
-        rows: Of the embeddings, padding included.
+        rows: Rows of the embeddings, padding included.
 
     Raises:
         VocabularyError: There are more tokens than rows, the files contradict each other, or ids are damaged.
-        CheckpointError: One of them is no regular file.
+        CheckpointError: One of them is not a regular file.
     """
     sizes = {
         "config.json": read_json_beside(directory / "config.json").get("vocab_size"),
@@ -98,7 +98,7 @@ def _unlike_ids(path: Path, got: str) -> VocabularyError:
         f"{path} has ids that are not a vocabulary's",
         expected="one for each token, from 0 on",
         got=got,
-        remedy="copy it again: it tells how many rows of the embeddings are no padding",
+        remedy="copy it again: it says how many rows of the embeddings are not padding",
     )
 
 

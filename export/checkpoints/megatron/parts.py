@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import refuse_foreign_tensors
+from ..remedies import MIXED_RUNS
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.stored_tensor import StoredTensor
 
@@ -81,7 +82,7 @@ def flatten(path: Path, module: Any) -> dict[str, StoredTensor]:
 
 
 def name_layers(layers: Mapping[int, Sequence[str]], count: int, source: str) -> dict[tuple[int, str], str]:
-    """Return (pipeline layer, its own name) → our name, told by what each layer holds.
+    """Return (pipeline layer, its own name) → our name, determined by what each layer holds.
 
     The numbers of a pipeline's layers count functions without weights, and differ between versions.
 
@@ -147,7 +148,7 @@ def join_tensor_ranks(ranks: Sequence[Tensors], source: str) -> dict[str, Stored
                 f"the tensor parallel ranks in {source} hold different parameters",
                 expected=f"the {len(ranks[0])} of rank 0",
                 got=f"differences on rank {rank}: {list_some(different)}",
-                remedy="files of two runs are mixed; copy the whole checkpoint again",
+                remedy=MIXED_RUNS,
             )
     return {name: _join(name, [tensors[name] for tensors in ranks], source) for name in ranks[0]}
 
@@ -174,7 +175,7 @@ def _join(name: str, parts: Sequence[StoredTensor], source: str) -> StoredTensor
             f"the tensor parallel ranks in {source} hold parts of {name} that do not fit",
             expected=f"{len(parts)} equal parts",
             got=list_some(list(part.shape) for part in parts),
-            remedy="files of two runs are mixed; copy the whole checkpoint again",
+            remedy=MIXED_RUNS,
         )
     step = first.shape[dim]
     shape = tuple(side * len(parts) if index == dim else side for index, side in enumerate(first.shape))

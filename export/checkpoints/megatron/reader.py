@@ -10,7 +10,7 @@ The fp32 pieces are the weights wherever there are any; the copies in training p
 tensor ranks must agree with them. The last stage's copy of the tied embeddings is not looked at: its position
 embeddings are not trained.
 
-What nothing shows is told among the facts: which tensor parallel rank is which, and without fp32 pieces, which layer.
+What nothing shows is reported as a fact: which tensor parallel rank is which, and without fp32 pieces, which layer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..deepspeed.masters import name_masters
 from ..deepspeed.states import ModelStates, read_model_states
 from ..deepspeed.zero import read_trained
 from ..pickles.torch_zip import open_torch_zip
+from ..remedies import LOST_RANKS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
@@ -43,8 +44,6 @@ from .parts import (
 from .to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
 
 __all__ = ["LOOKED_FOR", "open_folder", "recognises"]
-
-_RECOPY = "copy the whole checkpoint again, from every node"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +152,7 @@ def _list_models(files: DeepSpeedFiles) -> list[Path]:
             f"{files.folder} lacks model states of model-parallel ranks",
             expected=f"mp_rank_00 to mp_rank_{max(0, count - 1):02d}",
             got=f"none for {list_some(f'mp_rank_{rank:02d}' for rank in missing)}" if missing else "no such file",
-            remedy="each node may have kept only its own ranks: " + _RECOPY,
+            remedy=LOST_RANKS,
         )
     return [files.models[0, rank] for rank in ranks]
 
@@ -181,7 +180,7 @@ def _count_tensor_ranks(files: DeepSpeedFiles, args: MegatronArgs, models: int) 
             f"{files.folder} has not the files of every model-parallel rank",
             expected=f"{tensor_ranks} tensor parallel ranks, {expected} files mp_rank_*",
             got=f"none for {list_some(missing)}" if missing else f"{found} tensor parallel ranks, {models} files",
-            remedy="files are missing or of another run; " + _RECOPY,
+            remedy=f"files are missing or of another run; {RECOPY_WHOLE}",
         )
     return tensor_ranks
 
@@ -201,7 +200,7 @@ def _read_rank(files: DeepSpeedFiles, index: int, path: Path) -> _Rank:
             f"{files.folder} lacks the optimizer states that hold the fp32 weights of mp_rank_{index:02d}",
             expected=f"{states.dp_world_size or 'one'} files zero_pp_rank_*_mp_rank_{index:02d}_optim_states.pt",
             got="none",
-            remedy=_RECOPY,
+            remedy=RECOPY_WHOLE,
         )
     return _Rank(states=states, trained={})
 
@@ -213,7 +212,7 @@ def _check_steps(files: DeepSpeedFiles, ranks: Sequence[_Rank]) -> None:
             f"the files in {files.folder} are from different steps",
             expected="one step",
             got=list_some(f"step {step} in {name}" for name, step in steps.items()),
-            remedy=_RECOPY,
+            remedy=RECOPY_WHOLE,
         )
 
 
@@ -267,7 +266,7 @@ def _choose_parts(
     """Return, for each tensor parallel rank, the fp32 pieces where there are any, else what is in `low`."""
     if not any(rank.trained for rank in ranks):
         return [dict(rank.tensors) for rank in low]
-    parts = []
+    parts: list[dict[str, StoredTensor]] = []
     for index, rank in enumerate(low):
         trained: dict[str, StoredTensor] = {}
         # Stages in order, the first that trains a name: the tied embeddings are the first stage's.
@@ -282,8 +281,8 @@ def _choose_parts(
                 got=f"differences in {list_some(different)}",
                 remedy="files of two runs are mixed, or parameters were frozen, which is not proven",
             )
-        # Where nothing but fragments told them, the pieces are still flat.
-        parts.append({name: trained[name].reshape(low.shape) for name, low in rank.tensors.items()})
+        # Where only fragments identified them, the pieces are still flat.
+        parts.append({name: trained[name].reshape(own.shape) for name, own in rank.tensors.items()})
     return parts
 
 

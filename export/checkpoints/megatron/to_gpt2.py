@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..storage.assembled_tensor import transpose
-from ..storage.stored_tensor import StoredTensor
+from ..storage.stored_tensor import StoredTensor, join
 from .args import MegatronArgs
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
@@ -123,7 +123,7 @@ def _convert(name: str, tensor: StoredTensor, heads: int, vocab_size: int) -> tu
 def _cut_rows(tensor: StoredTensor, rows: int) -> StoredTensor:
     """Return the first `rows` rows of a matrix [padded rows, hidden]."""
     _, width = tensor.shape
-    return StoredTensor(dtype=tensor.dtype, shape=(rows, width), ranges=tensor.cut(0, rows * width))
+    return tensor.take(0, (rows, width))
 
 
 def _group_by_kind(tensor: StoredTensor, heads: int) -> StoredTensor:
@@ -137,5 +137,4 @@ def _group_by_kind(tensor: StoredTensor, heads: int) -> StoredTensor:
         )
     slab = tensor.numel // (3 * heads)
     order = (head * 3 + kind for kind in range(3) for head in range(heads))
-    ranges = tuple(part for index in order for part in tensor.cut(index * slab, (index + 1) * slab))
-    return StoredTensor(dtype=tensor.dtype, shape=tensor.shape, ranges=ranges)
+    return join([tensor.take(index * slab, (slab,)) for index in order], tensor.shape)

@@ -3,14 +3,14 @@
 The policy, in this order:
 
 1. The few that carry tensors and containers (`OrderedDict`, `torch._utils._rebuild_tensor_v2`, dtypes, ...) are built
-   by functions of our own (`export.checkpoints.torch_zip`).
+   by functions of our own (`pickles/torch_zip.py`).
 2. Names listed below only hold data in the files that trainers write; they become inert records.
 3. Any other name of Python's standard library is refused wherever it stands: `os.system`, `builtins.eval`, ...
-4. Elsewhere a class, told by its capital letter as PEP 8 has it, becomes an inert record: trainers store the settings
-   of their users, whose classes nobody can list.
+4. Elsewhere a class, recognised by its capital letter as PEP 8 has it, becomes an inert record: trainers store the
+   settings of their users, whose classes nobody can list.
 5. Any other name may be mentioned, but a pickle that calls it is refused.
 
-Points 3 and 5 protect nobody here, since nothing is ever called. They protect whoever opens the same file with
+Points 3 and 5 protect nobody here, since nothing is ever called. They protect those who open the same file with
 `torch.load`, and they keep a file that was tampered with from being published.
 """
 

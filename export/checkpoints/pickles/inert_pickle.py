@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_OR_USE_OLDER
 from .inert_globals import may_be_called, may_be_mentioned, normalise_global
 
 MAX_PICKLE_BYTES = 64 << 20
@@ -23,7 +24,7 @@ MAX_MARKS = 1_000
 # An int of 255 bytes is the longest that LONG1 holds; no setting of a trainer needs more.
 _MAX_KEY_INT = 1 << 31
 _MAX_KEY_LEAVES = 32
-# Of text and bytes in one key. Two equal keys that are not one object are compared byte by byte, each time anew.
+# Of text and bytes in one key. Two equal keys that are not one object are compared byte by byte, every time.
 _MAX_KEY_CHARS = 4_096
 # The longest full names of classes have some 200.
 _MAX_NAME_CHARS = 1_024
@@ -163,7 +164,7 @@ class InertUnpickler:
             f"{self._source} cannot be read",
             expected=expected,
             got=got,
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
 
     def _run(self) -> Any:
@@ -266,7 +267,7 @@ class InertUnpickler:
 
     def _call(self, function: Any, args: Any) -> Any:
         if not isinstance(function, GlobalName) or not isinstance(args, tuple):
-            raise TypeError("a call of what is no global")
+            raise TypeError("a call of what is not a global")
         builder = self._builders.get(function.name)
         if builder is not None:
             return self.call_builder(builder, args)
@@ -278,7 +279,7 @@ class InertUnpickler:
         cls = self._pop()
         # `cls.__new__` makes an empty object and runs no code of a data class, so a lower-case name passes here.
         if not isinstance(cls, GlobalName) or not isinstance(args, tuple):
-            raise TypeError("an object of what is no class")
+            raise TypeError("an object of what is not a class")
         builder = self._builders.get(cls.name)
         self._push(Record(cls.name, args) if builder is None else self.call_builder(builder, args))
 
@@ -373,7 +374,7 @@ def _take_signed(machine: InertUnpickler, length: int) -> int:
 
 
 def _take_text(machine: InertUnpickler, length_bytes: int) -> str:
-    # `surrogatepass` is how pickle writes text that is no valid Unicode (Lib/pickle.py, save_str).
+    # `surrogatepass` is how pickle writes text that is not valid Unicode (Lib/pickle.py, save_str).
     return machine._take(machine._take_int(length_bytes)).decode("utf-8", "surrogatepass")
 
 

@@ -3,12 +3,12 @@
     opened = open_torch_zip(path)           # parses directory and pickle; reads no tensor data, imports no torch
     opened.content                          # dict, list, tuple, str, int, float, bool, None, bytes,
                                             # StoredTensor, Record, GlobalName, ElementType (a dtype)
-    opened.content["module"]["w"].chunks()  # StoredTensor: dtype, shape, ranges, cut(), chunks(), to_torch()
+    opened.content["module"]["w"].chunks()  # StoredTensor: dtype, shape, ranges, chunks(), to_torch()
 
 Tensors of one storage share a `StoredBlock`, so two names are tied exactly when their `StoredTensor`s are equal. What
 is neither tensor nor plain data is a `Record` (`export.checkpoints.inert_globals` has the policy); a tensor subclass
 whose data lies in other tensors, such as DTensor, is a `Record` with them in its `state`. A tensor whose values are not
-those of its bytes, one after the other, is a `ForeignTensor`: refused in a model (`refuse_foreign_tensors`), let be
+those of its bytes, one after the other, is a `ForeignTensor`: refused in a model (`refuse_foreign_tensors`), ignored
 beside it.
 
 Format: a zip archive of stored entries `NAME/data.pkl`, `NAME/data/KEY` (one per storage), `NAME/byteorder`,
@@ -25,9 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
+from ..remedies import RECOPY_OR_USE_OLDER
+from ..storage.assembled_tensor import transpose
+from ..storage.byte_ranges import ByteRange
 from ..storage.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
 from ..storage.paths import open_regular, read_small
-from ..storage.stored_tensor import ByteRange, StoredTensor
+from ..storage.stored_tensor import ContiguousTensor, StoredTensor
+from ..storage.strided_tensor import StridedTensor
 from ..storage.zip_archive import StoredBlock, ZipArchive
 from .inert_pickle import (
     MAX_PICKLE_BYTES,
@@ -71,7 +75,7 @@ class TorchZip:
 
 
 class ForeignTensor(Record):
-    """A tensor that is no plain range of bytes.
+    """A tensor that is not a plain range of bytes.
 
     Attributes:
         found: What it is instead, in words.
@@ -139,7 +143,7 @@ def read_bare_pickle(path: Path) -> Any:
 
 
 def refuse_foreign_tensors(path: Path, state: Mapping[Any, Any]) -> None:
-    """Refuse a state dict with tensors that are no plain byte ranges: sparse, quantised, complex, distributed, negated.
+    """Refuse a state dict whose tensors are not plain byte ranges: sparse, quantised, complex, distributed, negated.
 
     Other values than tensors are none of its business: a module may keep any state it likes.
 
@@ -218,7 +222,7 @@ class _Storages:
             # Complex and quantised elements: `refuse_foreign_tensors` has a word on them where they are weights.
             return Record(storage_type.name)
         if kind != "storage" or not isinstance(storage_type, _StorageType) or not isinstance(key, str):
-            raise ValueError("an outer reference that is no storage")
+            raise ValueError("an outer reference that is not a storage")
         block = self._blocks.get(key)
         if block is None:
             raise self._broken(key, "its bytes in the archive", "none")
@@ -233,7 +237,7 @@ class _Storages:
             f"storage {key} of {self._archive.path} is not what the pickle says",
             expected=expected,
             got=got,
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
 
 
@@ -252,7 +256,7 @@ def _build_tensor(
     numel = prod(shape)
     if numel == 0:
         # An empty range tells which names were one tensor.
-        return StoredTensor(dtype=dtype, shape=tuple(shape), ranges=(ByteRange(storage.block, 0, 0),))
+        return ContiguousTensor(dtype=dtype, shape=tuple(shape), ranges=(ByteRange(storage.block, 0, 0),))
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if (offset + span) * dtype.itemsize > storage.block.length:
         raise machine.refuse(
@@ -263,13 +267,13 @@ def _build_tensor(
         return ForeignTensor(
             "a tensor that overlaps itself, as expand() makes one", "call contiguous() on it before saving"
         )
-    window = ByteRange(storage.block, offset * dtype.itemsize, span * dtype.itemsize)
-    return StoredTensor(
-        dtype=dtype,
-        shape=tuple(shape),
-        ranges=(window,),
-        stride=None if _is_row_major(shape, stride) else tuple(stride),
-    )
+    ranges = (ByteRange(storage.block, offset * dtype.itemsize, span * dtype.itemsize),)
+    if _is_row_major(shape, stride):
+        return ContiguousTensor(dtype=dtype, shape=tuple(shape), ranges=ranges)
+    if _is_row_major(shape[::-1], stride[::-1]) and len(shape) == 2:
+        # As `weight.T` is saved, which is read from start to end whatever its size.
+        return transpose(ContiguousTensor(dtype=dtype, shape=tuple(shape[::-1]), ranges=ranges))
+    return StridedTensor(dtype=dtype, shape=tuple(shape), ranges=ranges, stride=tuple(stride))
 
 
 def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -316,10 +320,10 @@ def _read_metadata(metadata: list[Any]) -> ForeignTensor | None:
 
 
 def _rebuild_parameter(_: InertUnpickler, args: tuple[Any, ...]) -> Any:
-    """A parameter is its tensor: whether it was trained is no part of its value."""
+    """A parameter is its tensor: whether it was trained is not part of its value."""
     data = args[0]
     if not isinstance(data, (StoredTensor, Record)):
-        raise ValueError("a parameter that is no tensor")
+        raise ValueError("a parameter that is not a tensor")
     return data
 
 
@@ -341,7 +345,7 @@ def _build_size(_: InertUnpickler, args: tuple[Any, ...]) -> tuple[int, ...]:
     """`torch.Size(sides)` is a tuple of its sides."""
     sides = tuple(args[0]) if args and len(args[0]) <= _MAX_DIMS else ()
     if (args and len(args[0]) != len(sides)) or not all(type(side) is int and side >= 0 for side in sides):
-        raise ValueError("a shape that is no list of sizes")
+        raise ValueError("a shape that is not a list of sizes")
     return sides
 
 
@@ -371,7 +375,7 @@ def _build_member(machine: InertUnpickler, args: tuple[Any, ...]) -> GlobalName:
     """
     owner, name = args
     if not isinstance(owner, GlobalName) or not isinstance(name, str):
-        raise ValueError("an attribute of what is no class")
+        raise ValueError("an attribute of what is not a class")
     machine.charge_name(len(owner.name) + len(name))
     return GlobalName(f"{owner.name}.{name}")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
+from ..remedies import RECOPY, RECOPY_WHOLE
 from ..storage.paths import MAX_JSON_BYTES, check_inside, parse_json, read_json_beside, read_small
 from ..storage.safetensors_file import read_safetensors
 from ..storage.stored_tensor import StoredTensor
@@ -75,7 +76,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
 def read_gathered(directory: Path) -> dict[str, StoredTensor]:
     """Return the weights that a trainer gathered beside its own checkpoint; empty if there are none.
 
-    The placeholders of size 0, which are left where nobody asked ZeRO stage 3 to gather, are no weights.
+    The placeholders of size 0, which are left where nobody asked ZeRO stage 3 to gather, are not weights.
 
     Raises:
         CheckpointError: The files are damaged.
@@ -90,7 +91,7 @@ def read_facts(directory: Path) -> CheckpointFacts:
     """Return what `config.json` and `trainer_state.json` say, where they are there and are JSON.
 
     Raises:
-        CheckpointError: One of them is no regular file, or is too large.
+        CheckpointError: One of them is not a regular file, or is too large.
     """
     config, state = read_json_beside(directory / "config.json"), read_json_beside(directory / "trainer_state.json")
     version, step = config.get("transformers_version"), state.get("global_step")
@@ -138,7 +139,7 @@ def _read_zero_size(path: Path, metadata: Mapping[str, str]) -> set[str]:
             f"{path} cannot be read",
             expected=f"a JSON list of names under {ZERO_SIZE_KEY} in its metadata",
             got=str(exc).rstrip("."),
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
     return set(names)
 
@@ -166,7 +167,7 @@ def read_state_dict(path: Path) -> dict[str, StoredTensor]:
     tensors = find_tensors(path, content) if isinstance(content, dict) else {}
     if not tensors:
         raise CheckpointError(
-            f"{path} is no state dict",
+            f"{path} is not a state dict",
             expected="a dict of tensors",
             got=type(content).__name__ if not isinstance(content, dict) else "a dict with other values",
             remedy="save it with model.save_pretrained()",
@@ -187,7 +188,7 @@ def _read_index(path: Path) -> dict[str, str]:
             f"{path} cannot be read",
             expected="an index with a weight_map",
             got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
     return dict(weight_map)
 
@@ -205,7 +206,7 @@ def _check_shard_path(directory: Path, shard_name: str) -> None:
             f"{directory} lacks a shard that its index names",
             expected=shard_name,
             got="no such file",
-            remedy="copy the whole checkpoint",
+            remedy=RECOPY_WHOLE,
         )
     check_inside(directory / shard_name, directory)
 

@@ -9,7 +9,7 @@ from ..storage.paths import read_json_beside
 
 
 def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
-    """Return name → shape of every tensor of the model that `config.json` describes; None if that cannot be told.
+    """Return name → shape of every tensor of the model that `config.json` describes; None if that cannot be determined.
 
     The model is built on the meta device, which takes no memory. Imports torch and transformers.
     """
@@ -18,7 +18,7 @@ def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def read_model_ties(directory: Path) -> dict[str, str]:
-    """Return each second name of a tied parameter of that model → the first; empty if that cannot be told.
+    """Return each second name of a tied parameter of that model → the first; empty if that cannot be determined.
 
     Imports torch and transformers.
     """

@@ -38,9 +38,9 @@ _OUTER_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "netw
 # How many of them may lie within each other.
 _MAX_OUTER_KEYS = 3
 
-# What a module that holds the model, such as Lightning's, calls it as a rule.
+# What a module that holds the model, such as Lightning's, usually calls it.
 _INNER_MODEL = "model."
-# A file of transformers or Accelerate, passed by itself: read as `export.checkpoints.huggingface` reads its folder.
+# A file of transformers or Accelerate, passed by itself: read as `huggingface.py` reads its folder.
 _HUGGING_FACE_SUFFIX = ".bin"
 
 

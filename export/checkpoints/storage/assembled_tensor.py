@@ -1,6 +1,6 @@
 """A tensor whose bytes lie scattered: boxes of it in several files, or its transpose.
 
-Sharding along the first dimension needs none of this: the shards' bytes follow one another, and a plain `StoredTensor`
+Sharding along the first dimension needs none of this: the shards' bytes follow one another, and a `ContiguousTensor`
 says so. Along another dimension every row is spread over all shards, and listing each piece of each row would take more
 memory than a large model's names. So the boxes are kept, and rows are put together as they are asked for.
 """
@@ -10,24 +10,21 @@ from __future__ import annotations
 import itertools
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, list_some
+from ..remedies import RECOPY_OR_USE_OLDER, RECOPY_WHOLE
+from .byte_ranges import BAND_BYTES, CHUNK_BYTES, OpenFiles, reuse_memory
 from .dtypes import ElementType
-from .stored_tensor import BAND_BYTES, CHUNK_BYTES, StoredTensor, reuse_memory
+from .stored_tensor import ContiguousTensor, ReadRun, StoredTensor, as_bytes, bits, join, read_unchecked
+from .strided_tensor import cut_view
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Called with a box's index, start and stop: returns the elements [start, stop) of the box, flattened, as `_bits`. They
-# are good until the next call.
-ReadBox = Callable[[int, int, int], "np.ndarray[Any, Any]"]
-
-# Marks a tensor whose `ranges` are not its elements in order, for all code that would take them for it.
-_SCATTERED = (0,)
 # Rows transposed at a time: their part of a column is a few lines of the first-level cache.
 _TILE_ROWS = 128
 # Pairs of boxes compared for one tensor, about 3 s of them. A grid of 128 by 128 ranks has 1 million.
@@ -46,84 +43,78 @@ class Box:
 class AssembledTensor(StoredTensor):
     """A tensor put together from boxes; where `transposed`, the boxes tile its transpose, a matrix.
 
-    `ranges` are the bytes of all boxes, so that files are found and checksums checked as for any other tensor; they are
-    not in the order of the elements, which is why `stride` is not None.
+    Attributes:
+        ranges: The bytes of all boxes, which are not in the order of the elements.
+        boxes: Contiguous parts, sorted by their offsets.
+        transposed: Whether the tensor is the transpose of what the boxes tile.
     """
 
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[Box, ...]
     transposed: bool = False
 
-    def pieces(self, read: ReadBox | None = None) -> Iterator[tuple[int, memoryview]]:
-        """Yield (position, bytes) until every byte of the row-major tensor was there once, in no certain order.
+    @property
+    def runs(self) -> tuple[ContiguousTensor, ...]:
+        """The part of each box."""
+        return tuple(run for box in self.boxes for run in box.part.runs)
 
-        Each element of each box is read once, boxes from start to end, and memory is bounded whatever the size.
+    @property
+    def layout(self) -> Hashable:
+        """The shape, and where which box lies."""
+        return self.shape, self.transposed, tuple((box.offsets, box.part.shape) for box in self.boxes)
 
-        Args:
-            read: What to read with; what is in the files, without a look at checksums, where None.
-
-        Yields:
-            Bytes that are good until the next are asked for.
-
-        Raises:
-            CheckpointError: A file ends early or cannot be opened.
-        """
-        read = read or self._read_unchecked
+    def pieces(self, read: ReadRun) -> Iterator[tuple[int, memoryview]]:
+        """Yield rows where they are short, what is contiguous in box and tensor where they are long."""
         if self.transposed:
             for index, box in enumerate(self.boxes):
                 yield from self._transposed_pieces(index, box, read)
         elif self._row_bytes <= CHUNK_BYTES:
-            rows = max(1, CHUNK_BYTES // self._row_bytes)
-            for start in range(0, self.shape[0], rows):
-                content = self._read_rows(start, min(self.shape[0], start + rows), read)
-                yield start * self._row_bytes, content
+            for start, rows in self._rows(read, CHUNK_BYTES):
+                yield start * self._row_bytes, as_bytes(rows)
         else:
             for index, box in enumerate(self.boxes):
-                yield from self._runs(index, box, read)
+                yield from self._long_pieces(index, box, read)
 
     def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """Yield the tensor's bytes, row-major, at most `chunk_bytes` at a time (one row at least).
-
-        A transpose and one with enormous rows are whole in memory meanwhile: `pieces` needs less.
-
-        Raises:
-            CheckpointError: A file ends early or cannot be opened.
-        """
-        if self.numel and not self.transposed and self._row_bytes <= CHUNK_BYTES:
-            rows = max(1, chunk_bytes // self._row_bytes)
-            for start in range(0, self.shape[0], rows):
-                yield bytes(self._read_rows(start, min(self.shape[0], start + rows), self._read_unchecked))
-            return
-        content = bytearray(self.nbytes)
-        for position, piece in self.pieces() if self.numel else ():
-            content[position : position + len(piece)] = piece
-        for position in range(0, len(content), chunk_bytes):
-            yield bytes(content[position : position + chunk_bytes])
+        """Yield its bytes, row-major; a tensor with rows longer than a chunk is whole in memory meanwhile."""
+        with OpenFiles() as files:
+            read = read_unchecked(files, self.runs)
+            if self.transposed:
+                for band in self._bands(read):
+                    yield from cut_view(band.T, chunk_bytes)
+            elif self._row_bytes <= CHUNK_BYTES:
+                for _, rows in self._rows(read, chunk_bytes):
+                    yield bytes(as_bytes(rows))
+            else:
+                content = bytearray(self.nbytes)
+                for position, piece in self.pieces(read):
+                    content[position : position + len(piece)] = piece
+                for position in range(0, len(content), chunk_bytes):
+                    yield bytes(content[position : position + chunk_bytes])
 
     @property
     def _row_bytes(self) -> int:
         return self.nbytes // self.shape[0]
 
-    def _read_unchecked(self, index: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        return read_elements(self.boxes[index].part, start, stop)
-
-    def _read_rows(self, start: int, stop: int, read: ReadBox) -> memoryview:
+    def _rows(self, read: ReadRun, chunk_bytes: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """Yield (first row, rows) from start to end."""
         import numpy as np
 
-        out = np.empty((stop - start, *self.shape[1:]), _bits(self.dtype))
-        for index, box in enumerate(self.boxes):
-            first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.part.shape[0])
-            if first >= last:
-                continue
-            inner = prod(box.part.shape[1:])
-            elements = read(index, (first - box.offsets[0]) * inner, (last - box.offsets[0]) * inner)
-            target = (slice(first - start, last - start), *_slices(box.offsets[1:], box.part.shape[1:]))
-            out[target] = elements.reshape(last - first, *box.part.shape[1:])
-        return out.reshape(-1).view(np.uint8).data
+        step = max(1, chunk_bytes // self._row_bytes)
+        for start in range(0, self.shape[0], step):
+            stop = min(self.shape[0], start + step)
+            out = np.empty((stop - start, *self.shape[1:]), bits(self.dtype))
+            for index, box in enumerate(self.boxes):
+                first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.part.shape[0])
+                if first >= last:
+                    continue
+                inner = prod(box.part.shape[1:])
+                elements = read(index, (first - box.offsets[0]) * inner, (last - box.offsets[0]) * inner)
+                target = (slice(first - start, last - start), *_slices(box.offsets[1:], box.part.shape[1:]))
+                out[target] = elements.reshape(last - first, *box.part.shape[1:])
+            yield start, out
 
-    def _runs(self, index: int, box: Box, read: ReadBox) -> Iterator[tuple[int, memoryview]]:
+    def _long_pieces(self, index: int, box: Box, read: ReadRun) -> Iterator[tuple[int, memoryview]]:
         """Yield what is contiguous in both the box and the tensor."""
-        import numpy as np
-
         sides, itemsize = box.part.shape, self.dtype.itemsize
         whole = len(sides)
         while whole > 1 and sides[whole - 1] == self.shape[whole - 1]:
@@ -137,16 +128,16 @@ class AssembledTensor(StoredTensor):
             for start in range(0, run, CHUNK_BYTES // itemsize):
                 stop = min(run, start + CHUNK_BYTES // itemsize)
                 elements = read(index, number * run + start, number * run + stop)
-                yield (target + start) * itemsize, elements.view(np.uint8).data
+                yield (target + start) * itemsize, as_bytes(elements)
 
-    def _transposed_pieces(self, index: int, box: Box, read: ReadBox) -> Iterator[tuple[int, memoryview]]:
+    def _transposed_pieces(self, index: int, box: Box, read: ReadRun) -> Iterator[tuple[int, memoryview]]:
         """Yield rows of the transpose, of as many columns as the box's rows that fit into a band of memory."""
         height, width = box.part.shape
         total, itemsize = self.shape[1], self.dtype.itemsize
         rows = max(1, min(height, BAND_BYTES // (width * itemsize)))
         for top in range(0, height, rows):
             count = min(rows, height - top)
-            band = _transpose_rows(width, top, count, read, index, _bits(self.dtype))
+            band = _transpose_rows(width, top, count, read, index, bits(self.dtype))
             start = box.offsets[1] * total + box.offsets[0] + top
             if count == total:
                 for position in range(0, len(band), CHUNK_BYTES):
@@ -156,19 +147,39 @@ class AssembledTensor(StoredTensor):
                 piece = band[row * count * itemsize : (row + 1) * count * itemsize]
                 yield (start + row * total) * itemsize, piece
 
+    def _bands(self, read: ReadRun) -> Iterator[np.ndarray[Any, Any]]:
+        """Yield some rows of the transpose at a time, in order, each as [columns, rows].
 
-def _transpose_rows(width: int, top: int, count: int, read: ReadBox, index: int, bits: str) -> memoryview:
+        Of every stored row what the band has of it is read: for those who want rows in order, and not for a scan.
+        """
+        import numpy as np
+
+        rows, columns = self.shape
+        step = max(1, BAND_BYTES // 2 // (columns * self.dtype.itemsize))
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            band = np.empty((columns, stop - start), bits(self.dtype))
+            for index, box in enumerate(self.boxes):
+                (top, left), (height, width) = box.offsets, box.part.shape
+                first, last = max(start, left), min(stop, left + width)
+                for row in range(height) if first < last else ():
+                    elements = read(index, row * width + first - left, row * width + last - left)
+                    band[top + row, first - start : last - start] = elements
+            yield band
+
+
+def _transpose_rows(width: int, top: int, count: int, read: ReadRun, index: int, kind: str) -> memoryview:
     """Return rows [top, top + count) of a box, `width` wide, as [width, count]."""
     import numpy as np
 
-    itemsize = np.dtype(bits).itemsize
+    itemsize = np.dtype(kind).itemsize
     band = reuse_memory("band", width * count * itemsize)
-    out = np.frombuffer(band, bits).reshape(width, count)
+    out = np.frombuffer(band, kind).reshape(width, count)
     # Rows are a power of two apart as a rule, and columns of such rows push each other out of the cache: a line between
     # them makes it two to three times as fast.
     pitch = width + 64 // itemsize
     tile = max(1, min(_TILE_ROWS, CHUNK_BYTES // (pitch * itemsize)))
-    spaced = np.frombuffer(reuse_memory("spaced", tile * pitch * itemsize), bits).reshape(tile, pitch)
+    spaced = np.frombuffer(reuse_memory("spaced", tile * pitch * itemsize), kind).reshape(tile, pitch)
     step = max(1, CHUNK_BYTES // (width * itemsize))
     for start in range(0, count, step):
         stop = min(count, start + step)
@@ -184,16 +195,18 @@ def assemble(shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *
     """Return the tensor that `boxes` make up.
 
     Args:
-        shape: Of the whole tensor.
-        dtype: Of the whole tensor and every box.
-        boxes: In any order. Boxes without elements are let pass.
+        shape: Shape of the whole tensor.
+        dtype: Type of the whole tensor's elements and of every box's.
+        boxes: Parts in any order. Boxes without elements are ignored.
         name: The tensor's name, used only in the error.
 
     Returns:
-        A plain `StoredTensor` where the boxes' bytes follow one another, an `AssembledTensor` elsewhere.
+        A `ContiguousTensor` where the boxes' bytes follow one another, the part itself where there is but one, an
+        `AssembledTensor` elsewhere.
 
     Raises:
-        CheckpointError: The boxes leave a gap, overlap, stick out, or are of another dtype.
+        CheckpointError: The boxes leave a gap, overlap, stick out, are of another dtype, or were saved as views of
+            several kinds.
     """
     filled = sorted((box for box in boxes if box.part.numel), key=lambda box: box.offsets)
     check_tiling(shape, [(box.offsets, box.part.shape) for box in filled], name=name)
@@ -203,29 +216,63 @@ def assemble(shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *
             f"{name} is stored in several dtypes",
             expected=dtype.name,
             got=list_some(others),
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )
-    ranges = tuple(part for box in filled for part in box.part.ranges)
+    if len(filled) == 1:
+        return filled[0].part
+    if any(_is_turned(box.part) for box in filled):
+        turned = [Box(box.offsets[::-1], transpose(box.part)) for box in filled]
+        return transpose(assemble(shape[::-1], dtype, turned, name=name))
+    _refuse_views(filled, name)
     # Boxes that are whole in every dimension but the first, or cut only where all sides before are 1, follow in order.
-    if all(box.part.stride is None for box in filled) and _follow_in_order(shape, filled):
-        return StoredTensor(dtype=dtype, shape=shape, ranges=ranges)
-    return AssembledTensor(dtype=dtype, shape=shape, ranges=ranges, stride=_SCATTERED, boxes=tuple(filled))
+    if _follow_in_order(shape, filled):
+        return (
+            join([box.part for box in filled], shape)
+            if filled
+            else ContiguousTensor(dtype=dtype, shape=shape, ranges=())
+        )
+    return _put_together(shape, dtype, filled)
 
 
 def transpose(tensor: StoredTensor) -> StoredTensor:
     """Return the matrix [a, b] as [b, a]; nothing is read.
 
     Raises:
-        CheckpointError: The tensor is no matrix.
+        CheckpointError: The tensor is not a matrix, or was saved as a view that is neither a matrix nor its transpose.
     """
     if len(tensor.shape) != 2:
         raise CheckpointError("only a matrix is transposed", expected="2 dimensions", got=f"{len(tensor.shape)}")
-    shape = (tensor.shape[1], tensor.shape[0])
+    if not tensor.numel:
+        return ContiguousTensor(dtype=tensor.dtype, shape=tensor.shape[::-1], ranges=tensor.ranges)
     boxes = tensor.boxes if isinstance(tensor, AssembledTensor) else (Box((0, 0), tensor),)
-    assert not isinstance(tensor, AssembledTensor) or not tensor.transposed, "Bug: transposed twice"
-    return AssembledTensor(
-        dtype=tensor.dtype, shape=shape, ranges=tensor.ranges, stride=_SCATTERED, boxes=boxes, transposed=True
-    )
+    _refuse_views(boxes, "a matrix to transpose")
+    if not isinstance(tensor, AssembledTensor) or not tensor.transposed:
+        return _put_together(tensor.shape[::-1], tensor.dtype, boxes, transposed=True)
+    # Twice is not at all.
+    return boxes[0].part if len(boxes) == 1 else _put_together(tensor.shape[::-1], tensor.dtype, boxes)
+
+
+def _put_together(
+    shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *, transposed: bool = False
+) -> AssembledTensor:
+    ranges = tuple(part for box in boxes for part in box.part.ranges)
+    return AssembledTensor(dtype=dtype, shape=shape, ranges=ranges, boxes=tuple(boxes), transposed=transposed)
+
+
+def _is_turned(part: StoredTensor) -> bool:
+    return isinstance(part, AssembledTensor) and part.transposed
+
+
+def _refuse_views(boxes: Sequence[Box], name: str) -> None:
+    """Refuse boxes whose parts are not contiguous: to read them piece by piece would be to read them many times."""
+    views = [box.part for box in boxes if not isinstance(box.part, ContiguousTensor)]
+    if views:
+        raise CheckpointError(
+            f"{name} has shards in {views[0].ranges[0].block.path} that were saved as views",
+            expected="contiguous shards, or all of them transposed",
+            got=f"one of shape {list(views[0].shape)} with strides of its own",
+            remedy="call contiguous() on it before it is sharded, and save it again",
+        )
 
 
 def check_tiling(
@@ -285,7 +332,7 @@ def _untiled(name: str, shape: tuple[int, ...], got: str) -> CheckpointError:
         f"the chunks of {name} do not make up the tensor",
         expected=f"each of the {prod(shape)} elements of {list(shape)} once",
         got=got,
-        remedy="a rank's file is missing or of another save; copy the whole checkpoint again",
+        remedy=f"a rank's file is missing or of another save; {RECOPY_WHOLE}",
     )
 
 
@@ -304,23 +351,5 @@ def _follow_in_order(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     return True
 
 
-def _bits(dtype: ElementType) -> str:
-    """Return numpy's unsigned integer as wide as an element, which numpy copies faster than its bytes one by one."""
-    return f"u{dtype.itemsize}"
-
-
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-
-
-def read_elements(part: StoredTensor, start: int, stop: int) -> np.ndarray[Any, Any]:
-    """Return the elements [start, stop) of a tensor, flattened, as unsigned integers of their size."""
-    import numpy as np
-
-    if part.stride is not None:
-        # Saved with other strides and sharded along another dimension: never seen, and read whole.
-        content = b"".join(part.chunks())[start * part.dtype.itemsize : stop * part.dtype.itemsize]
-    else:
-        piece = StoredTensor(dtype=part.dtype, shape=(stop - start,), ranges=part.cut(start, stop))
-        content = b"".join(piece.chunks())
-    return np.frombuffer(content, _bits(part.dtype))

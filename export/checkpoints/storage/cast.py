@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
+from .byte_ranges import reuse_memory
 from .dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from .stored_tensor import reuse_memory
 
 _NUMPY_FLOATS: dict[str, Any] = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 
@@ -84,7 +84,7 @@ def _round_to_bfloat16(values: Any) -> bytes:
 def count_non_finite(data: Buffer, dtype: ElementType) -> int:
     """Return how many elements of `data` are NaN or infinite; 0 for types that have neither.
 
-    The fp8 types are let pass: each has its own code for NaN, and no reader leaves fp8 weights in a model we export.
+    The fp8 types are accepted: each has its own code for NaN, and no reader leaves fp8 weights in a model we export.
     """
     if dtype in (BFLOAT16, FLOAT16):
         # All exponent bits set.

@@ -7,6 +7,7 @@ import threading
 from zlib_ng import zlib_ng
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_OR_USE_OLDER
 from .zip_archive import StoredBlock
 
 
@@ -41,5 +42,5 @@ class Checksums:
                 f"{block.path} is damaged in {block.name}",
                 expected=f"CRC-32 {block.crc32:08x}",
                 got=f"{crc32:08x}",
-                remedy="copy the checkpoint again, or use the one before it",
+                remedy=RECOPY_OR_USE_OLDER,
             )

@@ -21,22 +21,12 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...errors import CheckpointError, list_some
-from .assembled_tensor import AssembledTensor, read_elements, transpose
+from .byte_ranges import BAND_BYTES, CHUNK_BYTES, THREADS, ByteRange, OpenFiles, reuse_memory
 from .cast import count_non_finite
 from .crc32 import Checksums
 from .dtypes import ElementType
 from .second_copies import Copy, SecondCopies
-from .stored_tensor import (
-    BAND_BYTES,
-    CHUNK_BYTES,
-    THREADS,
-    ByteRange,
-    OpenFiles,
-    StoredTensor,
-    is_transposed,
-    reuse_memory,
-    strided_pieces,
-)
+from .stored_tensor import ContiguousTensor, StoredTensor, bits
 from .zip_archive import StoredBlock
 
 # What one thread reads of a block before another may go on: small enough that none has nothing to do at the end.
@@ -59,13 +49,13 @@ class _Use:
 
 @dataclass
 class _BlockPlan:
-    """What is done with a block: ranges in the order of plain tensors, and others that jobs of their own read."""
+    """What is done with a block: ranges of contiguous tensors, and claims of others, which jobs of their own read."""
 
     uses: list[_Use] = field(default_factory=list)
     claims: list[tuple[int, int]] = field(default_factory=list)
 
     def shares_claims(self) -> bool:
-        """Tell whether bytes that an assembled tensor reads are also read for another tensor."""
+        """Tell whether bytes that a job of its own reads are also read for another tensor."""
         ranges = [(use.start, use.stop, False) for use in self.uses] + [(*claim, True) for claim in self.claims]
         end_of_all = end_of_claims = 0
         for start, stop, is_claim in sorted(ranges):
@@ -92,9 +82,9 @@ def scan(
         CheckpointError: A checksum is wrong, a file ends early, a weight is not finite, or a copy differs.
     """
     plans: dict[StoredBlock, _BlockPlan] = {block: _BlockPlan() for block in beside}
-    read_as = {name: _straighten(tensor) for name, tensor in tensors.items()}
-    for name, tensor in read_as.items():
-        _plan(name, tensor, plans)
+    scattered = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, ContiguousTensor)}
+    for name, tensor in tensors.items():
+        _plan(name, tensor, plans, claimed=name in scattered)
     for plan in plans.values():
         plan.uses.sort(key=lambda use: use.start)
         plan.claims.sort()
@@ -107,9 +97,7 @@ def scan(
     jobs: list[tuple[int, Callable[[], None]]] = []
     for block, plan in plans.items():
         jobs += scanner.list_segments(block, plan)
-    for name, tensor in read_as.items():
-        if tensor.stride is not None:
-            jobs.append((tensor.nbytes, scanner.make_job(name, tensor)))
+    jobs += [(tensor.nbytes, partial(scanner.scan_scattered, name, tensor)) for name, tensor in scattered.items()]
     jobs += [(copy.tensor.nbytes, partial(second.compare_whole, copy)) for copy in second.unpaired]
     jobs.sort(key=lambda job: -job[0])
     _run([job for _, job in jobs], scanner.stopped)
@@ -120,26 +108,16 @@ def scan(
     second.refuse_different()
 
 
-def _straighten(tensor: StoredTensor) -> StoredTensor:
-    """Return a transposed matrix as the transpose of a row-major one, which is read from start to end."""
-    if not is_transposed(tensor):
-        return tensor
-    stored = StoredTensor(dtype=tensor.dtype, shape=tensor.shape[::-1], ranges=tensor.ranges)
-    return transpose(stored)
-
-
-def _plan(name: str, tensor: StoredTensor, plans: dict[StoredBlock, _BlockPlan]) -> None:
+def _plan(name: str, tensor: StoredTensor, plans: dict[StoredBlock, _BlockPlan], *, claimed: bool) -> None:
     """Add what `tensor` needs of each block to `plans`."""
     position = 0
-    # A box with strides is read as often as it is asked for: the checksum has a reading of its own then, too.
-    claimed = not isinstance(tensor, AssembledTensor) or all(box.part.stride is None for box in tensor.boxes)
     for part in tensor.ranges:
         plan = plans.setdefault(part.block, _BlockPlan())
         stop = part.start + part.length
-        if tensor.stride is None:
-            plan.uses.append(_Use(part.start, stop, name, position, tensor.dtype))
-        elif claimed:
+        if claimed:
             plan.claims.append((part.start, stop))
+        else:
+            plan.uses.append(_Use(part.start, stop, name, position, tensor.dtype))
         position += part.length
 
 
@@ -183,7 +161,7 @@ class _Scanner:
         self._claimed = claimed
         self._sink = sink
         self._lock = threading.Lock()
-        # A tensor with strides may need much of its file in memory: one thread at a time.
+        # A tensor that was saved as a view may need much of its file in memory: one thread at a time.
         self._one_window = threading.Lock()
         self.checksums = Checksums()
         self.stopped = threading.Event()
@@ -191,7 +169,7 @@ class _Scanner:
         self.non_finite: dict[str, int] = {}
 
     def list_segments(self, block: StoredBlock, plan: _BlockPlan) -> list[tuple[int, Callable[[], None]]]:
-        """Return (bytes, job) for all of the block that no assembled tensor reads."""
+        """Return (bytes, job) for all of the block that nothing claims."""
         jobs: list[tuple[int, Callable[[], None]]] = []
         starts = [use.start for use in plan.uses]
         # Where uses overlap, one that began long before may still go on: the furthest end so far tells.
@@ -203,12 +181,6 @@ class _Scanner:
                 uses = plan.uses[bisect_right(ends, own) : bisect_left(starts, stop)]
                 jobs.append((stop - own, partial(self._scan_segment, block, own, stop, uses)))
         return jobs
-
-    def make_job(self, name: str, tensor: StoredTensor) -> Callable[[], None]:
-        """Return a job that reads a tensor that is not row-major."""
-        if isinstance(tensor, AssembledTensor):
-            return partial(self._scan_assembled, name, tensor)
-        return partial(self._scan_strided, name, tensor)
 
     def _scan_segment(self, block: StoredBlock, start: int, stop: int, uses: list[_Use]) -> None:
         buffer = reuse_memory("chunk", CHUNK_BYTES)
@@ -238,79 +210,65 @@ class _Scanner:
                 position = end
         self.checksums.add(block, start, stop, crc32)
 
-    def _scan_assembled(self, name: str, tensor: AssembledTensor) -> None:
-        # Box → (block, start, stop, CRC-32) of the bytes read last that follow one another.
-        runs: dict[int, tuple[StoredBlock, int, int, int]] = {}
+    def scan_scattered(self, name: str, tensor: StoredTensor) -> None:
+        """Read a tensor whose ranges are not its elements in order."""
+        # Run → (block, start, stop, CRC-32) of the bytes read last that follow one another.
+        sums: dict[int, tuple[StoredBlock, int, int, int]] = {}
+        runs, dtype, checks_runs = tensor.runs, tensor.dtype, tensor.is_all_of_its_runs
 
         def read(index: int, start: int, stop: int) -> Any:
-            part, size = tensor.boxes[index].part, tensor.dtype.itemsize
-            if part.stride is not None:
-                elements = read_elements(part, start, stop)
-                self._check(files, name, index, start * size, elements.view(np.uint8).data, tensor.dtype)
-                return elements
-            content = reuse_memory("chunk", (stop - start) * size)
+            content = _reuse_chunk((stop - start) * dtype.itemsize)
             position = 0
-            for window in part.cut(start, stop):
+            for window in runs[index].cut(start, stop):
                 chunk = content[position : position + window.length]
                 files.read_into(window.block, window.start, chunk)
                 if window.block.crc32 is not None and window.block in self._claimed:
-                    self._continue_run(runs, index, window, chunk)
+                    self._continue_sum(sums, index, window, chunk)
                 position += window.length
-            self._check(files, name, index, start * size, content, tensor.dtype)
-            return np.frombuffer(content, f"u{size}")
+            if checks_runs:
+                self._check(files, name, index, start * dtype.itemsize, content, dtype)
+            return np.frombuffer(content, bits(dtype))
 
-        with OpenFiles() as files:
-            if self._sink is None:
+        in_view = not checks_runs and any(run.nbytes > BAND_BYTES for run in runs)
+        with OpenFiles() as files, self._one_window if in_view else nullcontext():
+            if self._sink is None and checks_runs:
                 # Nobody asks for the tensor, so nothing is put together.
-                for index, box in enumerate(tensor.boxes):
-                    step = CHUNK_BYTES // tensor.dtype.itemsize
-                    for start in range(0, box.part.numel if not self.stopped.is_set() else 0, step):
-                        read(index, start, min(box.part.numel, start + step))
+                step = CHUNK_BYTES // dtype.itemsize
+                for index, run in enumerate(runs):
+                    for start in range(0, run.numel if not self.stopped.is_set() else 0, step):
+                        read(index, start, min(run.numel, start + step))
             else:
                 for position, piece in tensor.pieces(read):
                     if self.stopped.is_set():
                         return
-                    self._sink(name, position, piece)
-        for run in runs.values():
-            self.checksums.add(*run)
+                    if not checks_runs:
+                        self._check(files, name, 0, position, piece, dtype)
+                    if self._sink is not None:
+                        self._sink(name, position, piece)
+        for total in sums.values():
+            self.checksums.add(*total)
 
-    def _continue_run(
-        self, runs: dict[int, tuple[StoredBlock, int, int, int]], index: int, window: ByteRange, chunk: memoryview
+    def _continue_sum(
+        self, sums: dict[int, tuple[StoredBlock, int, int, int]], index: int, window: ByteRange, chunk: memoryview
     ) -> None:
-        """Add `chunk`, the bytes of `window`, to the run of a box, or begin another where it does not follow."""
-        block, start, stop, crc32 = runs.get(index) or (window.block, window.start, window.start, 0)
+        """Add `chunk`, the bytes of `window`, to the checksum of a run, or begin another where it does not follow."""
+        block, start, stop, crc32 = sums.get(index) or (window.block, window.start, window.start, 0)
         if (block, stop) != (window.block, window.start):
             self.checksums.add(block, start, stop, crc32)
             block, start, crc32 = window.block, window.start, 0
-        runs[index] = (block, start, window.start + window.length, zlib_ng.crc32(chunk, crc32))
-
-    def _scan_strided(self, name: str, tensor: StoredTensor) -> None:
-        (window,) = tensor.ranges
-        crc32 = position = 0
-        with OpenFiles() as files, self._one_window if window.length > BAND_BYTES else nullcontext():
-
-            def read(start: int, buffer: memoryview) -> None:
-                nonlocal crc32
-                files.read_into(window.block, window.start + start, buffer)
-                crc32 = zlib_ng.crc32(buffer, crc32)
-
-            for chunk in strided_pieces(tensor, read):
-                if self.stopped.is_set():
-                    return
-                part = memoryview(chunk)
-                self._check(files, name, 0, position, part, tensor.dtype)
-                if self._sink is not None:
-                    self._sink(name, position, part)
-                position += len(chunk)
-        if window.block in self._claimed:
-            self.checksums.add(window.block, window.start, window.start + window.length, crc32)
+        sums[index] = (block, start, window.start + window.length, zlib_ng.crc32(chunk, crc32))
 
     def _check(
         self, files: OpenFiles, name: str, index: int, position: int, part: memoryview, dtype: ElementType
     ) -> None:
-        """Check bytes of `name`, from `position` on of its box `index` or of itself, and its copies there."""
+        """Check bytes of `name`, from `position` on of its run `index`, and its copies there."""
         count = count_non_finite(part, dtype)
         if count:
             with self._lock:
                 self.non_finite[name] = self.non_finite.get(name, 0) + count
         self._copies.compare_part(files, name, index, position, part, dtype)
+
+
+def _reuse_chunk(size: int) -> memoryview:
+    """Return memory for what is read at once: what is larger than a chunk is rare, and not kept."""
+    return reuse_memory("chunk", size) if size <= CHUNK_BYTES else memoryview(bytearray(size))

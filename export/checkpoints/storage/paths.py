@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY
 
 # The largest that are known are tokenizers, of some 35 MB.
 MAX_JSON_BYTES = 64 << 20
@@ -42,7 +44,7 @@ def check_inside(path: Path, directory: Path) -> None:
             f"{path} leads nowhere",
             expected="a file in the checkpoint",
             got=(exc.strerror if isinstance(exc, OSError) else None) or "a link to itself",
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
     if target.is_relative_to(root):
         return
@@ -73,7 +75,7 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise CheckpointError(
-            f"{path} is no regular file", expected="a file", got=_KINDS.get(stat.S_IFMT(mode), "something else")
+            f"{path} is not a regular file", expected="a file", got=_KINDS.get(stat.S_IFMT(mode), "something else")
         )
     return os.fdopen(descriptor, "rb", buffering=0)
 
@@ -82,7 +84,7 @@ def read_small(path: Path, *, max_bytes: int) -> bytes:
     """Return all bytes of a regular file.
 
     Raises:
-        CheckpointError: It cannot be read, is no regular file, or is longer than `max_bytes`.
+        CheckpointError: It cannot be read, is not a regular file, or is longer than `max_bytes`.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -103,7 +105,7 @@ def parse_json(data: bytes, **options: Any) -> Any:
     """Return what the JSON text in `data` says; `options` are those of `json.loads`.
 
     Raises:
-        ValueError: It is no JSON in UTF-8, or holds more than a few hundred megabytes can.
+        ValueError: It is not JSON in UTF-8, or holds more than a few hundred megabytes can.
     """
     if sum(data.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
         raise ValueError(f"more than {_MAX_JSON_VALUES} values")
@@ -117,7 +119,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return what a JSON file of a checkpoint holds.
 
     Raises:
-        CheckpointError: It cannot be read, is no regular file, is too large, or is no JSON.
+        CheckpointError: It cannot be read, is not a regular file, is too large, or is not JSON.
     """
     data = read_small(path, max_bytes=max_bytes)
     try:
@@ -127,15 +129,27 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
             f"{path} cannot be read",
             expected="JSON",
             got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
-            remedy="copy the checkpoint again",
+            remedy=RECOPY,
         ) from exc
+
+
+def read_json_if_any(path: Path) -> Mapping[str, Any] | list[Any] | None:
+    """Return what a JSON file beside the weights holds, or None where there is no such file.
+
+    Raises:
+        CheckpointError: It is not JSON, is not a regular file, or is too large.
+    """
+    if not os.path.lexists(path):
+        return None
+    content: Mapping[str, Any] | list[Any] = read_json(path)
+    return content
 
 
 def read_json_beside(path: Path) -> dict[str, Any]:
     """Return the JSON object that may lie beside the weights; empty where there is no file, or no such object in it.
 
     Raises:
-        CheckpointError: Something is there that cannot be opened, is no regular file, or is too large.
+        CheckpointError: Something is there that cannot be opened, is not a regular file, or is too large.
     """
     if not os.path.lexists(path):
         return {}

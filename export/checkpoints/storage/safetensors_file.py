@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY
+from .byte_ranges import ByteRange
 from .dtypes import BY_SAFETENSORS_NAME
 from .paths import open_regular, parse_json
-from .stored_tensor import ByteRange, StoredTensor
+from .stored_tensor import ContiguousTensor, StoredTensor
 from .zip_archive import StoredBlock
 
 METADATA_KEY = "__metadata__"
@@ -43,12 +45,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         except (OSError, ValueError) as exc:
             raise _unreadable(path, str(exc)) from exc
     if not isinstance(header, dict):
-        raise _unreadable(path, "the header is no JSON object")
+        raise _unreadable(path, "the header is not a JSON object")
     if len(header) > _MAX_TENSORS:
         raise _unreadable(path, f"{len(header)} entries where {_MAX_TENSORS} are read")
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _unreadable(path, "metadata that is no text")
+        raise _unreadable(path, "metadata that is not text")
     start = 8 + length
     tensors = {name: _read_entry(path, name, entry, start) for name, entry in header.items()}
     _check_tiling(path, tensors, size - start)
@@ -76,7 +78,7 @@ def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
         raise _unreadable(path, f"{name} of shape {list(shape)} in {last - first} bytes")
     block = StoredBlock(path=path, name=name, offset=start + first, length=last - first, crc32=None)
     ranges = (ByteRange(block, 0, block.length),) if block.length else ()
-    return StoredTensor(dtype=dtype, shape=shape, ranges=ranges)
+    return ContiguousTensor(dtype=dtype, shape=shape, ranges=ranges)
 
 
 def _check_tiling(path: Path, tensors: Mapping[str, StoredTensor], size: int) -> None:
@@ -105,5 +107,5 @@ def _unreadable(path: Path, reason: str) -> CheckpointError:
         f"{path} cannot be read",
         expected="a whole weight file",
         got=f"{size} bytes ({reason.rstrip('.')})",
-        remedy="copy the checkpoint again",
+        remedy=RECOPY,
     )

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import CheckpointError, list_some
-from .assembled_tensor import AssembledTensor
+from ..remedies import RECOPY
+from .byte_ranges import OpenFiles, reuse_memory
 from .cast import cast_bytes, equals_cast
 from .dtypes import ElementType
-from .stored_tensor import OpenFiles, StoredTensor, read_range, reuse_memory
+from .stored_tensor import ContiguousTensor, StoredTensor
 
 _WINDOW_ELEMENTS = 1 << 18
 
@@ -51,22 +52,22 @@ class SecondCopies:
         self._differing: set[tuple[int, str]] = set()
         # Copies that cannot be looked at while their tensors pass, because they are cut otherwise.
         self.unpaired: list[Copy] = []
-        # Name → copies and, for each, the parts that lie as those of the tensor do: its boxes, or itself.
-        self._pairs: dict[str, list[tuple[Copy, list[StoredTensor]]]] = {}
+        # Name → copies and, for each, its runs, which lie as those of the tensor do.
+        self._pairs: dict[str, list[tuple[Copy, tuple[ContiguousTensor, ...]]]] = {}
         for copy in copies:
-            parts = _pair(tensors[copy.holder], copy.tensor)
-            if parts is None:
-                self.unpaired.append(copy)
+            tensor = tensors[copy.holder]
+            if tensor.is_all_of_its_runs and tensor.layout == copy.tensor.layout:
+                self._pairs.setdefault(copy.holder, []).append((copy, copy.tensor.runs))
             else:
-                self._pairs.setdefault(copy.holder, []).append((copy, parts))
+                self.unpaired.append(copy)
 
     def compare_part(
         self, files: OpenFiles, name: str, index: int, position: int, part: memoryview, dtype: ElementType
     ) -> None:
-        """Compare bytes of `name`, from `position` on of its box `index` or of itself, with its copies there."""
-        for copy, parts in self._pairs.get(name, ()):
+        """Compare bytes of `name`, from `position` on of its run `index`, with its copies there."""
+        for copy, runs in self._pairs.get(name, ()):
             if (copy.group, copy.name) not in self._differing:
-                twin = parts[index]
+                twin = runs[index]
                 start, stop = position // dtype.itemsize, (position + len(part)) // dtype.itemsize
                 content = reuse_memory("copy", (stop - start) * twin.dtype.itemsize)
                 filled = 0
@@ -106,30 +107,12 @@ class SecondCopies:
             f" {list_some(theirs, 4)} on {list_some(copy.name for copy in wrong)}",
             expected=f"the same {len(alike)} weights in both",
             got=f"{len(wrong)} that differ",
-            remedy="a rank file is swapped, doubled, damaged or from another step; copy the checkpoint again" + beside,
+            remedy=f"a rank file is swapped, doubled, damaged or from another step; {RECOPY}{beside}",
         )
-
-
-def _pair(tensor: StoredTensor, copy: StoredTensor) -> list[StoredTensor] | None:
-    """Return the parts of `copy` that lie as those of `tensor` do; None where it is cut otherwise."""
-    if tensor.shape != copy.shape:
-        return None
-    if tensor.stride is None and copy.stride is None:
-        return [copy]
-    if not isinstance(tensor, AssembledTensor) or not isinstance(copy, AssembledTensor):
-        return None
-    parts = [box.part for box in copy.boxes]
-    cuts = [[(box.offsets, box.part.shape) for box in one.boxes] for one in (tensor, copy)]
-    alike = tensor.transposed == copy.transposed and cuts[0] == cuts[1]
-    return parts if alike and all(part.stride is None for part in parts) else None
 
 
 def _read_windows(tensor: StoredTensor) -> Iterator[bytes]:
     """Yield the tensor's bytes, row-major, `_WINDOW_ELEMENTS` elements at a time."""
-    if tensor.stride is None:
-        for start in range(0, tensor.numel, _WINDOW_ELEMENTS):
-            yield _read_window(tensor, start, min(tensor.numel, start + _WINDOW_ELEMENTS))
-        return
     size = _WINDOW_ELEMENTS * tensor.dtype.itemsize
     waiting = bytearray()
     for chunk in tensor.chunks():
@@ -139,7 +122,3 @@ def _read_windows(tensor: StoredTensor) -> Iterator[bytes]:
             del waiting[:size]
     if waiting:
         yield bytes(waiting)
-
-
-def _read_window(tensor: StoredTensor, start: int, stop: int) -> bytes:
-    return b"".join(chunk for part in tensor.cut(start, stop) for chunk in read_range(part))

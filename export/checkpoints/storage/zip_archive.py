@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ..remedies import RECOPY_OR_USE_OLDER
 from .paths import open_regular
 
 # A checkpoint has one entry per storage. 200,000 of them are parsed in about a second and 100 MB.
@@ -289,8 +290,8 @@ class ZipArchive:
     def _damaged(self, expected: str, got: str) -> CheckpointError:
         where = f" at byte {self._start}" if self._start else ""
         return CheckpointError(
-            f"{self.path} is no intact torch archive{where}",
+            f"{self.path} is not an intact torch archive{where}",
             expected=expected,
             got=got,
-            remedy="copy the checkpoint again, or use the one before it",
+            remedy=RECOPY_OR_USE_OLDER,
         )

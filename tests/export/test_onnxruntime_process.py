@@ -14,9 +14,9 @@ import pytest
 from harness import CHECKOUT, Exported
 from onnx import TensorProto, helper
 
+from export.engines import onnxruntime_process
+from export.engines.onnxruntime_process import TensorInfo, fetch_runtime, open_runtime
 from export.errors import RuntimeFailure
-from export.proof import target_runtime
-from export.proof.target_runtime import TensorInfo, fetch_runtime, open_runtime
 from export.targets import Target, find_target
 
 # What the same graph may compute otherwise under another ONNX Runtime: fp32 sums in another order.
@@ -186,7 +186,7 @@ def test_an_output_of_strings_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "model.onnx", [node], [("x", TensorProto.FLOAT, [1])], [("y", TensorProto.STRING, [1])])
     with open_runtime(MIDDLE) as runtime:
         session = runtime.load(path)
-        with pytest.raises(RuntimeFailure, match="cannot run model.onnx: got the output y is no tensor of numbers"):
+        with pytest.raises(RuntimeFailure, match="cannot run model.onnx: got the output y is not a tensor of numbers"):
             session.run(["y"], {"x": np.ones(1, dtype=np.float32)})
 
 
@@ -242,7 +242,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import numpy as np
-from export.target_runtime import open_runtime
+from export.engines.onnxruntime_process import open_runtime
 from export.targets import find_target
 
 with open_runtime(find_target("25.08")) as runtime:
@@ -292,7 +292,7 @@ def test_ctrl_c_in_the_middle_of_a_run_ends_the_worker(tmp_path: Path) -> None:
 def test_a_wheel_that_cannot_be_fetched_is_refused_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_runtime, "_CACHES", (tmp_path,))
+    monkeypatch.setattr(onnxruntime_process, "CACHE", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     told = []
     with pytest.raises(RuntimeFailure) as caught, open_runtime(MIDDLE, on_progress=told.append) as runtime:
@@ -306,7 +306,9 @@ def test_a_wheel_that_cannot_be_fetched_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_cache_falls_back_to_a_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_is_kept_and_a_cache_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, folder = tmp_path / "file", tmp_path / "folder" / "cache"
     file.touch()
     installed = []
@@ -315,14 +317,14 @@ def test_the_cache_falls_back_to_a_folder_that_can_be_written(tmp_path: Path, mo
         installed.append(version)
         target.mkdir()
 
-    monkeypatch.setattr(target_runtime, "_install", install)
-    monkeypatch.setattr(target_runtime, "_CACHES", (file / "below", folder))
+    monkeypatch.setattr(onnxruntime_process, "_install", install)
+    monkeypatch.setattr(onnxruntime_process, "CACHE", folder)
     name = f"onnxruntime-1.23.0-{sys.implementation.cache_tag}"
     assert [fetch_runtime(MIDDLE), fetch_runtime(MIDDLE)] == [folder / name] * 2
     assert installed == ["1.23.0"]
     assert list(folder.iterdir()) == [folder / name]
-    monkeypatch.setattr(target_runtime, "_CACHES", (file / "below", file / "beside"))
-    with pytest.raises(RuntimeFailure, match=r"expected a folder that can be written, got .*Not a dir.* and .*Not a"):
+    monkeypatch.setattr(onnxruntime_process, "CACHE", file / "below")
+    with pytest.raises(RuntimeFailure, match=r"expected a folder that can be written, got .*Not a dir"):
         fetch_runtime(MIDDLE)
 
 
@@ -332,7 +334,7 @@ def test_a_folder_with_another_version_is_refused(tmp_path: Path, monkeypatch: p
     assert other is not None
     folder = tmp_path / other.name.replace("1.27.0", "1.23.0")
     folder.symlink_to(other)
-    monkeypatch.setattr(target_runtime, "_CACHES", (tmp_path,))
+    monkeypatch.setattr(onnxruntime_process, "CACHE", tmp_path)
     with pytest.raises(RuntimeFailure) as caught, open_runtime(MIDDLE) as runtime:
         runtime.load(tmp_path / "model.onnx")
     assert str(caught.value) == (
@@ -344,7 +346,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = tmp_path / f"onnxruntime-1.23.0-{sys.implementation.cache_tag}"
     Path(folder, "onnxruntime").mkdir(parents=True)
     Path(folder, "onnxruntime", "__init__.py").write_text("import onnxruntime.gone\n")
-    monkeypatch.setattr(target_runtime, "_CACHES", (tmp_path,))
+    monkeypatch.setattr(onnxruntime_process, "CACHE", tmp_path)
     with pytest.raises(RuntimeFailure) as caught, open_runtime(MIDDLE) as runtime:
         runtime.load(tmp_path / "model.onnx")
     assert str(caught.value) == (

@@ -22,12 +22,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import RuntimeFailure, list_some
+from ..locations import CACHE
 from ..targets import Target
-from . import target_worker
-from .target_worker import read_message, write_message
-
-# Where the wheels of other versions are kept: in the checkout, or where that cannot be written, in the home folder.
-_CACHES = (Path(__file__).resolve().parent.parent.parent / ".cache", Path("~/.cache/modelyard"))
+from . import onnxruntime_worker
+from .onnxruntime_worker import read_message, write_message
 
 # How much of what a worker wrote to stderr is looked at for its last words, and how much of a message is quoted.
 _STDERR_BYTES = 16384
@@ -44,8 +42,8 @@ class TensorInfo:
     """An input or an output as ONNX Runtime sees it.
 
     Attributes:
-        name: Of the tensor.
-        type: In ONNX Runtime's words, such as `tensor(int64)`.
+        name: Name of the tensor.
+        type: Element type in ONNX Runtime's words, such as `tensor(int64)`.
         shape: A size, the name of a dynamic axis, or None for one without a name.
     """
 
@@ -57,7 +55,7 @@ class TensorInfo:
 class TargetRuntime:
     """The target's ONNX Runtime in a process that starts with the first `load`; made by `open_runtime`.
 
-    A process that died is started anew by the next `load`; the sessions that it held are gone. For use by one thread.
+    A process that died is restarted by the next `load`; the sessions that it held are gone. For use by one thread.
     """
 
     def __init__(self, target: Target, threads: int, on_progress: Callable[[str], None]) -> None:
@@ -79,7 +77,7 @@ class TargetRuntime:
         """Open the ONNX file at `path`, with the external data beside it, on the CPU with every optimisation.
 
         Raises:
-            RuntimeFailure: The target's ONNX Runtime cannot be had, cannot load the file, or dies of it.
+            RuntimeFailure: The target's ONNX Runtime cannot be fetched, cannot load the file, or dies of it.
         """
         if self._worker is None or not self._worker.is_alive:
             self.close()
@@ -101,9 +99,9 @@ def open_runtime(
     """Return the target's ONNX Runtime, to be used in a `with` statement, at whose end its process ends.
 
     Args:
-        target: Whose ONNX Runtime this is to be.
+        target: Triton release whose ONNX Runtime this is.
         threads: How many of them run one operator.
-        on_progress: Told when a wheel must be fetched first, which takes seconds.
+        on_progress: Called when a wheel must be fetched first, which takes seconds.
     """
     return TargetRuntime(target, threads, on_progress)
 
@@ -112,8 +110,8 @@ class TargetSession:
     """An ONNX file that the target's ONNX Runtime has loaded.
 
     Attributes:
-        inputs: In the graph's order.
-        outputs: In the graph's order.
+        inputs: Inputs, in the graph's order.
+        outputs: Outputs, in the graph's order.
     """
 
     def __init__(self, worker: "_Worker", path: Path) -> None:
@@ -148,6 +146,11 @@ class TargetSession:
         _, outputs = self._worker.ask(what, request, list(feeds.values()))
         return outputs
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the process has held so far."""
+        return self._worker.read_peak()
+
     def close(self) -> None:
         """Free what the model holds; closing twice does nothing."""
         if self._worker.is_alive and self._number is not None:
@@ -166,7 +169,7 @@ class _Worker:
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
         # Isolated: neither PYTHONPATH nor the folder of the script may put other modules in place of numpy's own.
-        command = [sys.executable, "-I", target_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
+        command = [sys.executable, "-I", onnxruntime_worker.__file__, str(theirs_in), str(theirs_out), str(threads)]
         try:
             self._process = subprocess.Popen(
                 command + ([str(folder)] if folder else []),
@@ -219,7 +222,9 @@ class _Worker:
             RuntimeFailure: `what`, and why.
         """
         if not self.is_alive:
-            raise RuntimeFailure(f"{self._runtime} {what}", got="a process that has ended", remedy="load the file anew")
+            raise RuntimeFailure(
+                f"{self._runtime} {what}", got="a process that has ended", remedy="load the file again"
+            )
         answer, outputs = self._exchange(what, request, arrays)
         if "error" in answer:
             raise RuntimeFailure(f"{self._runtime} {what}", got=_describe(answer["error"]))
@@ -279,27 +284,22 @@ def fetch_runtime(target: Target, on_progress: Callable[[str], None] = lambda wh
             return None
     # A wheel is for one Python: environments of two share a checkout.
     name = f"onnxruntime-{version}-{sys.implementation.cache_tag}"
-    for cache in _CACHES:
-        if (folder := cache.expanduser() / name).is_dir():
-            return folder
-    what = f"the ONNX Runtime {version} of Triton {target.release} cannot be fetched"
-    reasons = []
-    for cache in _CACHES:
-        folder = cache.expanduser() / name
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            temporary = tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{name}.")
-        except OSError as exc:
-            reasons.append(str(exc))
-            continue
-        with temporary:
-            on_progress(f"fetching ONNX Runtime {version}")
-            _install(version, Path(temporary.name, "wheel"), what)
-            # Renamed when complete: an interrupted download leaves no half of it. Whoever came first wins.
-            with contextlib.suppress(OSError):
-                Path(temporary.name, "wheel").rename(folder)
+    folder = CACHE / name
+    if folder.is_dir():
         return folder
-    raise RuntimeFailure(what, expected="a folder that can be written", got=" and ".join(reasons))
+    what = f"the ONNX Runtime {version} of Triton {target.release} cannot be fetched"
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=CACHE, prefix=f"{name}.")
+    except OSError as exc:
+        raise RuntimeFailure(what, expected="a folder that can be written", got=str(exc)) from exc
+    with temporary:
+        on_progress(f"fetching ONNX Runtime {version}")
+        _install(version, Path(temporary.name, "wheel"), what)
+        # Renamed when complete: an interrupted download leaves no half of it. Whoever came first wins.
+        with contextlib.suppress(OSError):
+            Path(temporary.name, "wheel").rename(folder)
+    return folder
 
 
 def _install(version: str, folder: Path, what: str) -> None:

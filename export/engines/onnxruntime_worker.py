@@ -1,7 +1,8 @@
-"""Runs ONNX files for `target_runtime`, in a process of its own: `python -I target_worker.py IN OUT THREADS [FOLDER]`.
+"""Runs ONNX files for `onnxruntime_process`, in a process of its own.
 
-It speaks through the file descriptors IN and OUT: a request, then its answer, each a header in JSON and raw arrays. It
-imports numpy and, from FOLDER where one is given, ONNX Runtime; nothing of this package.
+Called as `python -I onnxruntime_worker.py IN OUT THREADS [FOLDER]`, it speaks through the file descriptors IN and OUT:
+a request, then its answer, each a header in JSON and raw arrays. It imports numpy and, from FOLDER where one is given,
+ONNX Runtime; nothing of this package.
 """
 
 import contextlib
@@ -113,14 +114,14 @@ class _Worker:
         values = self._sessions[model].run(list(outputs), dict(feeds))
         for name, value in zip(outputs, values, strict=True):
             if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-                raise TypeError(f"the output {name} is no tensor of numbers")
+                raise TypeError(f"the output {name} is not a tensor of numbers")
         return {}, values
 
 
 def _end_with_the_other_side(requests: BinaryIO) -> None:
     """End this process when nobody holds the other end of the pipe any more, even in the middle of a model's run."""
     hangup = select.poll()
-    # No event is asked for: that the other side hung up is always told.
+    # No event is asked for: a hang-up of the other side is always reported.
     hangup.register(requests, 0)
     hangup.poll()
     os._exit(0)

@@ -1,0 +1,77 @@
+"""What Sentence-Transformers keeps beside a model: `modules.json`, and a folder for each module that it names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ..remedies import RECOPY
+from ..storage.paths import check_inside, read_json
+
+MODULES_FILE = "modules.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceModule:
+    """One step from a text to its vector.
+
+    Attributes:
+        kind: Name of its class, such as `Pooling`.
+        folder: Folder with its settings and weights; the model's own for the transformer.
+        entry: What `modules.json` says of it.
+    """
+
+    kind: str
+    folder: Path
+    entry: dict[str, Any]
+
+
+def read_sentence_modules(directory: Path) -> tuple[SentenceModule, ...] | None:
+    """Return the modules of the model in `directory`, in their order; None where Sentence-Transformers recorded none.
+
+    Raises:
+        CheckpointError: `modules.json` is not a list of modules, or one of them lies outside its folder.
+    """
+    home = find_sentence_home(directory)
+    if home is None:
+        return None
+    entries = read_json(home / MODULES_FILE)
+    modules = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if not _is_entry(entry):
+            raise CheckpointError(
+                f"{home / MODULES_FILE} cannot be read",
+                expected="a list of modules, each with its type and path",
+                got=repr(entry)[:100],
+                remedy=RECOPY,
+            )
+        folder = home / entry["path"]
+        # A module without settings, such as Normalize, has an empty folder, which Git does not keep.
+        check_inside(folder, home)
+        modules.append(SentenceModule(kind=entry["type"].rpartition(".")[2], folder=folder, entry=entry))
+    return tuple(modules)
+
+
+def find_sentence_home(directory: Path) -> Path | None:
+    """Return the folder whose `modules.json` is about the model in `directory`, if there is one.
+
+    That is `directory` itself, or the folder above where the transformer has one of its own, `0_Transformer`, as
+    Sentence-Transformers saved before 2.0.
+    """
+    if (directory / MODULES_FILE).is_file():
+        return directory
+    above = directory.absolute().parent
+    if directory.name[:1].isdigit() and (above / MODULES_FILE).is_file():
+        first = read_json(above / MODULES_FILE)
+        entry: Any = first[0] if isinstance(first, list) and first else None
+        if _is_entry(entry) and entry["path"] == directory.name:
+            return above
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(key), str) and "\0" not in entry[key] for key in ("type", "path")
+    )

@@ -1,0 +1,12 @@
+"""What to do about a checkpoint that is not whole: the ends of the sentences in which many checks refuse one."""
+
+RECOPY = "copy the checkpoint again"
+RECOPY_OR_USE_OLDER = f"{RECOPY}, or use the one before it"
+RECOPY_WHOLE = "copy the whole checkpoint again, from every node"
+# Trainers that save to each node's own disk (DeepSpeed's use_node_local_storage).
+LOST_RANKS = f"each node may have kept only its own ranks: {RECOPY_WHOLE}"
+MIXED_RUNS = f"files of two runs are mixed; {RECOPY_WHOLE}"
+REMOVE_OLDER = "files of two runs are mixed; remove those of the older one"
+MIXED_SAVES = f"files of two saves are mixed, or swapped; {RECOPY_WHOLE}"
+SWAPPED = f"rank files were swapped; {RECOPY_WHOLE}"
+DOUBLED = f"one is a copy under the other's name; {RECOPY_WHOLE}"

@@ -1,0 +1,153 @@
+"""What `run` tells: the table of each proof, the summary, and the same for programs."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import list_some
+from ..graph.conversion import PrecisionReport
+from ..locations import name_command
+from ..pipeline import ExportResult
+from ..proof.report_page import PAGE_FILE
+from ..proof.verify import VerificationReport
+from ..signature import SEQ_LEN
+from ..stages import Stage
+from ..tasks.comparison import describe_bounds, describe_errors, is_bounded_below
+from ..weights.vocabulary_rows import VocabularyRows
+
+
+def print_report(console: Console, report: VerificationReport, stage: Stage) -> None:
+    """Print what a stage's files were tried on, and what came of it."""
+    runtime = f"{stage.engine.title} {report.versions[stage.engine.name]}"
+    table = Table(title=f"{runtime} against torch {report.versions['torch']}, {stage.precision.name}")
+    # What was tried and what came of it is never broken over lines, nor cut.
+    table.add_column("case", no_wrap=True)
+    # On the 80 columns of a log there is no room for more; the report has every figure.
+    shown = [key for key in report.tolerances if key != "max_relative_length_error"]
+    for heading in ("rows", "tokens", *(key.replace("_", " ") for key in shown)):
+        table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
+    for case in report.cases:
+        verdict = "ok" if case.passed else "[bold red]FAILED[/]"
+        figures = [f"{case.errors[key]:.8f}" if is_bounded_below(key) else f"{case.errors[key]:.1e}" for key in shown]
+        # A case may bear a token in brackets, which is no style.
+        table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
+    table.caption = f"bounds: {describe_bounds(report.tolerances)}"
+    console.print(table)
+
+
+def print_summary(result: ExportResult, repository: Path, console: Console) -> None:
+    """Print what was published, how equal it is to the checkpoint, and what to do next."""
+    source, publication, worst = result.source, result.publication, result.report.worst
+    written = {
+        "created": f"version {publication.version}, new",
+        "switched": f"version {publication.version}, which was there already and is served again",
+        "unchanged": f"version {publication.version} already holds exactly this; nothing was written",
+    }[publication.outcome]
+    signature = source.task.signature
+    facts = {
+        "checkpoint": f"{source.origin}, {source.parameters / 1e6:.1f} M parameters",
+        "missing": "; ".join(source.missing),
+        "adapters": ", ".join(str(folder) for folder in source.adapters),
+        "vocabulary": _describe_rows(source.rows) if source.rows else "",
+        "left out": list_some(source.task.left_out) if source.task.left_out else "",
+        "served as": f"{source.task.name}: {source.task.description}",
+        "text": f"up to {signature.longest[SEQ_LEN]} tokens, longer is truncated"
+        if SEQ_LEN in signature.longest
+        else "",
+        "tried": source.task.tried,
+        "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
+        f"{result.engine} of Triton {result.target.release}",
+        "beside fp32": _describe_precision(result.conversion) if result.conversion else "",
+        "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",
+        "published": f"{publication.name} in {repository}, {written}",
+        "report": str(publication.report_file.with_name(PAGE_FILE)),
+        "memory": _describe_memory(result),
+    }
+    lines = {label: text for label, text in facts.items() if text}
+    console.print()
+    for label, text in lines.items():
+        console.print(f"{label:>11}  {text}", markup=False)
+    for warning in source.task.warnings:
+        console.print(f"\n[bold yellow]Warning:[/] {escape(warning)}")
+    for note in result.notes:
+        console.print(f"\nNote: {note}", markup=False)
+    console.print(f"\nNext: {name_command('serve')} --repository {repository}", markup=False)
+
+
+def to_json(result: ExportResult) -> dict[str, Any]:
+    """Return the same and more for programs."""
+    source, publication = result.source, result.publication
+    task, rows = source.task, source.rows
+    signature = task.signature
+    # What clients see of it.
+    contract = signature.contract or signature
+    content: dict[str, Any] = {
+        "checkpoint": source.origin,
+        "parameters": source.parameters,
+        "task": task.name,
+        "served_as": task.description,
+        "contract": {
+            "inputs": [tensor.name for tensor in contract.inputs],
+            "outputs": [tensor.name for tensor in contract.outputs],
+        },
+        "missing": list(source.missing),
+        "adapters": [str(folder) for folder in source.adapters],
+        "left_out": task.left_out,
+        "target": result.target.release,
+        "model_bytes": result.model_bytes,
+        "peak_bytes": {"export": result.peak_bytes[0], "onnxruntime": result.peak_bytes[1]},
+        "warnings": list(task.warnings),
+        "notes": list(result.notes),
+        "report": result.report.to_json(),
+        "publication": asdict(publication) | {"report_file": str(publication.report_file)},
+    }
+    if SEQ_LEN in signature.longest:
+        content["max_length"] = signature.longest[SEQ_LEN]
+    if rows:
+        content["vocabulary"] = {
+            "rows_before": rows.before,
+            "rows_after": rows.after,
+            "rows_unused": rows.unused,
+            "rows_in_config": rows.recorded,
+            "tokens": rows.tokens,
+            "tokens_added": rows.added,
+            "tables": rows.tables,
+            "sha256": rows.sha256,
+        }
+    return content
+
+
+def _describe_precision(report: PrecisionReport) -> str:
+    parts = [
+        str(report.quality),
+        f"{report.size_ratio:.2f} of the size",
+        f"{report.speed.ratio:.2f} times as fast on CPU",
+    ]
+    parts += [f"{len(report.kept)} nodes in fp32"] if report.kept else []
+    return ", ".join(parts)
+
+
+def _describe_memory(result: ExportResult) -> str:
+    own, child = result.peak_bytes
+    weights = 4 * result.source.parameters
+    text = f"{own / 1e6:.0f} MB at most, {child / 1e6:.0f} MB in ONNX Runtime's own process"
+    # Of a small model, nearly all of it is torch and transformers themselves.
+    return f"{text}; {(own + child) / weights:.1f} times the fp32 weights" if weights > 1e9 else text
+
+
+def _describe_rows(rows: VocabularyRows) -> str:
+    text = f"{rows.after} rows"
+    if rows.added:
+        text += f" ({rows.before} before; added {', '.join(rows.added)})"
+    elif rows.after != rows.before:
+        text += f" ({rows.before} before)"
+    if rows.unused:
+        text += f", {rows.unused} beyond the tokenizer"
+    if rows.recorded != rows.before:
+        text += f"; config.json said {rows.recorded}"
+    return text

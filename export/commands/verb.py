@@ -1,0 +1,105 @@
+"""What every verb has: a place on the command line with examples, and an end as a sentence and an exit code."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from rich.console import Console
+
+from .. import interruption
+from ..errors import ExportError
+from ..locations import name_command
+
+Verbs = argparse._SubParsersAction  # what `add_subparsers` returns, which has no public name
+
+# Carries a verb out, and returns its exit code.
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_verb(
+    verbs: "Verbs[argparse.ArgumentParser]",
+    name: str,
+    run: Run,
+    *,
+    help: str,  # noqa: A002 -- argparse's own word
+    description: str,
+    examples: Sequence[str],
+    succeeded: str,
+    more: str = "",
+) -> argparse.ArgumentParser:
+    """Add a verb to the command line and return its parser.
+
+    Args:
+        verbs: Where it is added.
+        name: The word that is typed.
+        run: Carries it out.
+        help: One line for the list of verbs.
+        description: The same at the head of its own help.
+        examples: What is typed behind the verb, one example each.
+        succeeded: What exit code 0 says.
+        more: What its own help says in front of the examples.
+    """
+    lines = [f"  {name_command(name)} {example}" for example in examples]
+    codes = f"exit codes: 0 {succeeded}, 1 refused (one sentence on stderr, nothing written), 2 wrong usage"
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog="\n".join([*([more, ""] if more else []), "examples:", *lines, "", codes]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def carry_out(run: Run, arguments: argparse.Namespace) -> int:
+    """Carry a verb out; return its exit code, and tell in one sentence why it has done nothing if it has not."""
+    console = Console(stderr=True)
+    try:
+        interruption.raise_again()
+        signal.signal(signal.SIGTERM, _interrupt)
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except ExportError as exc:
+        return _refuse(console, str(exc))
+    except KeyboardInterrupt:
+        console.print("error: interrupted; everything is as it was.", style="red", soft_wrap=True)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the answer, `head` perhaps, went away; what was asked for is done. As a shell tells it.
+        _drop_answer()
+        return 128 + signal.SIGPIPE
+    # What no reader foresaw: rights taken away, a disk that fails or is full. A bug of our own is no OSError.
+    except OSError as exc:
+        where = f"{exc.filename}: " if exc.filename else ""
+        if not _can_answer():
+            where = "the answer cannot be written: "
+            _drop_answer()
+        return _refuse(console, str(ExportError(f"{where}{exc.strerror or exc}")))
+
+
+def _refuse(console: Console, sentence: str) -> int:
+    console.print(f"error: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 1
+
+
+def _can_answer() -> bool:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _drop_answer() -> None:
+    """Throw away what is still to be written to stdout: Python would try once more on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    # The same way out as Ctrl-C, so that what was begun is undone.
+    raise KeyboardInterrupt

@@ -1,0 +1,145 @@
+"""Any checkpoint that we read, written as a Hugging Face folder of safetensors.
+
+The bytes are copied in pieces from where they lie to where they belong, checked on the way, and never are a tensor in
+memory. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoints import StoredCheckpoint, open_checkpoint
+from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
+from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from ..errors import CheckpointError, list_some
+from .carried_files import carry_over, write_derived_config
+from .safetensors_output import SafetensorsOutput, refuse_inflated
+from .staging import stage_folder
+
+DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consolidated:
+    """What was written.
+
+    Attributes:
+        format_name: What was read, in words.
+        tensors: How many were written, tied ones once.
+        tied: How many names were left out because another holds their bytes.
+        total_bytes: Bytes of weights.
+        files: Paths of every file in the folder, sorted.
+        missing: What a whole checkpoint of the format would have and this one lacks or cannot show.
+    """
+
+    format_name: str
+    tensors: int
+    tied: int
+    total_bytes: int
+    files: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def consolidate(
+    source: Path,
+    target: Path,
+    *,
+    tag: str | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    allow_non_finite: bool = False,
+) -> Consolidated:
+    """Write the checkpoint in `source` to the new folder `target`, for `from_pretrained` to load.
+
+    Tied names are stored once, and recorded in each file's metadata as safetensors' own `save_model` does: the name
+    left out → the name that holds it. The folder appears whole or not at all; an interrupted run is simply repeated.
+
+    Args:
+        source: The checkpoint.
+        target: A folder that does not exist yet.
+        tag: Name of the checkpoint, where `source` holds several.
+        dtype: Cast every floating-point tensor to `float32`, `bfloat16` or `float16`; as they are where None.
+        max_shard_bytes: The size from which on a further file is begun.
+        allow_non_finite: Let NaN and infinite weights through.
+
+    Raises:
+        CheckpointError: The checkpoint is refused, or `target` cannot be written.
+    """
+    checkpoint = open_checkpoint(source, tag=tag, allow_non_finite=allow_non_finite)
+    options = _Options(dtype=None if dtype is None else DTYPES[dtype], max_shard_bytes=max_shard_bytes)
+    with stage_folder(target) as staged:
+        output = _write_weights(checkpoint, staged, options, target)
+        further = carry_over(checkpoint.directory, staged, output.dtype_names)
+        for folder, place in further.items():
+            place.mkdir(exist_ok=True)
+            _write_weights(open_checkpoint(folder, allow_non_finite=allow_non_finite), place, options, target)
+        if checkpoint.config is not None and not (staged / "config.json").exists():
+            write_derived_config(checkpoint.config, staged / "config.json", output.dtype_names)
+        files = tuple(sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()))
+    return Consolidated(
+        format_name=checkpoint.format_name,
+        tensors=len(checkpoint.owned()),
+        tied=len(checkpoint.tied),
+        total_bytes=output.total_bytes,
+        files=files,
+        missing=checkpoint.facts.missing,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    dtype: ElementType | None
+    max_shard_bytes: int
+
+
+def _write_weights(checkpoint: StoredCheckpoint, folder: Path, options: _Options, target: Path) -> SafetensorsOutput:
+    tensors = checkpoint.owned()
+    refuse_inflated(tensors, checkpoint.directory)
+    output = SafetensorsOutput(
+        folder,
+        tensors,
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_bytes,
+        metadata=_describe(checkpoint),
+        allow_non_finite=checkpoint.allow_non_finite,
+    )
+    _check_room(folder, target, output.total_bytes)
+    with output:
+        checkpoint.stream(output.write)
+    output.write_index()
+    return output
+
+
+def _describe(checkpoint: StoredCheckpoint) -> dict[str, str]:
+    """Return the metadata of every file, the same for the same model in whatever order its names were read.
+
+    Raises:
+        CheckpointError: A tied name is a key that means something else.
+    """
+    # transformers refuses a file whose metadata does not name the framework.
+    own = {FORMAT_KEY: "pt"}
+    if checkpoint.zero_size:
+        own[ZERO_SIZE_KEY] = json.dumps(sorted(checkpoint.zero_size), ensure_ascii=False)
+    taken = [name for name in (FORMAT_KEY, ZERO_SIZE_KEY) if name in checkpoint.tied]
+    if taken:
+        raise CheckpointError(
+            f"{list_some(taken)} cannot be recorded as a tied name",
+            expected="names that mean nothing else in the metadata of safetensors",
+            got=f"{taken[0]}, which shares the bytes of {checkpoint.tied[taken[0]]}",
+            remedy="rename it before saving, or save a clone() of it",
+        )
+    return own | dict(sorted(checkpoint.tied.items()))
+
+
+def _check_room(staged: Path, target: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(staged).free
+    if needed_bytes > free_bytes:
+        raise CheckpointError(
+            f"{target} does not fit on its disk",
+            expected=f"{needed_bytes} free bytes",
+            got=str(free_bytes),
+            remedy="make room, or choose --dtype bfloat16 if that precision will do",
+        )

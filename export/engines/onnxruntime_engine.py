@@ -1,0 +1,45 @@
+"""ONNX Runtime: runs the graph as it is, on CPUs and GPUs."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from ..graph.precisions import PRECISIONS
+from .engine import Engine, Runner
+from .limits import INSTANCES, INTRA_OP_THREADS
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    from ..targets import Target
+
+
+class OnnxRuntime(Engine):
+    """Takes every graph that the target's ONNX Runtime loads, which writing the graph sees to."""
+
+    name = "onnxruntime"
+    title = "ONNX Runtime"
+    help = "on CPUs and GPUs"
+    backend = "onnxruntime"
+    model_file = "model.onnx"
+    graph_precisions: ClassVar[Mapping[str, str]] = {name: name for name in PRECISIONS}
+    builds = False
+
+    def check(self, precision: str, target: "Target") -> None:
+        """See `Engine`. Its wheel is fetched when it is first needed."""
+
+    @contextmanager
+    def open(self, path: Path, target: "Target") -> Iterator[Runner]:
+        """See `Engine`. In a process of its own, under the target's version."""
+        from .onnxruntime_process import open_runtime
+
+        with open_runtime(target) as runtime:
+            yield runtime.load(path)
+
+    def configure(self, config: "pb.ModelConfig") -> None:
+        """See `Engine`."""
+        from tritonclient.grpc import model_config_pb2 as pb
+
+        config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_AUTO, count=INSTANCES)
+        config.parameters["intra_op_thread_count"].string_value = str(INTRA_OP_THREADS)

@@ -1,0 +1,346 @@
+"""The options of `run`: one table, of which come the command line, the file of options and what they mean together.
+
+An option is declared once, at the field that it fills: of `ExportRequest`, of `VocabularyOptions`, or of a task in the
+table of tasks. Imports nothing heavy, so that `--help` answers at once.
+"""
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .engines import ENGINES, ONNXRUNTIME
+from .errors import SettingsError
+from .graph.precisions import FP32, PRECISIONS
+from .locations import REPOSITORY
+from .option_kinds import BOUNDS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
+from .targets import DEFAULT_TARGET
+from .tasks.table import TASKS, list_task_options
+from .weights.vocabulary_options import VocabularyOptions
+
+_PROOF = "options of the graph and its proof"
+
+
+def _list_helps(choices: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name}: {choice.help}" for name, choice in choices.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What is exported, as what, and how it is proven.
+
+    Attributes:
+        checkpoint: Folder that a trainer or `save_pretrained` left; None where a factory builds the module.
+        name: Name that clients will use.
+        repository: The Triton model repository.
+        task: What the checkpoint is served as; None finds it out.
+        adapters: Folders of adapters, merged in this order.
+        tag: Which checkpoint of several in the folder; the trainer's own choice where None.
+        base: Folder with configuration and tokenizer; the checkpoint's own where None.
+        allow_non_finite: Whether NaN and infinite weights are let through the reader.
+        lora_scaling: DeepSpeed-Chat's, for the low-rank updates inside a checkpoint that it left.
+        target: The Triton release that is to serve it.
+        precision: Name of the precision of the published file.
+        engine: Name of what runs it.
+        tolerances: Error → another bound for the verification than the usual one.
+        accept_worse: Why a wider bound is accepted.
+        factory: Function that builds the module, where transformers does not.
+        inputs: File that describes that module's inputs and outputs.
+        vocabulary: What becomes of the tokenizer and its rows.
+        task_options: Option of a task → what was asked for, or None.
+    """
+
+    checkpoint: Path | None
+    name: str
+    repository: Path = declare(
+        Option(name="repository", kind=PATH, help=f"Triton model repository (default: {REPOSITORY})"),
+        default=REPOSITORY,
+    )
+    task: str | None = declare(
+        Option(
+            name="task",
+            kind=TEXT,
+            choices=tuple(TASKS),
+            metavar="TASK",
+            help="what it is served as, see below (default: what it was trained for)",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=None,
+    )
+    adapters: tuple[Path, ...] = declare(
+        Option(
+            name="adapter",
+            kind=PATHS,
+            help="LoRA adapters to merge, each the folder that peft saved, one after another",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=(),
+    )
+    tag: str | None = declare(
+        Option(
+            name="tag",
+            kind=TEXT,
+            help="which checkpoint of several in the folder (default: the trainer's own latest)",
+            needs=Needs.CHECKPOINT,
+        ),
+        default=None,
+    )
+    base: Path | None = declare(
+        Option(
+            name="base",
+            kind=PATH,
+            help="folder with config.json and tokenizer, where the checkpoint's own has none",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=None,
+    )
+    allow_non_finite: bool = declare(
+        Option(
+            name="allow_non_finite",
+            kind=FLAG,
+            help="let NaN and infinite weights through",
+            needs=Needs.CHECKPOINT,
+        ),
+        default=False,
+    )
+    lora_scaling: float | None = declare(
+        Option(
+            name="lora_scaling",
+            kind=NUMBER,
+            metavar="S",
+            help="lora_scaling of DeepSpeed-Chat, to merge its LoRA",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=None,
+    )
+    target: str = declare(
+        Option(
+            name="target",
+            kind=TEXT,
+            metavar="RELEASE",
+            help=f"Triton release that is to serve it (default: {DEFAULT_TARGET.release})",
+        ),
+        default=DEFAULT_TARGET.release,
+        group=_PROOF,
+    )
+    precision: str = declare(
+        Option(
+            name="precision",
+            kind=TEXT,
+            choices=tuple(PRECISIONS),
+            help=f"precision of the published file (default: {FP32.name}); {_list_helps(PRECISIONS)}",
+        ),
+        default=FP32.name,
+        group=_PROOF,
+    )
+    engine: str = declare(
+        Option(
+            name="engine",
+            kind=TEXT,
+            choices=tuple(ENGINES),
+            help=f"what runs it (default: {ONNXRUNTIME.name}); {_list_helps(ENGINES)}",
+        ),
+        default=ONNXRUNTIME.name,
+        group=_PROOF,
+    )
+    tolerances: Mapping[str, float] = declare(
+        Option(
+            name="tolerances",
+            flag="--tolerance",
+            kind=BOUNDS,
+            help="another bound for the verification, such as max_abs_error=1e-6; a wider one needs --accept-worse",
+        ),
+        default_factory=dict,
+        group=_PROOF,
+    )
+    accept_worse: str | None = declare(
+        Option(
+            name="accept_worse",
+            kind=TEXT,
+            metavar="REASON",
+            help="accept wider bounds; the report bears the reason",
+        ),
+        default=None,
+        group=_PROOF,
+    )
+    factory: str | None = declare(
+        Option(
+            name="factory",
+            kind=TEXT,
+            metavar="ENTRY",
+            help="function that builds the module, as package.module:function or file.py:function; it is run",
+        ),
+        default=None,
+        group=_PROOF,
+    )
+    inputs: Path | None = declare(
+        Option(
+            name="inputs",
+            kind=PATH,
+            metavar="FILE",
+            help="JSON that describes that module's inputs and outputs",
+            needs=Needs.FACTORY,
+        ),
+        default=None,
+        group=_PROOF,
+    )
+    vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.task_options) - {option.name for option in list_task_options()})
+        assert not unknown, f"Bug: no task has the options {unknown}"
+        every = {option.name: None for option in list_task_options()}
+        object.__setattr__(self, "task_options", every | dict(self.task_options))
+        if self.factory is None and self.checkpoint is None:
+            raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
+        asked = [option for option in list_task_options() if self.task_options[option.name] is not None]
+        _refuse_idle([*list_changed(self), *list_changed(self.vocabulary), *asked], self.checkpoint, self.factory)
+        if self.factory is not None and self.inputs is None:
+            raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+
+
+def list_options() -> list[Option]:
+    """Return every option, in the order of `--help`."""
+    declared = [*fields(ExportRequest), *fields(VocabularyOptions)]
+    return [option for item in declared for option in _options_of(item)] + list_task_options()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add every option to a command line; what is not given there is None."""
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for option in list_options():
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        option.add_to(groups[option.group])
+
+
+def read_options(path: Path) -> dict[str, Any]:
+    """Return option → its value in a file, or the list of its items.
+
+    Raises:
+        SettingsError: The file cannot be read, or holds a key or a value that means nothing.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    # Of brackets within brackets, Python counts a thousand.
+    except (OSError, ValueError, RecursionError) as exc:
+        raise SettingsError(f"{path} cannot be read", expected="a JSON file", got=str(exc).rstrip(".")) from exc
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path} holds no options", expected="an object", got=type(content).__name__)
+    known = {option.name: option for option in list_options()}
+    return {key: _read_value(path, key, value, known) for key, value in content.items()}
+
+
+def _read_value(path: Path, key: str, value: Any, known: Mapping[str, Option]) -> Any:
+    option = known.get(key)
+    if option is None:
+        near = difflib.get_close_matches(key, known, n=1)
+        raise SettingsError(
+            f"{path} has the unknown option {key}",
+            expected="one of " + ", ".join(known),
+            got=key,
+            remedy=f"did you mean {near[0]}" if near else "remove it",
+        )
+    try:
+        read = option.kind.read(value)
+    except ValueError:
+        raise SettingsError(
+            f"{key} in {path} is of another kind", expected=option.kind.expected, got=json.dumps(value)
+        ) from None
+    if option.choices and read not in option.choices:
+        near = difflib.get_close_matches(read, option.choices, n=1)
+        raise SettingsError(
+            f"{key} in {path} is unknown",
+            expected="one of " + ", ".join(option.choices),
+            got=read,
+            remedy=f"did you mean {near[0]}" if near else "",
+        )
+    return read
+
+
+def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> ExportRequest:
+    """Return what was asked for; the command line wins over the file, and adds its items to the file's.
+
+    Args:
+        arguments: Option → its value or items on the command line, None where it was not given; `checkpoint`, `name`.
+        settings: The same of the file.
+
+    Raises:
+        SettingsError: An option has no effect beside or without another.
+    """
+    chosen = _fill(ExportRequest, arguments, settings)
+    # What was given as it would be anyway has no effect either.
+    given = [option for option in list_options() if _is_given(option, _choose(option, arguments, settings))]
+    _refuse_idle(given, arguments["checkpoint"], chosen.get("factory"))
+    return ExportRequest(
+        checkpoint=arguments["checkpoint"],
+        name=arguments["name"],
+        vocabulary=VocabularyOptions(**_fill(VocabularyOptions, arguments, settings)),
+        task_options={option.name: _choose(option, arguments, settings) for option in list_task_options()},
+        **chosen,
+    )
+
+
+def list_changed(holder: Any) -> list[Option]:
+    """Return the options whose fields in a request, or in a part of it, are not as they would be without them."""
+    changed: list[Option] = []
+    for declared in fields(holder):
+        default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+        if getattr(holder, declared.name) != default:
+            changed += _options_of(declared)[:1]
+    return changed
+
+
+def _options_of(declared: "Field[Any]") -> tuple[Option, ...]:
+    options: tuple[Option, ...] = declared.metadata.get("options", ())
+    return options
+
+
+def _is_given(option: Option, value: Any) -> bool:
+    """Tell whether anything was asked for: a flag that is not turned on, or an empty list, asks for nothing."""
+    return value is not None and value != [] and not (option.kind is FLAG and value is False)
+
+
+def _choose(option: Option, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    given = arguments.get(option.name)
+    return settings.get(option.name) if given is None else given
+
+
+def _fill(holder: type, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field → its value, for every field of `holder` that an option was given for."""
+    filled = {}
+    for declared in fields(holder):
+        options = _options_of(declared)
+        if not any(_choose(option, arguments, settings) is not None for option in options):
+            continue
+        collect = options[0].kind.collect
+        if collect is None:
+            filled[declared.name] = _choose(options[0], arguments, settings)
+        else:
+            given = [source.get(option.name) or [] for source in (settings, arguments) for option in options]
+            filled[declared.name] = collect([item for items in given for item in items])
+    return filled
+
+
+def _refuse_idle(given: Sequence[Option], checkpoint: Path | None, factory: str | None) -> None:
+    """Refuse options that have no effect, all of one reason in one sentence."""
+    beside = "none" if factory is None else f"--factory {factory}"
+    reasons = {
+        Needs.ARCHITECTURE: (factory is None, "a checkpoint that transformers builds the model of", beside),
+        Needs.FACTORY: (factory is not None, "--factory ENTRY", beside),
+        Needs.CHECKPOINT: (checkpoint is not None, "the weights of a CHECKPOINT", "none"),
+    }
+    for needs, (is_met, expected, got) in reasons.items():
+        flags = [option.flag for option in given if option.needs is needs]
+        if flags and not is_met:
+            one = len(flags) == 1
+            raise SettingsError(
+                f"{', '.join(flags)} {'has' if one else 'have'} no effect {needs.value}",
+                expected=expected,
+                got=got,
+                remedy=f"leave {'it' if one else 'them'} out",
+            )

@@ -1,0 +1,103 @@
+"""What lies in a model repository: whose a folder is, which versions it holds, which is active. Needs no torch."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import RepositoryError
+from .config_file import CONFIG_FILE, read_config
+from .names import OWNER_PARAMETER, STEP_SUFFIXES
+
+REPORT_FILE = "verification.json"
+GOLDEN_FILE = "golden.json"
+
+# What a publication makes before it renames it; Triton takes none of it for a version.
+STAGING_PREFIX = "staging-"
+STAGED_CONFIG = f"{STAGING_PREFIX}{CONFIG_FILE}"
+
+
+def list_versions(folder: Path) -> list[int]:
+    """Return the numbers of a model's version folders, in order."""
+    if not folder.is_dir():
+        return []
+    # As tritonserver reads them: digits, the first of which is not a zero.
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and not name.startswith("0"))
+
+
+def find_active_version(repository: Path, name: str) -> int:
+    """Return the version of the public model `name` that is served, 0 where none is.
+
+    Raises:
+        RepositoryError: Its configuration cannot be read.
+    """
+    config = read_config(repository / name)
+    versions = list_versions(repository / name) if config else []
+    if config and config.version_policy.WhichOneof("policy_choice") == "specific":
+        versions = [version for version in versions if version in config.version_policy.specific.versions]
+    return max(versions, default=0)
+
+
+def find_free_version(repository: Path, model_names: Iterable[str]) -> int:
+    """Return the number of the next version, which no entry of any of these models bears, whatever kind it is of."""
+    folders = [folder for name in model_names if (folder := repository / name).is_dir()]
+    names = (entry.name for folder in folders for entry in folder.iterdir())
+    return 1 + max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+
+
+def find_owner(repository: Path, model_name: str) -> str | None:
+    """Return the public model that the folder `model_name` belongs to, None where modelyard did not write it.
+
+    The configuration says so. Those of before it did are told by what lies beside them: a public model by its golden
+    answers, a step by the ensemble that names it.
+
+    Raises:
+        RepositoryError: A configuration cannot be read.
+    """
+    folder = repository / model_name
+    config = read_config(folder)
+    if config is None:
+        return None
+    if OWNER_PARAMETER in config.parameters:
+        return str(config.parameters[OWNER_PARAMETER].string_value)
+    if any((folder / str(version) / GOLDEN_FILE).is_file() for version in list_versions(folder)):
+        return model_name
+    if _list_own_steps(repository, model_name):
+        return model_name
+    ensembles = (model_name[: -len(end)] for end in STEP_SUFFIXES if model_name.endswith(end))
+    return next((name for name in ensembles if model_name in _list_own_steps(repository, name)), None)
+
+
+def check_owners(repository: Path, name: str, model_names: Iterable[str]) -> None:
+    """Refuse folders that belong to another public model than `name`, or that modelyard did not write.
+
+    Raises:
+        RepositoryError: One of `model_names` is taken.
+    """
+    for model_name in model_names:
+        folder = repository / model_name
+        if _is_vacant(folder):
+            continue
+        owner = find_owner(repository, model_name)
+        if owner != name:
+            raise RepositoryError(
+                f"{folder} is not a part of the model {name}",
+                expected=f"nothing there, or what was published as {name}",
+                got=f"a part of the model {owner}" if owner else "what modelyard did not write",
+                remedy="pass another --name",
+            )
+
+
+def _list_own_steps(repository: Path, name: str) -> set[str]:
+    """Return the steps of the ensemble `name` if they are called as modelyard calls them, else none."""
+    config = read_config(repository / name)
+    steps = {step.model_name for step in config.ensemble_scheduling.step} if config else set()
+    return steps if steps <= {f"{name}{end}" for end in STEP_SUFFIXES} else set()
+
+
+def _is_vacant(folder: Path) -> bool:
+    """Tell whether nothing is there, or only what a publication left that was killed before its first config."""
+    if folder.is_symlink() and not folder.exists():
+        return False
+    if not folder.exists():
+        return True
+    return folder.is_dir() and all(entry.name == STAGED_CONFIG for entry in folder.iterdir())

@@ -1,0 +1,96 @@
+"""The lock that every change of a repository holds, and what can be told before anything is read."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import RepositoryError
+from .contents import check_owners
+from .names import check_name
+
+# A publication holds the lock while it writes, which takes as long as the disk needs for a model's files. Until it is
+# begun, waiting is cheap to give up; at its end a whole export hangs on it.
+EARLY_PATIENCE_S = 10.0
+PATIENCE_S = 120.0
+
+_POLL_S = 0.1
+
+
+def check_destination(repository: Path, name: str, patience_s: float = EARLY_PATIENCE_S) -> None:
+    """Refuse, before anything is read, what a publication of `name` would be refused for at its end.
+
+    Raises:
+        RepositoryError: The name cannot be used or is another model's, the repository cannot be written, or something
+            else holds it.
+    """
+    check_name(name)
+    _check_writable(repository)
+    if repository.is_dir():
+        with hold(repository, patience_s):
+            check_owners(repository, name, [name])
+
+
+@contextlib.contextmanager
+def hold(repository: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """Hold the repository against every other change; the lock goes with the process and leaves no file.
+
+    Args:
+        repository: Exists.
+        patience_s: How long another holder is waited for.
+
+    Raises:
+        RepositoryError: It is still held then, or was removed meanwhile.
+    """
+    descriptor = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not _acquire(descriptor, patience_s):
+            raise RepositoryError(
+                f"another publication is at work in {repository}",
+                expected=f"the repository for itself within {patience_s:g} s",
+                got="a lock",
+                remedy="wait until it has ended, then export again",
+            )
+        if not repository.is_dir() or not os.path.samestat(os.fstat(descriptor), repository.stat()):
+            raise RepositoryError(
+                f"{repository} was removed by another publication, which failed",
+                expected="the folder that was there",
+                got="another or none",
+                remedy="export again",
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
+
+
+def _check_writable(repository: Path) -> None:
+    nearest = next(path for path in (repository.absolute(), *repository.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise RepositoryError(
+            f"{repository} cannot be a repository",
+            expected="a folder, or a place for one",
+            got=f"{nearest}, which is none",
+            remedy="pass another --repository",
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise RepositoryError(
+            f"{repository} cannot be written",
+            expected=f"the right to write in {nearest}",
+            got="none",
+            remedy="correct the permissions or pass another --repository",
+        )

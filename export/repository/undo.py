@@ -1,0 +1,45 @@
+"""The way back from a change of the repository that fails, made of steps that need no room on the disk."""
+
+import contextlib
+from collections.abc import Callable
+
+
+class Undo:
+    """What takes changes back, the newest first.
+
+    Every state between two changes can be served, and is one that being killed there would leave. So the way back
+    stops at a step that fails: whatever lies below is what that state stands on, such as the version that a
+    configuration still names. What is of no use in any state is litter, and goes whether the change succeeds or not.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[bool, Callable[[], object]]] = []
+
+    def add(self, step: Callable[[], object]) -> None:
+        """Have `step` take back what is about to be changed; harmless where that was not changed after all."""
+        self._steps.append((False, step))
+
+    def add_litter(self, remove: Callable[[], object]) -> None:
+        """Have `remove` called at the end, whatever that is; what it cannot remove is left to the next publication."""
+        self._steps.append((True, remove))
+
+    def run(self) -> OSError | None:
+        """Go back as far as it is possible, remove all litter, and return what stopped the way back."""
+        stopped: OSError | None = None
+        while self._steps:
+            is_litter, step = self._steps.pop()
+            try:
+                if is_litter or stopped is None:
+                    step()
+            except OSError as exc:
+                stopped = stopped if is_litter else exc
+        return stopped
+
+    def keep(self) -> None:
+        """Keep the changes, and remove the litter."""
+        while self._steps:
+            is_litter, step = self._steps.pop()
+            # All is done: whoever interrupts now comes too late to be told that nothing was.
+            with contextlib.suppress(OSError, KeyboardInterrupt):
+                if is_litter:
+                    step()

@@ -1,0 +1,141 @@
+"""What is to be served: the checkpoint or the user's own function, read and built into a task."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
+from .errors import VocabularyError
+from .options import ExportRequest, list_changed
+from .progress import Progress
+from .repository.contents import check_owners
+from .repository.names import ModelNames
+from .tasks.base import Task, TaskSource
+from .tasks.building import build_task, find_task_name, is_ensemble, may_read_text, must_read_text
+from .tasks.own_module import build_factory_task
+from .weights.lora import merge_adapters
+from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
+from .weights.torch_model import load_config
+from .weights.transforms import CastToFloat32
+from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
+
+# What stands beside the weights and is read as well: configuration, tokenizer, pooling, adapters.
+_CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*/config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is to be served: the truth that the ONNX file is compared with.
+
+    Attributes:
+        origin: What it was read from, in words.
+        files: What was read → its files, to be hashed.
+        task: What is exported.
+        parameters: How many numbers it holds.
+        rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
+        adapters: That were merged.
+        missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
+    """
+
+    origin: str
+    files: Mapping[str, Sequence[Path]]
+    task: Task
+    parameters: int
+    rows: VocabularyRows | None = None
+    adapters: tuple[Path, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def load_source(request: ExportRequest, progress: Progress) -> Source:
+    """Read what is to be served, and build the task's module around it.
+
+    Raises:
+        ExportError: With the one reason.
+    """
+    if request.factory is not None:
+        assert request.inputs is not None, "Bug: a request for a factory names its inputs"
+        return _load_factory(request, request.factory, request.inputs, progress)
+    assert request.checkpoint is not None, "Bug: a request names a checkpoint or a factory"
+    return _load_checkpoint(request, request.checkpoint, progress)
+
+
+def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress: Progress) -> Source:
+    weights: StateDict | None = None
+    missing: tuple[str, ...] = ()
+    files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
+    source_file = Path(entry.rpartition(":")[0])
+    if source_file.suffix == ".py":
+        files["factory"] = [source_file]
+    progress.expect(1)
+    with progress.step("building the module"):
+        if request.checkpoint is not None:
+            checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
+            weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.weight_files
+            missing = checkpoint.facts.missing
+        task = build_factory_task(entry, spec_file, weights)
+    parameters = sum(parameter.numel() for parameter in task.module.parameters())
+    origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
+    return Source(origin=origin, files=files, task=task, parameters=parameters, missing=missing)
+
+
+def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:
+    progress.expect(2)
+    with progress.step("reading checkpoint and vocabulary"):
+        checkpoint = open_checkpoint(path, tag=request.tag, allow_non_finite=request.allow_non_finite)
+        directory = request.base or checkpoint.directory
+        name, source, rows = _read_task_source(request, checkpoint, directory)
+        # Before the weights are read, which may take minutes.
+        names = ModelNames(name=request.name, is_ensemble=is_ensemble(name))
+        check_owners(request.repository, names.name, names.all)
+    parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
+    with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
+        task = build_task(name, source)
+    files: dict[str, Sequence[Path]] = {
+        "checkpoint": checkpoint.weight_files,
+        "configuration": [item for pattern in _CONFIGURATION_FILES for item in directory.glob(pattern)],
+    }
+    for index, folder in enumerate(request.adapters):
+        files[f"adapter {index + 1}"] = [item for item in folder.iterdir() if item.is_file()]
+    return Source(
+        origin=checkpoint.format_name,
+        files=files,
+        task=task,
+        parameters=parameters,
+        rows=rows,
+        adapters=request.adapters,
+        missing=checkpoint.facts.missing,
+    )
+
+
+def _read_task_source(
+    request: ExportRequest, checkpoint: StoredCheckpoint, directory: Path
+) -> tuple[str, TaskSource, VocabularyRows | None]:
+    """Return the name of the task, what it is built from, and how the vocabulary was brought together."""
+    config = load_config(directory, checkpoint.config)
+    weights: StateDict = CastToFloat32(source=checkpoint)
+    settings = checkpoint.directory if (checkpoint.directory / "adapter_config.json").is_file() else directory
+    weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
+    name = request.task or find_task_name(directory, config, weights.specs())
+    tokenizer, rows = None, None
+    if must_read_text(name) or (may_read_text(name) and has_tokenizer(directory)):
+        tokenizer = load_tokenizer(directory)
+        if not request.vocabulary.allow_other_tokenizer:
+            check_special_ids(directory, tokenizer, checkpoint.config)
+        weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
+    elif idle := list_changed(request.vocabulary):
+        raise VocabularyError(
+            f"{', '.join(option.flag for option in idle)} cannot be applied to {directory}",
+            expected="a model with a tokenizer",
+            got=f"--task {name}" if has_tokenizer(directory) else "none",
+            remedy=f"leave {'it' if len(idle) == 1 else 'them'} out",
+        )
+    source = TaskSource(
+        directory=directory,
+        config=config,
+        weights=weights,
+        tokenizer=tokenizer,
+        max_length=read_max_length(directory, tokenizer, config, is_required=must_read_text(name)),
+        options=request.task_options,
+        added_tokens=tuple(item.token for item in request.vocabulary.added_tokens),
+    )
+    return name, source, rows

@@ -1,0 +1,221 @@
+"""The stages between a task's module and the files that are published, in order. Each one's files are proven."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from .artefacts import Artefacts, list_model
+from .engines import ONNXRUNTIME, Engine
+from .engines.engine import AxisRange, VerifiedGraph
+from .graph.conversion import PrecisionReport
+from .graph.onnx_export import export_onnx
+from .graph.precisions import FP32, PRECISIONS, Precision
+from .progress import Detail
+from .proof.quality import convert, list_quality_feeds
+from .proof.tolerances import Tolerances, list_tolerances
+from .proof.verify import hash_file
+from .targets import Target
+from .tasks.base import Task
+from .tasks.tensors import TensorTask
+
+# A size that axes of no known use have most often.
+_USUAL_SIZE = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all stages work on.
+
+    Attributes:
+        task: The source of truth.
+        target: Triton release that is to serve the files.
+        precision: Precision of the published files.
+        tolerances: Bounds that files of this precision are held to.
+    """
+
+    task: Task
+    target: Target
+    precision: Precision
+    tolerances: Tolerances
+
+    def find_tolerances(self, precision: Precision) -> Tolerances:
+        """Return what files are held to: what was asked for those to be published, the usual for those on the way."""
+        return self.tolerances if precision is self.precision else list_tolerances(self.task.tolerances, precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Files on their way to be published.
+
+    Attributes:
+        files: As the last stage left them.
+        conversion: What their precision costs and gains; None in fp32.
+        graph_sha256: File name → hash of the fp32 graph that they came from.
+        notes: Why other ways of making them were given up.
+    """
+
+    files: Artefacts
+    conversion: PrecisionReport | None = None
+    graph_sha256: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+# Makes files of what the stage before left, in a folder that is there and empty.
+Make = Callable[[Job, Draft, Path, Detail], Draft]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of making a stage's files.
+
+    Attributes:
+        name: What became of the files that way, for notes.
+        making: What is being done, for the progress.
+        make: Does it.
+    """
+
+    name: str
+    making: str
+    make: Make
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Files are made and proven.
+
+    Attributes:
+        ways: Tried in this order until one is proven.
+        proving: What is then being done, for the progress.
+        precision: Precision of the files.
+        engine: What runs them for the proof.
+    """
+
+    ways: tuple[Way, ...]
+    proving: str
+    precision: Precision
+    engine: Engine
+
+
+def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) -> list[Stage]:
+    """Return the stages from a module to files in `precision` for `engine`.
+
+    Args:
+        precision: What was asked for.
+        engine: What is to run the files.
+        is_own_module: Whether the module is the user's own, so that more ways of exporting it are tried.
+
+    Raises:
+        EngineError: The engine cannot serve that precision.
+    """
+    graph_precision = PRECISIONS[engine.find_graph_precision(precision.name)]
+    export = Stage(
+        ways=_EXPORTS if is_own_module else _EXPORTS[:1],
+        proving="verifying against the checkpoint",
+        precision=FP32,
+        engine=ONNXRUNTIME,
+    )
+    conversion = Stage(
+        ways=(
+            Way(
+                name="converted",
+                making=f"converting to {graph_precision.name}",
+                make=partial(_convert, precision=graph_precision),
+            ),
+        ),
+        proving=f"verifying {graph_precision.name} against the checkpoint",
+        precision=graph_precision,
+        engine=ONNXRUNTIME,
+    )
+    build = Stage(
+        ways=(Way(name="built", making=f"building for {engine.title}", make=partial(_build, engine=engine)),),
+        proving=f"verifying in {engine.title} against the checkpoint",
+        precision=precision,
+        engine=engine,
+    )
+    return [export, *([conversion] if graph_precision.converts else []), *([build] if engine.builds else [])]
+
+
+def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool = False) -> Artefacts:
+    """Write everything that a version of `task` is made of into the empty folder `directory`; return what lies where.
+
+    Raises:
+        GraphError: The module cannot be exported.
+    """
+    model_file = directory / "model" / ONNXRUNTIME.model_file
+    model_file.parent.mkdir(parents=True)
+    export_onnx(task.module, task.signature, task.build_example(), model_file, target, is_traced=is_traced)
+    steps: dict[str, tuple[Path, ...]] = {}
+    for step, contents in task.step_files.items():
+        (directory / step).mkdir()
+        steps[step] = tuple(directory / step / name for name in contents)
+        for path in steps[step]:
+            path.write_bytes(contents[path.name])
+    return Artefacts(model=list_model(model_file), steps=steps)
+
+
+def _export(
+    job: Job, draft: Draft, directory: Path, tell: Detail, *, is_traced: bool = False, has_fast_path: bool = True
+) -> Draft:
+    if not has_fast_path:
+        # To the end: what the rest of the export is compared with is then the module without it.
+        torch.backends.mha.set_fastpath_enabled(False)
+    files = write_files(job.task, directory, job.target, is_traced=is_traced)
+    return Draft(files=files, graph_sha256={path.name: hash_file(path) for path in files.model})
+
+
+# A module of the user's own is tried in several ways, the most faithful first: exported; exported without torch's fast
+# path for attention, whose padded values no graph has; traced, which makes constants of whatever depends on sizes.
+_EXPORTS = (
+    Way(name="exported", making="exporting to ONNX", make=_export),
+    Way(
+        name="exported without torch's fast path",
+        making="exporting to ONNX, exported without torch's fast path",
+        make=partial(_export, has_fast_path=False),
+    ),
+    Way(
+        name="traced",
+        making="exporting to ONNX, traced",
+        make=partial(_export, is_traced=True, has_fast_path=False),
+    ),
+)
+
+
+def _convert(job: Job, draft: Draft, directory: Path, tell: Detail, *, precision: Precision) -> Draft:
+    files, report = convert(
+        task=job.task,
+        files=draft.files,
+        precision=precision,
+        bounds=job.find_tolerances(precision).bounds,
+        target=job.target,
+        directory=directory,
+        on_step=tell,
+    )
+    return replace(draft, files=files, conversion=report)
+
+
+def _build(job: Job, draft: Draft, directory: Path, tell: Detail, *, engine: Engine) -> Draft:
+    graph = VerifiedGraph(
+        path=draft.files.graph,
+        signature=job.task.signature,
+        precision=job.precision.name,
+        target=job.target,
+        sizes=_list_axis_ranges(job.task),
+        feeds=list_quality_feeds(job.task),
+        sha256=draft.graph_sha256,
+    )
+    engine.build(graph, directory)
+    return replace(draft, files=replace(draft.files, model=list_model(directory / engine.model_file)))
+
+
+def _list_axis_ranges(task: Task) -> dict[str, AxisRange]:
+    """Return symbol → the sizes of its axis, of a task whose sizes nothing else tells."""
+    ranges = {}
+    for symbol, sizes in task.tensors.sizes.items() if isinstance(task, TensorTask) else ():
+        # No engine has an empty axis: a first step without a past has one that is masked.
+        smallest, largest = max(1, sizes.smallest), max(1, sizes.largest)
+        usual = min(max(smallest, sizes.choose_example(_USUAL_SIZE)), largest)
+        ranges[symbol] = AxisRange(minimum=smallest, optimum=usual, maximum=largest)
+    return ranges

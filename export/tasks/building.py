@@ -1,0 +1,93 @@
+"""Which task a checkpoint was trained for, and the task built from it."""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import transformers
+from transformers import PretrainedConfig
+
+from ..checkpoints import TensorSpec
+from ..errors import ModelError
+from .base import Task, TaskSource
+from .table import TASKS, TaskEntry
+
+
+def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> str:
+    """Return the name of the task that the checkpoint was trained for.
+
+    Args:
+        directory: The checkpoint's folder.
+        config: The checkpoint's configuration.
+        specs: Names, shapes and dtypes of its tensors.
+
+    Raises:
+        ModelError: It cannot be determined.
+    """
+    for entry in TASKS.values():
+        if load_class(entry).recognises(directory, config, specs):
+            return entry.name
+    for architecture in config.architectures or ():
+        main_input = getattr(getattr(transformers, architecture, None), "main_input_name", "input_ids")
+        endings = {
+            ending: entry.name
+            for entry in TASKS.values()
+            if main_input in entry.inputs
+            for ending in entry.architectures
+            if architecture.endswith(ending)
+        }
+        if endings:
+            return endings[max(endings, key=len)]
+    raise ModelError(
+        f"what {directory} is to be served as cannot be determined",
+        expected="an architecture that ends in "
+        + ", ".join(dict.fromkeys(ending for entry in TASKS.values() for ending in entry.architectures)),
+        got=", ".join(config.architectures or ()) or "none in config.json",
+        remedy="pass --task " + ", ".join(TASKS),
+    )
+
+
+def must_read_text(name: str) -> bool:
+    """Tell whether the task `name` cannot be served without a tokenizer."""
+    return load_class(TASKS[name]).tokenizer_use == "required"
+
+
+def may_read_text(name: str) -> bool:
+    """Tell whether the task `name` can make use of a tokenizer."""
+    return load_class(TASKS[name]).tokenizer_use != "none"
+
+
+def is_ensemble(name: str) -> bool:
+    """Tell whether steps stand around the graph of the task `name`."""
+    return load_class(TASKS[name]).is_ensemble
+
+
+def build_task(name: str, source: TaskSource) -> Task:
+    """Return the task `name`, built from the checkpoint and ready to be exported.
+
+    Raises:
+        ModelError: The weights do not fit the task, or an option belongs to another one.
+    """
+    entry = TASKS[name]
+    for option in (option for option, value in source.options.items() if value is not None):
+        if option not in {own.name for own in entry.options}:
+            owners = [other.name for other in TASKS.values() if option in {own.name for own in other.options}]
+            flag = "--" + option.replace("_", "-")
+            raise ModelError(
+                f"{flag} does not apply to {name}",
+                expected="it with " + ", ".join(owners),
+                got=f"--task {name}",
+                remedy=f"leave out {flag}",
+            )
+    # A class says how it is built from a checkpoint, which the abstract one leaves open.
+    task_class: type = load_class(entry)
+    task: Task = task_class(source)
+    task.name = name
+    return task
+
+
+def load_class(entry: TaskEntry) -> type[Task]:
+    """Return the class that an entry of the table names."""
+    module, _, name = entry.place.partition(":")
+    task_class: type[Task] = getattr(importlib.import_module(f".{module}", __package__), name)
+    return task_class

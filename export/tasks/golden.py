@@ -1,0 +1,68 @@
+"""`golden.json`: requests and the checkpoint's own answers to them, to ask a running server for.
+
+Written here and nowhere else; `docs/contracts.md` describes the file, and the server and the client each read it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
+
+# torch's dtype → what KServe v2 calls it.
+KSERVE_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "UINT8",
+    torch.int8: "INT8",
+    torch.int16: "INT16",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.float16: "FP16",
+    torch.float32: "FP32",
+    torch.float64: "FP64",
+    STRING: "BYTES",
+}
+
+
+def build_sample(
+    contract: Contract | ModelSignature, asked: Mapping[str, Any], answered: Mapping[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return one request of one row, and the answer to it, as KServe v2 tensors.
+
+    Args:
+        contract: What clients see: that of the ensemble, or of the graph itself.
+        asked: Input name → its values, in any shape.
+        answered: Output name → its values, in any shape.
+    """
+    return {
+        "inputs": _describe(contract.inputs, asked),
+        "outputs": _describe(contract.outputs, answered),
+    }
+
+
+def _describe(tensors: Iterable[TensorSignature], values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    described = []
+    for tensor in tensors:
+        kind = np.object_ if tensor.dtype == STRING else np.dtype(str(tensor.dtype).removeprefix("torch."))
+        array = np.array(values[tensor.name], dtype=kind)
+        described.append(
+            {
+                "name": tensor.name,
+                "datatype": KSERVE_DTYPES[tensor.dtype],
+                "shape": _find_shape(tensor, array),
+                "data": array.reshape(-1).tolist(),
+            }
+        )
+    return described
+
+
+def _find_shape(tensor: TensorSignature, values: "np.ndarray[Any, Any]") -> list[int]:
+    """Return the shape of one row; for flat values from the dimensions, one of which may follow from their number."""
+    if values.ndim == len(tensor.dims):
+        return list(values.shape)
+    shape = [1 if dim == BATCH else dim if isinstance(dim, int) else -1 for dim in tensor.dims]
+    known = math.prod(size for size in shape if size > 0)
+    return [size if size > 0 else values.size // known for size in shape]

@@ -1,0 +1,171 @@
+"""The tasks that a checkpoint can be served as, one entry each. Nothing heavy, so that `--help` answers at once.
+
+How a task is built is in the module of this folder that its entry names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..option_kinds import COUNT, SWITCH, TEXT, Needs, Option
+
+# What transformers calls the main input of a model of texts, of images, of sounds.
+TEXTS = ("input_ids",)
+IMAGES = ("pixel_values",)
+SOUNDS = ("input_values", "input_features")
+
+# What can be asked of some tasks; None is what the checkpoint says, or the task's default.
+TOP_K = Option(name="top_k", kind=COUNT, help="answers a text gets at most")
+AGGREGATION = Option(
+    name="aggregation",
+    kind=TEXT,
+    choices=("none", "simple", "first", "average", "max"),
+    help="how tokens become entities, as transformers' pipeline names it (default: simple)",
+)
+POOLING = Option(
+    name="pooling",
+    kind=TEXT,
+    choices=("mean", "cls", "last"),
+    help="how token vectors become one (default: as recorded)",
+)
+NORMALIZE = Option(name="normalize", kind=SWITCH, help="scale vectors to length 1 (default: as recorded)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEntry:
+    """One way of serving a checkpoint.
+
+    Attributes:
+        name: What `--task` takes, and what reports record.
+        help: What clients get, for `--help`.
+        place: `module:Class` in this folder, whose class is built from the checkpoint.
+        inputs: Main inputs, as transformers calls them, of the models that it is for.
+        architectures: How the names of the classes end that were trained for it.
+        options: What can be asked of it.
+    """
+
+    name: str
+    help: str
+    place: str
+    inputs: tuple[str, ...] = TEXTS
+    architectures: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
+
+
+TASKS: Mapping[str, TaskEntry] = {
+    entry.name: entry
+    for entry in (
+        TaskEntry(
+            name="feature-extraction",
+            help="one vector a text",
+            place="pooling:FeatureExtraction",
+            architectures=("Model",),
+            options=(POOLING, NORMALIZE),
+        ),
+        TaskEntry(
+            name="text-classification",
+            help="labels and scores of a text",
+            place="classification:TextClassification",
+            architectures=("ForSequenceClassification",),
+            options=(TOP_K,),
+        ),
+        TaskEntry(
+            name="text-pair-classification",
+            help="labels and scores of a pair of texts; the score of a cross-encoder",
+            place="classification:TextPairClassification",
+            options=(TOP_K,),
+        ),
+        TaskEntry(
+            name="token-classification",
+            help="entities with their places in the text",
+            place="tokens:TokenClassification",
+            architectures=("ForTokenClassification",),
+            options=(AGGREGATION,),
+        ),
+        TaskEntry(
+            name="question-answering",
+            help="the part of a context that answers a question",
+            place="spans:QuestionAnswering",
+            architectures=("ForQuestionAnswering",),
+            options=(TOP_K,),
+        ),
+        TaskEntry(
+            name="fill-mask",
+            help="the likeliest tokens for each mask",
+            place="masks:FillMask",
+            architectures=("ForMaskedLM",),
+            options=(TOP_K,),
+        ),
+        TaskEntry(name="reward", help="the score of a reward model", place="classification:Reward"),
+        TaskEntry(
+            name="text-generation",
+            help="tensors: the scores of the next token at every token of a text",
+            place="generation:TextGeneration",
+            architectures=("ForCausalLM", "LMHeadModel"),
+        ),
+        TaskEntry(
+            name="text-generation-with-past",
+            help="tensors: the same with keys and values of the tokens before, for one token a step",
+            place="generation:TextGenerationWithPast",
+        ),
+        TaskEntry(
+            name="text2text-generation",
+            help="tensors: the same of an encoder and a decoder",
+            place="generation:Text2TextGeneration",
+            architectures=("ForConditionalGeneration", "MTModel"),
+        ),
+        TaskEntry(
+            name="image-classification",
+            help="tensors: the scores of an image's labels",
+            place="signals:ImageClassification",
+            inputs=IMAGES,
+            architectures=("ForImageClassification",),
+        ),
+        TaskEntry(
+            name="image-feature-extraction",
+            help="tensors: the last hidden states of an image",
+            place="signals:ImageFeatureExtraction",
+            inputs=IMAGES,
+            architectures=("Model", "Backbone"),
+        ),
+        TaskEntry(
+            name="audio-classification",
+            help="tensors: the scores of a sound's labels",
+            place="signals:AudioClassification",
+            inputs=SOUNDS,
+            architectures=("ForSequenceClassification", "ForAudioClassification"),
+        ),
+        TaskEntry(
+            name="automatic-speech-recognition",
+            help="tensors: the scores of the characters at every frame of a sound",
+            place="signals:SpeechRecognition",
+            inputs=SOUNDS,
+            architectures=("ForCTC",),
+        ),
+        TaskEntry(
+            name="audio-feature-extraction",
+            help="tensors: the last hidden states of a sound",
+            place="signals:AudioFeatureExtraction",
+            inputs=SOUNDS,
+            architectures=("Model",),
+        ),
+    )
+}
+
+
+def list_task_options() -> list[Option]:
+    """Return the options of all tasks, each once, with the tasks that it belongs to in its help."""
+    owners: dict[str, list[str]] = {}
+    options: dict[str, Option] = {}
+    for entry in TASKS.values():
+        for option in entry.options:
+            options[option.name] = option
+            owners.setdefault(option.name, []).append(entry.name)
+    return [
+        replace(
+            option,
+            help=f"{option.help}; of {', '.join(owners[name])}",
+            needs=Needs.ARCHITECTURE,
+            group="options of some tasks",
+        )
+        for name, option in options.items()
+    ]

@@ -1,0 +1,167 @@
+"""The command `modelyard`: one table of verbs, each of which a module of one part carries out."""
+
+import difflib
+import importlib.util
+import runpy
+import sys
+from dataclasses import dataclass
+
+from . import __version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """What follows `modelyard` on the command line.
+
+    Attributes:
+        name: The word that is typed.
+        help: One line for the list of verbs.
+        module: The module that is run, as `python -m` runs it.
+        words: Arguments that are put in front of the reader's own.
+        extra: The extra of the distribution that brings what the verb needs.
+        needs: Modules of other distributions without which it cannot begin.
+    """
+
+    name: str
+    help: str
+    module: str
+    words: tuple[str, ...] = ()
+    extra: str
+    needs: tuple[str, ...]
+
+
+_WEIGHTS = ("rich", "zlib_ng")
+_CLIENT = ("numpy", "tritonclient", "platformdirs")
+
+# Heading → the verbs below it, in the order of a model's life.
+VERBS = {
+    "From a checkpoint to a repository": (
+        Verb(
+            name="inspect",
+            help="say what a checkpoint is and holds, without reading its weights",
+            module="modelyard.export",
+            words=("inspect",),
+            extra="export",
+            needs=_WEIGHTS,
+        ),
+        Verb(
+            name="consolidate",
+            help="write a training checkpoint as a Hugging Face folder",
+            module="modelyard.export",
+            words=("consolidate",),
+            extra="export",
+            needs=_WEIGHTS,
+        ),
+        Verb(
+            name="run",
+            help="export a checkpoint, prove the file equal to it, and publish it",
+            module="modelyard.export",
+            words=("run",),
+            extra="export",
+            needs=(*_WEIGHTS, "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "tritonclient", "jinja2"),
+        ),
+    ),
+    "Serving": (
+        Verb(
+            name="serve",
+            help="serve a repository with tritonserver until Ctrl-C or SIGTERM",
+            module="modelyard.server",
+            words=("serve",),
+            extra="server",
+            needs=("platformdirs", "tokenizers"),
+        ),
+        Verb(
+            name="check",
+            help="ask a running server for the answers that were verified",
+            module="modelyard.server",
+            words=("check",),
+            extra="server",
+            needs=("platformdirs",),
+        ),
+        Verb(
+            name="doctor",
+            help="say what this machine lacks to serve",
+            module="modelyard.server",
+            words=("doctor",),
+            extra="server",
+            needs=("platformdirs",),
+        ),
+    ),
+    "Asking": (
+        Verb(
+            name="infer",
+            help="send texts to a running server",
+            module="modelyard.client.infer",
+            extra="client",
+            needs=_CLIENT,
+        ),
+        Verb(
+            name="parity",
+            help="repeat the verification through a running server",
+            module="modelyard.client.parity",
+            extra="client",
+            needs=_CLIENT,
+        ),
+        Verb(
+            name="bench",
+            help="measure a running server with perf_analyzer",
+            module="modelyard.client.bench",
+            extra="client",
+            needs=_CLIENT,
+        ),
+    ),
+}
+
+_EXAMPLES = """\
+examples:
+  modelyard run ./all-MiniLM-L6-v2 --name sentence_embedding --repository models
+  modelyard serve --repository models
+  modelyard infer --url localhost:8000 --text "A cat sleeps." "A kitten naps."
+
+`modelyard VERB --help` tells a verb's options, with examples of its own.
+"""
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    word = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if word in ("-h", "--help", "help"):
+        print(describe_verbs())  # noqa: T201
+        return 0
+    if word == "--version":
+        print(f"modelyard {__version__}")  # noqa: T201
+        return 0
+    verbs = {verb.name: verb for group in VERBS.values() for verb in group}
+    if word not in verbs:
+        near = difflib.get_close_matches(word, verbs, n=1)
+        remedy = f"did you mean {near[0]}" if near else "`modelyard --help` lists them"
+        return _refuse(f"there is no verb {word!r}: expected one of {', '.join(verbs)}; {remedy}.", 2)
+    verb = verbs[word]
+    missing = [name for name in verb.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        return _refuse(
+            f"`modelyard {verb.name}` cannot run in {sys.prefix}: expected what modelyard[{verb.extra}] brings, got an "
+            f"environment without {', '.join(missing)}; pip install 'modelyard[{verb.extra}]'.",
+            1,
+        )
+    sys.argv[1:2] = verb.words
+    # As `python -m`, so that each part keeps its own first line of work, such as what Ctrl-C does while torch loads.
+    runpy.run_module(verb.module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def describe_verbs() -> str:
+    """Return the help: the verbs in their groups, then examples."""
+    lines = ["usage: modelyard VERB [options]", "", "From a trained checkpoint to a verified Triton server.", ""]
+    for heading, group in VERBS.items():
+        lines += [f"{heading}:", *(f"  {verb.name:<13}{verb.help}" for verb in group), ""]
+    return "\n".join([*lines, "options:", "  --version    print the version", "", _EXAMPLES]).rstrip()
+
+
+def _refuse(sentence: str, code: int) -> int:
+    print(f"error: {sentence}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Other processes of this machine, as /proc shows them (proc(5))."""
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+# Fields of /proc/PID/stat, less the three up to the state: that one stands behind the name, which may hold anything.
+_STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS, _STARTED, _ARGUMENTS_START, _ARGUMENTS_END, _EXIT_STATUS = (
+    number - 3 for number in (3, 4, 14, 15, 22, 48, 49, 52)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStat:
+    """What /proc/PID/stat says of a process, or of one of its threads.
+
+    Attributes:
+        state: One letter: R runs or waits for a core, S sleeps, D waits for a disk, T is stopped, Z has ended.
+        parent: Id of the process that started it.
+        cpu_ticks: Time on a core so far, in clock ticks.
+        started: When it started, in clock ticks since boot: with its id it names a process for good.
+        arguments: Addresses at which its command line begins and ends in its memory; zeros where we may not know.
+        exit_status: How it ended, as waitpid(2) says it, once it has.
+    """
+
+    state: str
+    parent: int
+    cpu_ticks: int
+    started: int
+    arguments: tuple[int, int]
+    exit_status: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it runs no more and merely waits to be collected."""
+        return self.state in "ZX"
+
+
+def read_stat(pid: int, task: int | None = None) -> ProcessStat | None:
+    """Return what /proc says of process `pid`, or of its thread `task`; None if it is no more.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    path = Path(f"/proc/{pid}/stat" if task is None else f"/proc/{pid}/task/{task}/stat")
+    try:
+        fields = path.read_text(errors="surrogateescape").rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return ProcessStat(
+        state=fields[_STATE],
+        parent=int(fields[_PARENT]),
+        cpu_ticks=int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]),
+        started=int(fields[_STARTED]),
+        arguments=(int(fields[_ARGUMENTS_START]), int(fields[_ARGUMENTS_END])),
+        exit_status=int(fields[_EXIT_STATUS]),
+    )
+
+
+def read_arguments(pid: int) -> list[str]:
+    """Return the command line of process `pid`; empty if it has ended.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_text(errors="surrogateescape")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.split("\0")[:-1]
+
+
+def list_tasks(pid: int) -> list[int]:
+    """Return the ids of the threads of process `pid`.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    try:
+        return [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def list_children(pid: int) -> list[int]:
+    """Return the ids of the processes that `pid` started.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    children: list[int] = []
+    for task in list_tasks(pid):
+        # A thread may have ended since.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return children
+
+
+def wants_core(pid: int) -> bool:
+    """Tell whether a thread of process `pid` runs, waits for a core, or waits for a disk.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    stats = (read_stat(pid, task) for task in list_tasks(pid))
+    return any(stat is not None and stat.state in "RD" for stat in stats)
+
+
+def kill(pid: int, started: int) -> None:
+    """End a process at once, unless its id belongs to another one by now.
+
+    Args:
+        pid: Id of the process.
+        started: When it started, as in `ProcessStat`.
+    """
+    with contextlib.suppress(OSError):
+        stat = read_stat(pid)
+        if stat is not None and stat.started == started:
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,75 @@
+"""The queue through which tritonserver gives a backend process its work, as their shared memory shows it.
+
+Whether such a process has work, and whether it goes on to the next piece, stands nowhere else: to /proc, one that waits
+for a request and one that hangs in one look the same. The layout is that of the Python backend's C++ structs, which no
+release promises to keep, so it is read of the releases alone of which it was seen.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+# Versions of tritonserver of which this was seen to hold, with Python 3.10, 3.11 and 3.12: Triton 24.03 and 24.10.
+KNOWN_VERSIONS = ("2.44.0", "2.51.0")
+
+# What is put into shared memory begins with a count of its users (AllocatedShmOwnership in src/shm_manager.h).
+_OWNERSHIP_BYTES = 16
+
+# IPCControlShm in src/pb_utils.h: four flags and two mutexes, then where the queue is.
+_QUEUE_HANDLE = struct.Struct("<q")
+_QUEUE_HANDLE_AT = 88
+
+# MessageQueueShm in src/message_queue.h: a semaphore and then, from here on, the one on which the process waits for
+# work (sem_t of glibc: its value and how many wait), a mutex, size and buffer of the queue, and how many messages were
+# put in and how many taken out, both modulo the size.
+_QUEUE = struct.Struct("<II64xQqii")
+_QUEUE_AT = 32
+
+# tritonserver gives one message at its start, which the process is at while it loads its model, and one after it.
+_MESSAGES_OF_LOADING = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkQueue:
+    """A queue at one moment.
+
+    Attributes:
+        put: How many messages tritonserver has put in so far, modulo the queue's size.
+        taken: How many of them the process has taken out, likewise.
+        is_waited_for: Whether the process waits for the next one.
+    """
+
+    put: int
+    taken: int
+    is_waited_for: bool
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether the process has loaded its model; false again for a moment after every thousand messages."""
+        return self.taken >= _MESSAGES_OF_LOADING
+
+
+def read_queue(region: Path, control_handle: int) -> WorkQueue | None:
+    """Return the queue of a backend process.
+
+    Args:
+        region: The file of its shared memory.
+        control_handle: Where in it the control struct lies, as the process was told on its command line.
+
+    Returns:
+        None where there is none, yet or any more.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    try:
+        with region.open("rb", buffering=0) as file:
+            file.seek(control_handle + _OWNERSHIP_BYTES + _QUEUE_HANDLE_AT)
+            (queue_handle,) = _QUEUE_HANDLE.unpack(file.read(_QUEUE_HANDLE.size))
+            file.seek(queue_handle + _OWNERSHIP_BYTES + _QUEUE_AT)
+            value, waiting, size, _, put, taken = _QUEUE.unpack(file.read(_QUEUE.size))
+    except (FileNotFoundError, PermissionError, ValueError, struct.error):
+        return None
+    if queue_handle <= 0 or not size:
+        return None
+    return WorkQueue(put=put, taken=taken, is_waited_for=value == 0 and waiting > 0 and put == taken)

@@ -1,0 +1,251 @@
+"""Options from a file and from the command line, and which of them mean something together."""
+
+import argparse
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.errors import SettingsError
+from export.option_kinds import Needs
+from export.options import ExportRequest, add_options, build_request, list_options, read_options
+from export.weights.vocabulary_options import AddedToken, VocabularyOptions
+
+# One value of each option, on the command line and in a file.
+EXAMPLES: dict[str, tuple[list[str], Any]] = {
+    "repository": (["--repository", "models"], "models"),
+    "task": (["--task", "fill-mask"], "fill-mask"),
+    "adapter": (["--adapter", "one", "two"], ["one", "two"]),
+    "tag": (["--tag", "global_step1"], "global_step1"),
+    "base": (["--base", "base"], "base"),
+    "allow_non_finite": (["--allow-non-finite"], True),
+    "lora_scaling": (["--lora-scaling", "2"], 2),
+    "target": (["--target", "25.08"], "25.08"),
+    "precision": (["--precision", "fp16"], "fp16"),
+    "engine": (["--engine", "tensorrt"], "tensorrt"),
+    "tolerances": (["--tolerance", "max_abs_error=1e-6"], {"max_abs_error": 1e-6}),
+    "accept_worse": (["--accept-worse", "a demo"], "a demo"),
+    "factory": (["--factory", "model.py:build"], "model.py:build"),
+    "inputs": (["--inputs", "inputs.json"], "inputs.json"),
+    "add_special_tokens": (["--add-special-token", "[A]=zeros"], {"[A]": "zeros"}),
+    "add_tokens": (["--add-token", "b=mean"], {"b": "mean"}),
+    "pad_vocab_to_multiple_of": (["--pad-vocab-to-multiple-of", "64"], 64),
+    "unused_rows": (["--unused-rows", "cut"], "cut"),
+    "seed": (["--seed", "3"], 3),
+    "allow_other_tokenizer": (["--allow-other-tokenizer"], True),
+    "top_k": (["--top-k", "3"], 3),
+    "aggregation": (["--aggregation", "max"], "max"),
+    "pooling": (["--pooling", "cls"], "cls"),
+    "normalize": (["--no-normalize"], False),
+}
+FACTORY = ["--factory", "model.py:build", "--inputs", "inputs.json"]
+
+
+def write(directory: Path, content: Any) -> Path:
+    path = directory / "export.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def parse(*words: str, checkpoint: str | None = "c", file: Path | None = None) -> ExportRequest:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    arguments = vars(parser.parse_args(words)) | {"checkpoint": checkpoint and Path(checkpoint), "name": "n"}
+    return build_request(arguments, read_options(file) if file else {})
+
+
+def test_there_is_an_example_of_every_option() -> None:
+    assert {option.name for option in list_options()} == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, tmp_path: Path) -> None:
+    words, value = EXAMPLES[name]
+    # What an option needs goes with it.
+    also = {"inputs": FACTORY[:2], "factory": FACTORY[2:]}.get(name, [])
+    typed = parse(*words, *also)
+    assert typed == parse(*also, file=write(tmp_path, {name: value}))
+    assert typed != parse(), "it changes what is asked for"
+
+
+def test_every_field_of_a_request_is_an_option_or_whole() -> None:
+    whole = {"checkpoint", "name", "vocabulary", "task_options"}
+    for holder in (ExportRequest, VocabularyOptions):
+        for field in fields(holder):
+            assert ("options" in field.metadata) != (field.name in whole), field.name
+
+
+def test_the_command_line_wins_and_adds_its_tokens_to_the_files(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {
+            "task": "fill-mask",
+            "seed": 3,
+            "add_tokens": {"b": "zeros"},
+            "add_special_tokens": {"[A]": "mean:start"},
+            "adapter": ["first"],
+            "tolerances": {"min_cosine": 0.9, "max_abs_error": 1},
+        },
+    )
+    words = ["--seed", "5", "--add-special-token", "[C]=random", "--add-token", "d=a=b", "--adapter", "second"]
+    request = parse(*words, "--tolerance", "max_abs_error=1e-6", file=path)
+    assert request.task == "fill-mask"
+    assert request.vocabulary.seed == 5
+    # The file's first, special ones before ordinary ones: the order of their ids.
+    assert request.vocabulary.added_tokens == (
+        AddedToken(token="[A]", initializer="mean:start"),
+        AddedToken(token="b", initializer="zeros", special=False),
+        AddedToken(token="[C]", initializer="random"),
+        AddedToken(token="d", initializer="a=b", special=False),
+    )
+    assert request.adapters == (Path("first"), Path("second"))
+    assert request.tolerances == {"min_cosine": 0.9, "max_abs_error": 1e-6}
+    assert parse().repository.name == "model_repository"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"taks": "reward"}, "FILE has the unknown option taks: .*, got taks; did you mean task."),
+        ({"zzz": 1}, "FILE has the unknown option zzz: .*, got zzz; remove it."),
+        ({"task": "chess"}, "task in FILE is unknown: expected one of feature-extraction, .*, got chess."),
+        ({"task": "fillmask"}, "task in FILE is unknown: .*, got fillmask; did you mean fill-mask."),
+        ({"task": ["reward"]}, r"task in FILE is of another kind: expected a text, got \[\"reward\"\]."),
+        ({"task": ""}, 'task in FILE is of another kind: expected a text, got "".'),
+        ({"tag": None}, "tag in FILE is of another kind: expected a text, got null."),
+        ({"base": 3}, "base in FILE is of another kind: expected a path, got 3."),
+        ({"base": "a\0b"}, r"base in FILE is of another kind: expected a path, got .*"),
+        ({"adapter": "one"}, 'adapter in FILE is of another kind: expected a list of paths, got "one".'),
+        ({"adapter": [1]}, r"adapter in FILE is of another kind: expected a list of paths, got \[1\]."),
+        ({"adapter": [["one"]]}, "adapter in FILE is of another kind: expected a list of paths"),
+        ({"seed": True}, "seed in FILE is of another kind: expected a whole number, got true."),
+        ({"seed": 1.0}, "seed in FILE is of another kind: expected a whole number, got 1.0."),
+        ({"top_k": 0}, "top_k in FILE is of another kind: expected a whole number of at least 1, got 0."),
+        ({"top_k": True}, "top_k in FILE is of another kind: expected a whole number of at least 1, got true."),
+        ({"lora_scaling": True}, "lora_scaling in FILE is of another kind: expected a number, got true."),
+        ('{"lora_scaling": NaN}', "lora_scaling in FILE is of another kind: expected a number, got NaN."),
+        ({"normalize": 1}, "normalize in FILE is of another kind: expected true or false, got 1."),
+        (
+            {"allow_non_finite": "x"},
+            'allow_non_finite in FILE is of another kind: expected true or false, got "x".',
+        ),
+        ({"tolerances": {"max_abs_error": True}}, "tolerances in FILE is of another kind: expected bounds, each NAME="),
+        ({"tolerances": {"max_abs_error": {"a": [1]}}}, "tolerances in FILE is of another kind: expected bounds, each"),
+        ({"tolerances": [1]}, "tolerances in FILE is of another kind: expected bounds, each"),
+        ({"add_tokens": {"a": 1}}, "add_tokens in FILE is of another kind: expected tokens, each TOKEN=INITIALIZER"),
+        ({"add_tokens": {"a": " "}}, "add_tokens in FILE is of another kind: expected tokens"),
+        ({"add_special_tokens": ["[A]"]}, "add_special_tokens in FILE is of another kind: expected tokens"),
+        ("[", "FILE cannot be read: expected a JSON file, got Expecting value"),
+        ("[" * 100_000, "FILE cannot be read: expected a JSON file, got maximum recursion depth"),
+        ("[]", "FILE holds no options: expected an object, got list."),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused_in_one_sentence(content: Any, sentence: str, tmp_path: Path) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(SettingsError) as refusal:
+        read_options(path)
+    assert re.match(sentence, str(refusal.value).replace(str(path), "FILE")), str(refusal.value)
+    assert str(refusal.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--top-k", "0"], "argument --top-k: expected a whole number of at least 1, got '0'"),
+        (["--seed", "1.5"], "argument --seed: expected a whole number, got '1.5'"),
+        (["--lora-scaling", "inf"], "argument --lora-scaling: expected a number, got 'inf'"),
+        (["--base", ""], "argument --base: expected a path, got ''"),
+        (["--tolerance", "max_abs_error"], "argument --tolerance: expected bounds, each NAME=VALUE"),
+        (["--add-token", "[A]"], "argument --add-token: expected tokens, each TOKEN=INITIALIZER"),
+        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+    ],
+)
+def test_a_word_that_means_nothing_is_wrong_usage(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(*words)
+    assert end.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+IDLE = [option for option in list_options() if option.needs is Needs.ARCHITECTURE]
+
+
+@pytest.mark.parametrize("option", IDLE, ids=[option.name for option in IDLE])
+@pytest.mark.parametrize("checkpoint", [None, "c"])
+def test_an_option_of_a_known_architecture_is_refused_beside_a_factory(
+    option: Any, checkpoint: str | None, tmp_path: Path
+) -> None:
+    words, value = EXAMPLES[option.name]
+    sentence = (
+        f"{option.flag} has no effect beside --factory: expected a checkpoint that transformers builds the model of, "
+        "got --factory model.py:build; leave it out."
+    )
+    for typed, file in ((words, None), ([], write(tmp_path, {option.name: value}))):
+        with pytest.raises(SettingsError) as refusal:
+            parse(*FACTORY, *typed, checkpoint=checkpoint, file=file)
+        assert str(refusal.value) == sentence
+
+
+def test_these_are_all_that_a_factory_takes_no_notice_of() -> None:
+    assert {option.name for option in IDLE} == {
+        *("task", "adapter", "base", "lora_scaling", "top_k", "aggregation", "pooling", "normalize"),
+        *("add_special_tokens", "add_tokens", "pad_vocab_to_multiple_of", "unused_rows", "seed"),
+        "allow_other_tokenizer",
+    }
+
+
+@pytest.mark.parametrize("words", [["--seed", "0"], ["--unused-rows", "keep"], ["--normalize"]])
+def test_what_is_given_as_it_would_be_anyway_is_refused_too(words: list[str]) -> None:
+    with pytest.raises(SettingsError, match=f"{words[0]} has no effect beside --factory"):
+        parse(*FACTORY, *words)
+
+
+def test_a_flag_that_is_not_turned_on_and_an_empty_list_ask_for_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, {"allow_other_tokenizer": False, "allow_non_finite": False, "adapter": [], "add_tokens": {}})
+    assert parse(*FACTORY, checkpoint=None, file=file) == parse(*FACTORY, checkpoint=None)
+
+
+def test_all_options_without_effect_are_told_in_one_sentence() -> None:
+    with pytest.raises(SettingsError, match="^--task, --base, --top-k have no effect beside --factory: .* leave them"):
+        parse(*FACTORY, "--task", "reward", "--top-k", "3", "--base", "b")
+
+
+@pytest.mark.parametrize("name", ["tag", "allow_non_finite"])
+def test_an_option_of_weights_is_refused_where_there_are_none(name: str) -> None:
+    words, _ = EXAMPLES[name]
+    with pytest.raises(SettingsError) as refusal:
+        parse(*FACTORY, *words, checkpoint=None)
+    expected = "expected the weights of a CHECKPOINT, got none; leave it out."
+    assert str(refusal.value) == f"{words[0]} has no effect without a CHECKPOINT: {expected}"
+    assert parse(*FACTORY, *words).checkpoint == Path("c")
+
+
+def test_inputs_are_refused_without_a_factory_and_a_factory_without_inputs() -> None:
+    with pytest.raises(SettingsError) as refusal:
+        parse("--inputs", "inputs.json")
+    sentence = "--inputs has no effect without --factory: expected --factory ENTRY, got none; leave it out."
+    assert str(refusal.value) == sentence
+    with pytest.raises(SettingsError, match="the factory's inputs are not described: expected --inputs FILE, got none"):
+        parse(*FACTORY[:2])
+
+
+def test_there_must_be_something_to_export() -> None:
+    with pytest.raises(SettingsError, match="nothing to export: expected a CHECKPOINT or --factory, got neither."):
+        parse(checkpoint=None)
+
+
+def test_a_request_that_is_made_in_python_is_held_to_the_same() -> None:
+    made = {"name": "n", "repository": Path("r"), "checkpoint": None, "factory": "m:f", "inputs": Path("i")}
+    assert ExportRequest(**made).task_options == dict.fromkeys(("pooling", "normalize", "top_k", "aggregation"))
+    for idle, flag in (
+        ({"task": "reward"}, "--task"),
+        ({"task_options": {"normalize": False}}, "--normalize"),
+        ({"vocabulary": VocabularyOptions(unused_rows="cut")}, "--unused-rows"),
+    ):
+        with pytest.raises(SettingsError, match=f"{flag} has no effect beside --factory"):
+            ExportRequest(**made | idle)
