@@ -99,11 +99,8 @@ def serve(arguments: argparse.Namespace) -> int:
             key=key,
             run_directory=directory,
             verbose=arguments.verbose,
-<<<<<<< HEAD
             passed_options=tuple(arguments.passed_options),
-=======
             follows=arguments.follow == "on",
->>>>>>> main
         )
         stop_status = serve_status(status, endpoints.host, endpoints.status_port)
         try:

@@ -60,11 +60,8 @@ class Settings:
         key: That opens the control endpoints.
         run_directory: An empty folder with the assembled `backends`.
         verbose: Whether to show the whole log of tritonserver.
-<<<<<<< HEAD
         passed_options: Options for tritonserver that we have no opinion of.
-=======
         follows: Whether what becomes active in the repository is served without a restart.
->>>>>>> main
     """
 
     installation: Installation
@@ -73,11 +70,8 @@ class Settings:
     key: ControlKey
     run_directory: Path
     verbose: bool
-<<<<<<< HEAD
     passed_options: tuple[str, ...] = ()
-=======
     follows: bool = True
->>>>>>> main
 
 
 class Supervisor:
