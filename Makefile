@@ -11,8 +11,8 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-containers architectures lint bench bench-consolidate targets fuzz kills soak \
-	wheel lock clean
+.PHONY: help setup demo serve test test-python test-containers architectures lint bench bench-consolidate targets fuzz \
+	kills soak wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -23,7 +23,9 @@ setup: $(VENV)/installed ## Install everything into .venv
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 LOCKED := $(PIP) --require-hashes --no-deps --requirement
 
-$(VENV)/installed: pyproject.toml setup.py requirements/dev.txt requirements/torch.txt requirements/stubs.txt
+INSTALLED_FROM := pyproject.toml setup.py $(addprefix requirements/,dev.txt torch.txt stubs.txt)
+
+$(VENV)/installed: $(INSTALLED_FROM)
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit("error: this Python cannot run modelyard: expected 3.10, 3.11 or 3.12, got %d.%d; pass another, as in make PYTHON=python3.12." % v)'
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv: expected the standard module, got none; install it (Debian: apt-get install python3-venv)." >&2; exit 1; }
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
@@ -54,6 +56,29 @@ serve: setup ## Serve model_repository until Ctrl-C
 test: setup lint $(VENV)/trainers ## Run the whole test suite
 	@$(BIN)/python -m pytest
 
+UV := .cache/uv/bin/uv
+
+$(UV):
+	@$(PYTHON) -m venv .cache/uv
+	@.cache/uv/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
+
+# What meets the interpreter itself: pickles and archives, a server that embeds it and looks into its stack, the demo.
+PYTHON_TESTS := $(addprefix tests/checkpoints/test_,fsdp.py huggingface.py torch_file.py torch_zip.py zip_archive.py) \
+	tests/server/test_sampling.py tests/server/test_server.py tests/server/test_healing.py tests/project/test_demo.py
+OTHER = .cache/python-$(shell $(PYTHON) -c '$(VERSION)')
+
+# Installed by uv, which keeps what it fetched: PyPI's torch brings 3 GB of CUDA's libraries, the same for every Python.
+$(OTHER)/installed: $(INSTALLED_FROM) | $(UV)
+	@echo "installing into $(OTHER)" >&2
+	@$(PYTHON) -m venv $(OTHER)
+	@$(UV) pip install --quiet --python $(OTHER)/bin/python --require-hashes --no-deps --requirement requirements/dev.txt
+	@$(UV) pip install --quiet --python $(OTHER)/bin/python --requirement requirements/torch.txt
+	@$(UV) pip install --quiet --python $(OTHER)/bin/python --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-python: $(OTHER)/installed ## Run what depends on the Python with another: make test-python PYTHON=python3.12
+	@$(OTHER)/bin/python -m pytest $(PYTHON_TESTS)
+
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
 	@docker/podman/prepare.sh
 	@$(LOCKED) requirements/containers.txt
@@ -65,6 +90,8 @@ architectures: setup ## Export and prove all 63 architectures and tasks, and wri
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
+	@# One run each: Triton loads the files of every backend as modules at the top, and each has a `model`.
+	@for folder in backends/*/; do $(BIN)/mypy --no-error-summary $$folder*.py || exit; done
 
 bench: setup ## Measure the demo model with perf_analyzer on real text
 	@$(BIN)/python -m demo.bench
@@ -92,13 +119,8 @@ wheel: setup ## Build the distribution into dist/
 	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/*.whl
 
-UV := .cache/uv/bin/uv
 LOCK = $(UV) pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-emit-index-url --no-annotate \
 	--no-emit-package torch --custom-compile-command 'make lock' --constraint requirements/torch.txt $(LOCK_OPTIONS)
-
-$(UV):
-	@$(PYTHON) -m venv .cache/uv
-	@.cache/uv/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
 
 lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the newest of everything
 	@$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt

@@ -1,4 +1,4 @@
-"""What an option is: how it is written on the command line and in a file, and what it means nothing without.
+"""What an option is: how it is written on the command line and in a file, and what it has no effect without.
 
 Imports nothing heavy, so that `--help` answers at once.
 """
@@ -28,10 +28,10 @@ class Kind:
 
     Attributes:
         expected: What a value is called in a refusal.
-        parse: Makes a value of a word of the command line; raises ValueError where the word is none.
-        read: Makes a value of what JSON holds, or the list of all items of a repeated option; raises ValueError.
+        parse: Makes a value from a word of the command line; raises ValueError where the word is not one.
+        read: Makes a value from JSON, or the list of all items of a repeated option; raises ValueError.
         metavar: What stands for a value in `--help`; empty for a switch, which is named alone.
-        collect: Makes the value of all items of an option that may be given several times; None for any other.
+        collect: Makes the value from all items of an option that may be given several times; None for any other.
     """
 
     expected: str
@@ -48,11 +48,11 @@ class Option:
     Attributes:
         name: Key in a file of options.
         kind: What its values are.
-        help: For `--help`.
+        help: Line for `--help`.
         choices: The only values that are taken; any of its kind where there are none.
         needs: What it has no effect without.
         group: Heading in `--help`; empty for those that come first.
-        flag: On the command line, where that is not spelled like the name.
+        flag: Name on the command line, where that is not spelled like `name`.
         metavar: What stands for a value in `--help`, where the kind's is too general.
     """
 
@@ -109,7 +109,7 @@ def declare(*options: Option, default: Any = MISSING, default_factory: Any = MIS
 
 
 def _read_text(value: Any) -> str:
-    # Empty is a variable of a script that was never set.
+    # An empty word is a script's variable that was never set.
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError
     return value

@@ -1,4 +1,4 @@
-"""The options of `run`: one table, of which come the command line, the file of options and what they mean together.
+"""The options of `run`: one table, from which the command line, the file of options and their conflicts are derived.
 
 An option is declared once, at the field that it fills: of `ExportRequest`, of `VocabularyOptions`, or of a task in the
 table of tasks. Imports nothing heavy, so that `--help` answers at once.
@@ -21,7 +21,7 @@ from .targets import DEFAULT_TARGET
 from .tasks.table import TASKS, list_task_options
 from .weights.vocabulary_options import VocabularyOptions
 
-_PROOF = "options of the graph and its proof"
+_PROOF = "graph and proof options"
 
 
 def _list_helps(choices: Mapping[str, Any]) -> str:
@@ -38,10 +38,10 @@ class ExportRequest:
         repository: The Triton model repository.
         task: What the checkpoint is served as; None finds it out.
         adapters: Folders of adapters, merged in this order.
-        tag: Which checkpoint of several in the folder; the trainer's own choice where None.
+        tag: Name of the checkpoint, where the folder holds several; the trainer's own choice where None.
         base: Folder with configuration and tokenizer; the checkpoint's own where None.
-        allow_non_finite: Whether NaN and infinite weights are let through the reader.
-        lora_scaling: DeepSpeed-Chat's, for the low-rank updates inside a checkpoint that it left.
+        allow_non_finite: Whether NaN and infinite weights are accepted.
+        lora_scaling: DeepSpeed-Chat's scaling of the low-rank updates inside a checkpoint that it left.
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
         engine: Name of what runs it.
@@ -65,7 +65,7 @@ class ExportRequest:
             kind=TEXT,
             choices=tuple(TASKS),
             metavar="TASK",
-            help="what it is served as, see below (default: what it was trained for)",
+            help="what it is served as; listed below (default: what it was trained for)",
             needs=Needs.ARCHITECTURE,
         ),
         default=None,
@@ -83,7 +83,7 @@ class ExportRequest:
         Option(
             name="tag",
             kind=TEXT,
-            help="which checkpoint of several in the folder (default: the trainer's own latest)",
+            help="checkpoint to read, where the folder holds several (default: the trainer's own latest)",
             needs=Needs.CHECKPOINT,
         ),
         default=None,
@@ -101,7 +101,7 @@ class ExportRequest:
         Option(
             name="allow_non_finite",
             kind=FLAG,
-            help="let NaN and infinite weights through",
+            help="accept NaN and infinite weights",
             needs=Needs.CHECKPOINT,
         ),
         default=False,
@@ -161,7 +161,7 @@ class ExportRequest:
             name="accept_worse",
             kind=TEXT,
             metavar="REASON",
-            help="accept wider bounds; the report bears the reason",
+            help="accept wider bounds; the report states the reason",
         ),
         default=None,
         group=_PROOF,
@@ -222,11 +222,11 @@ def read_options(path: Path) -> dict[str, Any]:
     """Return option → its value in a file, or the list of its items.
 
     Raises:
-        SettingsError: The file cannot be read, or holds a key or a value that means nothing.
+        SettingsError: The file cannot be read, or holds a key or a value that cannot be used.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    # Of brackets within brackets, Python counts a thousand.
+    # Python gives up on a thousand brackets within one another.
     except (OSError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} cannot be read", expected="a JSON file", got=str(exc).rstrip(".")) from exc
     if not isinstance(content, dict):

@@ -72,17 +72,18 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         on_report: Called with the report of each stage before it is judged.
 
     Raises:
-        ExportError: With the one reason.
+        ExportError: The export is refused.
     """
     check_destination(request.repository, request.name)
     target, precision, engine = find_target(request.target), PRECISIONS[request.precision], ENGINES[request.engine]
     stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
-    # Before anything is read: here, where there is no GPU perhaps, nothing can come of it.
-    engine.check(precision.name, target)
+    # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
+    for stage in reversed(stages):
+        stage.engine.check(precision.name, target)
     progress.expect(2 * len(stages) + 2)
     source = load_source(request, progress)
     task = source.task
-    check_contract(request.repository, name_models(request.name, task.signature), task.signature)
+    check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
     with _restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
@@ -108,7 +109,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
 def _run_stage(
     stage: Stage, job: Job, before: Draft, folder: Path, progress: Progress, on_report: OnReport
 ) -> tuple[Draft, VerificationReport]:
-    """Return what the first way makes whose files are proven, with notes why others were given up, and their report.
+    """Return the files of the first way that are proven, with notes why others were given up, and their report.
 
     Raises:
         ExportError: The last way fails, or what it made is not equal to the checkpoint.
@@ -167,7 +168,7 @@ def _publish(
             engine=ENGINES[request.engine],
             document=lambda version: {
                 LOCK_FILE: lock,
-                PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version),
+                PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
             },
         )
 
@@ -186,7 +187,7 @@ def _build_lock(
     request: ExportRequest, source: Source, target: Target, report: VerificationReport
 ) -> dict[str, object]:
     options = asdict(request)
-    # Where it was published, and where it was read from, is no part of what it is.
+    # Where it was published, and where it was read from, is not part of what it is.
     del options["repository"], options["checkpoint"]
     if request.factory:
         options["factory"] = Path(request.factory).name

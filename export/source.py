@@ -33,7 +33,7 @@ class Source:
         task: What is exported.
         parameters: How many numbers it holds.
         rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
-        adapters: That were merged.
+        adapters: Folders of the adapters that were merged.
         missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
     """
 
@@ -50,7 +50,7 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
     """Read what is to be served, and build the task's module around it.
 
     Raises:
-        ExportError: With the one reason.
+        ExportError: It is refused.
     """
     if request.factory is not None:
         assert request.inputs is not None, "Bug: a request for a factory names its inputs"
@@ -118,7 +118,7 @@ def _read_task_source(
     name = request.task or find_task_name(directory, config, weights.specs())
     tokenizer, rows = None, None
     if must_read_text(name) or (may_read_text(name) and has_tokenizer(directory)):
-        tokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory, config)
         if not request.vocabulary.allow_other_tokenizer:
             check_special_ids(directory, tokenizer, checkpoint.config)
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)

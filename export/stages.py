@@ -74,7 +74,7 @@ class Way:
     Attributes:
         name: What became of the files that way, for notes.
         making: What is being done, for the progress.
-        make: Does it.
+        make: Function that makes them.
     """
 
     name: str
@@ -160,7 +160,7 @@ def _export(
     job: Job, draft: Draft, directory: Path, tell: Detail, *, is_traced: bool = False, has_fast_path: bool = True
 ) -> Draft:
     if not has_fast_path:
-        # To the end: what the rest of the export is compared with is then the module without it.
+        # It stays off to the end: the rest of the export is then compared with the module without it.
         torch.backends.mha.set_fastpath_enabled(False)
     files = write_files(job.task, directory, job.target, is_traced=is_traced)
     return Draft(files=files, graph_sha256={path.name: hash_file(path) for path in files.model})

@@ -89,11 +89,11 @@ def serve(arguments: argparse.Namespace) -> int:
         settings = Settings(
             installation=installation,
             repository=arguments.repository,
-            models=models,
             endpoints=endpoints,
             key=key,
             run_directory=directory,
             verbose=arguments.verbose,
+            follows=arguments.follow == "on",
         )
         stop_status = serve_status(status, endpoints.host, endpoints.status_port)
         try:
@@ -201,6 +201,12 @@ def _add_serve(commands: "_Commands") -> None:
         default=KEY_FILE,
         metavar="FILE",
         help="header that opens the control endpoints; made with mode 600 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--follow",
+        choices=("on", "off"),
+        default="on",
+        help="whether what becomes active in the repository is served without a restart (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
 

@@ -11,9 +11,6 @@ from typing import Any
 from .control_key import ControlKey
 from .errors import ControlError
 
-# A parameter that no backend reads. tritonserver 2.51 takes a load with an unchanged configuration for done.
-_REVIVAL_PARAMETER = "modelyard_revival"
-
 # Loading a model may have to wait for a warmup or a cold disk.
 _LOAD_TIMEOUT_S = 120.0
 _TIMEOUT_S = 5.0
@@ -72,21 +69,6 @@ class Control:
             )
             for entry in json.loads(self._ask("/v2/repository/index", {}))
         ]
-
-    def revive(self, model: str, number: int) -> None:
-        """Load `model` anew as it is configured now; what is left of it answers until the new one is ready.
-
-        Args:
-            model: Its name.
-            number: Of this revival; one not used before, or nothing is loaded.
-
-        Raises:
-            ControlError: It cannot be loaded.
-        """
-        config = json.loads(self._ask(f"{_path(model)}/config"))
-        config.setdefault("parameters", {})[_REVIVAL_PARAMETER] = {"string_value": str(number)}
-        body = {"parameters": {"config": json.dumps(config)}}
-        self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", body, timeout_s=_LOAD_TIMEOUT_S)
 
     def load(self, model: str) -> None:
         """Load `model` as its configuration says now; what was loaded of it before answers until then.

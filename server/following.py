@@ -15,6 +15,9 @@ from .rollout import Roller
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
 
+# Longer than any order to a tritonserver takes that is no more.
+_LONGEST_ORDER_S = 10.0
+
 # What could not be rolled out is tried again after this long, and each time after twice as long.
 _FIRST_RETRY_S = 10.0
 _LAST_RETRY_S = 600.0
@@ -96,11 +99,14 @@ class Follower:
             self._worker = threading.Thread(target=self._follow, daemon=True)
             self._worker.start()
 
-    def end(self) -> None:
-        """Follow nothing any more, and wait for what is under way, some seconds at most."""
-        self._ended = True
+    def wait(self) -> None:
+        """Wait for what is under way, until its orders have failed at the latest."""
         if self._worker:
-            self._worker.join(timeout=5)
+            self._worker.join(timeout=_LONGEST_ORDER_S)
+
+    def end(self) -> None:
+        """Begin nothing any more."""
+        self._ended = True
 
     def _fingerprint(self) -> object:
         """Return something that is another whenever a configuration or the list of models is another."""

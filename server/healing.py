@@ -7,8 +7,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 
 from .control import Control
 from .errors import ControlError
@@ -31,8 +32,16 @@ _RETIREMENT_LIMIT_S = 60.0
 class ModelHealer:
     """Watches the backend processes of one model and loads it anew when one of them is no more."""
 
-    def __init__(self, model: str, control: Control, status: Status, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: str,
+        control: Control,
+        status: Status,
+        say: Callable[[str], None],
+        reload: Callable[[str], None],
+    ) -> None:
         self.model = model
+        self._reload = reload
         self.given_up = False
         self._ended = False
         status.mark_given_up(model, False)
@@ -58,7 +67,10 @@ class ModelHealer:
         for stub in stubs:
             if stub.handled:
                 continue
-            if stub.is_dead:
+            if stub.has_ended_well:
+                # tritonserver ended it, with its version or because another took its place. If not, it is missed below.
+                pass
+            elif stub.is_dead:
                 ends.append(f"{stub.instance} (process {stub.pid}) {stub.describe_end()}")
                 self._status.count_death(self.model, "died")
             elif hang := stub.find_hang():
@@ -148,7 +160,7 @@ class ModelHealer:
                 self._streak = 1 if answers > self._answers_at_start else self._streak + 1
                 if self._is_hopeless():
                     break
-                self._control.revive(self.model, time.time_ns())
+                self._reload(self.model)
                 # Loading resets the statistics, and the warmup's answers are counted in them.
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
@@ -195,13 +207,24 @@ class Healer:
     """Watches all backend processes of one tritonserver."""
 
     def __init__(
-        self, tritonserver_pid: int, models: list[str], control: Control, status: Status, say: Callable[[str], None]
+        self,
+        tritonserver_pid: int,
+        control: Control,
+        status: Status,
+        say: Callable[[str], None],
+        reload: Callable[[str], None],
     ) -> None:
         self.table = StubTable(tritonserver_pid)
-        self._models = {model: ModelHealer(model, control, status, say) for model in models}
+        self._make = partial(ModelHealer, control=control, status=status, say=say, reload=reload)
+        self._models: dict[str, ModelHealer] = {}
 
-    def look(self) -> None:
-        """Look at every process once, and start to bring back what needs it."""
+    def look(self, models: Iterable[str]) -> None:
+        """Look at every process once, and start to bring back what needs it.
+
+        Args:
+            models: Names of those that should run now.
+        """
+        self._models = {model: self._models.get(model) or self._make(model) for model in models}
         stubs = self.table.refresh()
         for name, healer in self._models.items():
             healer.look([stub for stub in stubs if stub.model == name])

@@ -55,6 +55,29 @@ def serve_versions(config: str, versions: Iterable[int]) -> str:
     return replace_field(config, "version_policy", f"version_policy {{ specific {{ {listed} }} }}")
 
 
+def set_parameter(config: str, key: str, value: str) -> str:
+    """Return `config` with one parameter added or replaced; key and value are plain words.
+
+    A parameter of a list of several in one field (`parameters [ ... ]`) is not found, only added to.
+    """
+    kept = [
+        field
+        for name, field in read_fields(config)
+        if not (name == "parameters" and field.startswith(f'parameters {{ key : "{key}"'))
+    ]
+    return "\n".join([*kept, f'parameters {{ key : "{key}" value {{ string_value : "{value}" }} }}']) + "\n"
+
+
+def read_parameter(config: str, key: str) -> str | None:
+    """Return the string of one parameter, None where there is none."""
+    for name, field in read_fields(config):
+        if name == "parameters":
+            found = re.search(rf'key : "{re.escape(key)}" value {{ string_value : "((?:\\.|[^"\\])*)"', field)
+            if found:
+                return found[1]
+    return None
+
+
 def read_versions(config: str) -> list[int]:
     """Return the versions that the policy of `config` names; none where it leaves the choice to the server."""
     policy = " ".join(field for key, field in read_fields(config) if key == "version_policy")

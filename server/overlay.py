@@ -51,11 +51,11 @@ class Overlay:
 
     def write_config(self, name: str, config: str) -> None:
         """Give a model that is shown another configuration."""
-        (self.directory / name / CONFIG_FILE).write_text(config, encoding="utf-8")
+        (self.directory / name / CONFIG_FILE).write_text(config, encoding="utf-8", errors="surrogateescape")
 
     def read_config(self, name: str) -> str:
         """Return the configuration under which a model is shown."""
-        return (self.directory / name / CONFIG_FILE).read_text(encoding="utf-8")
+        return (self.directory / name / CONFIG_FILE).read_text(encoding="utf-8", errors="surrogateescape")
 
     def hide(self, name: str) -> None:
         """Show nothing under `name` any more."""

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .model_text import CONFIG_FILE, read_fields, read_steps, read_versions, serve_versions
+from .model_text import CONFIG_FILE, read_parameter, read_steps, read_versions, serve_versions
 
 GOLDEN_FILE = "golden.json"
+
+# In every published configuration: the public model that the folder belongs to.
+_OWNER_PARAMETER = "modelyard_owner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +42,26 @@ def read_repository(repository: Path) -> dict[str, Published]:
     for folder in sorted(repository.iterdir()):
         if not folder.name.startswith(".") and list_versions(folder):
             try:
-                configs[folder.name] = (folder / CONFIG_FILE).read_text(encoding="utf-8")
-                read_fields(configs[folder.name])
-            # Of a configuration that is not one, tritonserver says what is wrong with it, where it is asked to load it.
-            except (OSError, ValueError):
+                configs[folder.name] = (folder / CONFIG_FILE).read_text(encoding="utf-8", errors="surrogateescape")
+            # It is being replaced, or is not ours to read.
+            except OSError:
                 continue
     found = {name: published for name in configs if (published := _read_ours(repository, name, configs))}
     owned = {step for published in found.values() for step in published.steps}
     others = {
         name: Published(name=name, version=0, configs={name: config})
         for name, config in configs.items()
-        if name not in found and name not in owned
+        if name not in found and name not in owned and not _is_step(name, config)
     }
     return found | others
+
+
+def _is_step(name: str, config: str) -> bool:
+    """Tell whether a folder was published as a step; before its ensemble lies beside it, it is nothing to serve."""
+    try:
+        return read_parameter(config, _OWNER_PARAMETER) not in (None, name)
+    except ValueError:
+        return False
 
 
 def list_versions(folder: Path) -> list[int]:
@@ -64,15 +74,18 @@ def list_versions(folder: Path) -> list[int]:
 
 def _read_ours(repository: Path, name: str, configs: Mapping[str, str]) -> Published | None:
     """Return what should be served of a model that was published with an answer to ask it for, else None."""
-    steps = read_steps(configs[name])
-    versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
-    if len(versions) != 1:
+    try:
+        steps = read_steps(configs[name])
+        versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
+        if len(versions) != 1:
+            return None
+        (version,) = versions
+        names = [*(step for step, _ in steps), name]
+        whole = all(step in configs and version in list_versions(repository / step) for step in names)
+        if not whole or not (repository / name / str(version) / GOLDEN_FILE).is_file():
+            return None
+        served = {step: serve_versions(configs[step], [version]) for step in names}
+    # Of a configuration that is not one, tritonserver says what is wrong with it when it is asked to load it.
+    except ValueError:
         return None
-    (version,) = versions
-    names = [*(step for step, _ in steps), name]
-    whole = all(step in configs and version in list_versions(repository / step) for step in names)
-    if not whole or not (repository / name / str(version) / GOLDEN_FILE).is_file():
-        return None
-    return Published(
-        name=name, version=version, configs={step: serve_versions(configs[step], [version]) for step in names}
-    )
+    return Published(name=name, version=version, configs=served)

@@ -13,19 +13,23 @@ and then switched.
 """
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .control import Control
 from .errors import ControlError, RolloutError
 from .health import check_answer
-from .model_text import rename, replace_field, serve_versions
+from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Published, list_versions
 
 # A model of this name beside the published one answers for a version that is not served yet.
 CANDIDATE_SUFFIX = ".candidate"
+
+# A parameter that no backend reads.
+_REVIVAL_PARAMETER = "modelyard_revival"
 
 # How long requests on the old version may take before its steps are unloaded all the same.
 _FLIGHT_LIMIT_S = 60.0
@@ -45,6 +49,25 @@ class Roller:
         self._repository = repository
         self._overlay = overlay
         self._control = control
+        # A model is revived by another thread than the one that rolls it.
+        self._changing = threading.RLock()
+
+    def revive(self, model: str) -> None:
+        """Load a model anew as it is shown; what is left of it answers until the new one is ready.
+
+        Raises:
+            ControlError: It cannot be loaded.
+        """
+        with self._changing:
+            try:
+                config = self._overlay.read_config(model)
+                # tritonserver 2.51 takes a load of an unchanged configuration for done.
+                self._overlay.write_config(model, set_parameter(config, _REVIVAL_PARAMETER, str(time.time_ns())))
+            except OSError as exc:
+                raise ControlError(
+                    f"{model} cannot be shown to tritonserver", expected="room for its configuration", got=f"'{exc}'"
+                ) from exc
+            self._control.load(model)
 
     def show(self, published: Published) -> None:
         """Show a model to a tritonserver that is about to start."""
@@ -100,8 +123,7 @@ class Roller:
             versions = {old.version, new.version} if both else {new.version}
             # A warmup may be longer than what the other version takes.
             config = serve_versions(replace_field(config, "model_warmup"), versions)
-            self._overlay.show(name, config, self._repository / name, versions)
-            self._control.load(name)
+            self._show_and_load(name, config, self._repository / name, versions)
 
     @contextlib.contextmanager
     def _candidate(self, new: Published) -> Iterator[str]:
@@ -109,8 +131,7 @@ class Roller:
         name = new.name + CANDIDATE_SUFFIX
         try:
             config = rename(new.configs[new.name], name)
-            self._overlay.show(name, config, self._repository / new.name, [new.version])
-            self._control.load(name)
+            self._show_and_load(name, config, self._repository / new.name, [new.version])
             yield name
         finally:
             with contextlib.suppress(ControlError):
@@ -121,7 +142,11 @@ class Roller:
         for name in names:
             source = self._repository / name
             shown = versions if published.version else list_versions(source)
-            self._overlay.show(name, published.configs[name], source, shown)
+            self._show_and_load(name, published.configs[name], source, shown)
+
+    def _show_and_load(self, name: str, config: str, source: Path, versions: Iterable[int]) -> None:
+        with self._changing:
+            self._overlay.show(name, config, source, versions)
             self._control.load(name)
 
     def _finish(self, old: Published, new: Published) -> None:

@@ -1,12 +1,18 @@
 """What the launcher itself has to tell: counters for Prometheus, and whether to send requests here at all."""
 
+import json
 import threading
+
+from .following import Following
 
 _HELP = {
     "modelyard_ready": ("gauge", "1 while requests are welcome, 0 while starting, healing tritonserver or stopping."),
     "modelyard_backend_deaths_total": ("counter", "Backend processes that died or hung, by model."),
     "modelyard_model_revivals_total": ("counter", "Times a model was loaded anew after a death, by model."),
     "modelyard_model_given_up": ("gauge", "1 for a model that died too often and was unloaded."),
+    "modelyard_active_version": ("gauge", "Version that the repository says should be served, by model; 0 for none."),
+    "modelyard_served_version": ("gauge", "Version that is served, by model; 0 for none."),
+    "modelyard_rollouts_total": ("counter", "Changes of what is served, by model and outcome."),
     "modelyard_tritonserver_restarts_total": ("counter", "Times tritonserver was started anew after it died or hung."),
 }
 
@@ -16,6 +22,7 @@ class Status:
 
     def __init__(self, models: list[str]) -> None:
         self._lock = threading.Lock()
+        self._followed: dict[str, Following] = {}
         self._values: dict[tuple[str, str], int] = {
             ("modelyard_ready", ""): 0,
             ("modelyard_tritonserver_restarts_total", ""): 0,
@@ -53,6 +60,31 @@ class Status:
     def count_restart(self) -> None:
         """Count a tritonserver started anew."""
         self._add("modelyard_tritonserver_restarts_total", "")
+
+    def follow(self, model: str, following: Following) -> None:
+        """Tell how far `model` is followed; what has neither an active nor a served version is forgotten."""
+        with self._lock:
+            before = self._followed.pop(model, None)
+            active, served = (f"modelyard_{kind}_version" for kind in ("active", "served"))
+            if following.active or following.served:
+                self._followed[model] = following
+                self._values[active, _label(model=model)] = following.active
+                self._values[served, _label(model=model)] = following.served
+            else:
+                for metric in (active, served):
+                    self._values.pop((metric, _label(model=model)), None)
+        if before and before.state == "rolling" and following.state != "rolling":
+            outcome = "failed" if following.state == "failed" else "done"
+            self._add("modelyard_rollouts_total", _label(model=model, outcome=outcome))
+
+    def render_versions(self) -> str:
+        """Return active and served version of every model, how far it is followed, and why it failed, as JSON."""
+        with self._lock:
+            models = {
+                name: {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
+                for name, item in sorted(self._followed.items())
+            }
+        return json.dumps({"models": models}, indent=2) + "\n"
 
     def render(self) -> str:
         """Return everything in Prometheus' text format."""

@@ -1,4 +1,4 @@
-"""The status port: /ready and /metrics for a few callers at once, whoever else connects.
+"""The status port: /ready, /metrics and /versions for a few callers at once, whoever else connects.
 
 One thread and a bounded number of connections answer everything, so nothing that comes in here can use up what the
 launcher needs to look after tritonserver. Where more connect, the oldest makes room: an answer takes a millisecond, and
@@ -24,7 +24,7 @@ _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Al
 
 
 def serve_status(status: Status, host: str, port: int) -> Callable[[], None]:
-    """Answer /metrics and /ready on a thread of its own; return the function that ends it.
+    """Answer /metrics, /ready and /versions on a thread of its own; return the function that ends it.
 
     Raises:
         ShortageError: The port was taken just now, or there is no descriptor or thread for it.
@@ -113,6 +113,8 @@ def _choose(status: Status, method: str, path: str) -> tuple[int, str]:
         return 405, "expected GET or HEAD\n"
     if path == "/metrics":
         return 200, status.render()
+    if path == "/versions":
+        return 200, status.render_versions()
     if path == "/ready":
         return (200, "ready\n") if status.ready else (503, "not ready\n")
-    return 404, "expected /metrics or /ready\n"
+    return 404, "expected /metrics, /ready or /versions\n"

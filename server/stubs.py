@@ -106,6 +106,11 @@ class Stub:
         return self.look.stat.has_ended
 
     @property
+    def has_ended_well(self) -> bool:
+        """Whether it has ended as tritonserver has it end: by itself, with exit code 0."""
+        return self.is_dead and self.look.stat.exit_status == 0
+
+    @property
     def is_idle(self) -> bool:
         """Whether it surely has nothing to do."""
         return self.is_dead or (self.look.queue is not None and self.look.queue.is_waited_for)

@@ -9,14 +9,17 @@ from .control import Control, ModelState
 from .control_key import ControlKey, hide_key
 from .draining import drain
 from .errors import ControlError, GaveUpError, ShortageError, StartError
+from .following import Follower
 from .healing import Healer
 from .health import check_answer
 from .installation import Installation
 from .locations import name_command
 from .log import Log
+from .overlay import Overlay
 from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
 from .processes import list_children, read_stat, wants_core
 from .pulse import Pulse
+from .rollout import Roller
 from .shortage import is_shortage
 from .status import Status
 from .work_queue import KNOWN_VERSIONS
@@ -42,6 +45,9 @@ _MAX_SHORTAGE_PAUSE_S = 10.0
 # Starts in a row that never came to an answer, after which it is given up.
 MAX_FAILED_STARTS = 5
 
+# Below the run directory: what tritonserver is shown.
+_OVERLAY = "models"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -50,20 +56,20 @@ class Settings:
     Attributes:
         installation: The tritonserver.
         repository: Model repository.
-        models: Names of those to load.
         endpoints: Where to listen.
         key: That opens the control endpoints.
         run_directory: An empty folder with the assembled `backends`.
         verbose: Whether to show the whole log of tritonserver.
+        follows: Whether what becomes active in the repository is served without a restart.
     """
 
     installation: Installation
     repository: Path
-    models: list[str]
     endpoints: Endpoints
     key: ControlKey
     run_directory: Path
     verbose: bool
+    follows: bool = True
 
 
 class Supervisor:
@@ -88,6 +94,10 @@ class Supervisor:
         self._control = Control(settings.endpoints.http_url, settings.key)
         self._all_stubs = False
         self._shortage = ""
+        overlay = Overlay(settings.run_directory / _OVERLAY)
+        self._roller = Roller(settings.repository, overlay, self._control)
+        self._follower = Follower(settings.repository, self._roller, status.follow, log.say)
+        self._follower.start()
         self._launch()
 
     def run(self) -> bool:
@@ -118,7 +128,9 @@ class Supervisor:
         try:
             if reason := self._find_end():
                 self._restart(reason)
-            self._healer.look()
+            if self._settings.follows:
+                self._follower.look()
+            self._healer.look(self._follower.models)
         except (OSError, MemoryError, RuntimeError) as exc:
             if not is_shortage(exc):
                 raise
@@ -135,16 +147,16 @@ class Supervisor:
         self._shortage = shortage
 
     def _launch(self) -> None:
-        settings = self._settings
         """Start a tritonserver.
 
         Raises:
             ShortageError: This machine has not what it takes.
         """
+        settings = self._settings
         server = TritonServer(
             settings.installation,
-            repository=settings.repository,
-            models=settings.models,
+            repository=settings.run_directory / _OVERLAY,
+            models=self._follower.models,
             endpoints=settings.endpoints,
             key=settings.key,
             run_directory=settings.run_directory,
@@ -157,7 +169,7 @@ class Supervisor:
             server.kill()
             raise ShortageError("tritonserver cannot be watched", expected="a thread for it", got=f"'{exc}'") from exc
         self._server, self._pulse = server, pulse
-        self._healer = Healer(server.pid, settings.models, self._control, self._status, self._say)
+        self._healer = Healer(server.pid, self._control, self._status, self._say, self._roller.revive)
         self._cpu_ticks, self._idle_looks, self._is_busy = -1, 0, False
 
     def _end(self) -> None:
@@ -266,6 +278,8 @@ class Supervisor:
         for attempt in range(MAX_FAILED_STARTS):
             self._say(f"tritonserver {reason}; starting it anew")
             self._end()
+            # A rollout fails with the tritonserver that it was about, and leaves shown what was served before.
+            self._follower.wait()
             self._status.count_restart()
             self._launch_when_possible()
             try:
@@ -324,7 +338,7 @@ class Supervisor:
         Raises:
             StartError: None does.
         """
-        models, repository = self._settings.models, self._settings.repository
+        models, repository = self._follower.models, self._settings.repository
         states = self._control.read_states()
         # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
         states += [

@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,24 @@ from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 # A shell that starts a job in the background has it ignore Ctrl-C, and whatever the job starts ignores it as well.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    """Say below everything else what was not run, and how to have it run."""
+    yield
+    reports = terminalreporter.stats.get("skipped", [])
+    left_out = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    # What `-m` or `-k` left out is told only by its marker, which says in pyproject.toml how to run it.
+    for line in config.getini("markers"):
+        name, _, meaning = line.partition(": ")
+        items = terminalreporter.stats.get("deselected", [])
+        if count := sum(item.get_closest_marker(name) is not None for item in items):
+            left_out[meaning] += count
+    if left_out:
+        terminalreporter.section("not run here")
+    for meaning, count in left_out.most_common():
+        terminalreporter.line(f"{count:>5}  {meaning}")
 
 
 @pytest.fixture(scope="session")

@@ -36,13 +36,15 @@ def build_postprocess(settings: Mapping[str, Any]) -> Callable[[Tensors], dict[s
 
 def softmax(logits: Array) -> Array:
     """Return the probabilities along the last axis."""
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
+    powers: Array = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    scale: Array = powers.sum(axis=-1, keepdims=True)
+    return powers / scale
 
 
 def sigmoid(logits: Array) -> Array:
     """Return the probability of each logit on its own."""
-    return 1.0 / (1.0 + np.exp(-logits))
+    probabilities: Array = 1.0 / (1.0 + np.exp(-logits))
+    return probabilities
 
 
 FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {

@@ -95,7 +95,7 @@ class TextTokenizer:
         # As above.
         except Exception as exc:
             if "Truncation error" in str(exc):
-                limit = self._tokenizer.truncation["max_length"]
+                limit = (self._tokenizer.truncation or {}).get("max_length")
                 return TextError(
                     f"TEXT leaves no room for TEXT_PAIR: expected fewer than {limit} tokens together with a part of "
                     f"TEXT_PAIR, got more in TEXT alone; shorten it"

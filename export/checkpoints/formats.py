@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +42,10 @@ _SHARDED: tuple[Reader, ...] = (megatron, deepspeed_zero, fsdp)
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 
 
+# huggingface_hub 1.x, utils/_validators.py, `validate_repo_id`: letters, digits and `-_.`, with its owner as a rule.
+_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
 def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite: bool = False) -> StoredCheckpoint:
     """Return a reader for the checkpoint in `directory`, whose format is recognised from the files alone.
 
@@ -71,12 +76,14 @@ def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite
 def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
     if directory.is_file() and directory.suffix in (*torch_file.SUFFIXES, ".bin"):
         return torch_file.open_file(directory)
+    if directory.is_file() and directory.suffix == huggingface.SAFETENSORS_SUFFIX:
+        return huggingface.open_file(directory)
     if not directory.is_dir():
         raise CheckpointError(
             f"there is no checkpoint folder {directory}",
             expected="a folder",
             got="a file" if directory.exists() else "nothing",
-            remedy="pass the folder that holds the weights",
+            remedy=_find_remedy(directory),
         )
     sharded = [reader for reader in _SHARDED if reader.recognises(directory, tag)]
     trainers = list(dict.fromkeys(reader.LOOKED_FOR for reader in sharded))
@@ -101,6 +108,18 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         + ", ".join(dict.fromkeys(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:]))),
         got=list_some(found, 8) if found else "an empty folder",
         remedy=f"pass one of {list_some(inner, 4)}" if inner else "pass the folder that holds the weights",
+    )
+
+
+def _find_remedy(directory: Path) -> str:
+    """Return what to do about a path that is no folder: it may be a model's id on the Hugging Face Hub."""
+    text = str(directory)
+    in_a_folder = directory.parent != Path() and directory.parent.is_dir()
+    if directory.exists() or in_a_folder or not _HUB_ID.fullmatch(text):
+        return "pass the folder that holds the weights"
+    return (
+        "pass the folder that holds the weights; a model of the Hugging Face Hub is first fetched: "
+        f"hf download {text} --local-dir {directory.name}"
     )
 
 

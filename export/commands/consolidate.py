@@ -44,16 +44,20 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         ),
         succeeded="written",
     )
-    parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
-    parser.add_argument("out", type=Path, help="the folder to make")
-    parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")
+    parser.add_argument("directory", type=Path, help="folder or file of the checkpoint, as the trainer left it")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument(
+        "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast the weights (default: as they are)")
     parser.add_argument(
-        "--max-shard-size", type=parse_size, default="5GB", metavar="SIZE", help="such as 300MB (default: 5GB)"
+        "--max-shard-size",
+        type=parse_size,
+        default="5GB",
+        metavar="SIZE",
+        help="largest size of a file, such as 300MB (default: 5GB)",
     )
-    parser.add_argument(
-        "--allow-non-finite", action="store_true", help="let NaN and infinite weights through instead of refusing"
-    )
+    parser.add_argument("--allow-non-finite", action="store_true", help="accept NaN and infinite weights")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -148,8 +148,10 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         examples=("./zero3_run", "./zero3_run --tag global_step1000", "./zero3_run --json | jq .missing"),
         succeeded="told",
     )
-    parser.add_argument("directory", type=Path, help="the checkpoint, as the trainer left it")
-    parser.add_argument("--tag", help="which checkpoint in DIRECTORY (default: the one that its file latest names)")
+    parser.add_argument("directory", type=Path, help="folder or file of the checkpoint, as the trainer left it")
+    parser.add_argument(
+        "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
+    )
     parser.add_argument("--json", action="store_true", help="write JSON for programs instead of text")
 
 

@@ -42,7 +42,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         type=Path,
         nargs="?",
         metavar="CHECKPOINT",
-        help="what the trainer or save_pretrained left (may be left out with --factory)",
+        help="folder that a trainer or save_pretrained left (optional with --factory)",
     )
     parser.add_argument("--name", required=True, help="name that clients will use")
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
@@ -51,7 +51,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the verb, and tell what it led to. Raises what `run_export` raises."""
+    """Run the verb and report the result. Raises what `run_export` raises."""
     request = build_request(vars(arguments), read_options(arguments.config) if arguments.config else {})
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     check_destination(request.repository, request.name)

@@ -1,4 +1,4 @@
-"""What `run` tells: the table of each proof, the summary, and the same for programs."""
+"""What `run` prints: the table of each proof, the summary, and the same for programs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,10 +21,10 @@ from ..weights.vocabulary_rows import VocabularyRows
 
 
 def print_report(console: Console, report: VerificationReport, stage: Stage) -> None:
-    """Print what a stage's files were tried on, and what came of it."""
+    """Print what a stage's files were tried on, and the errors."""
     runtime = f"{stage.engine.title} {report.versions[stage.engine.name]}"
     table = Table(title=f"{runtime} against torch {report.versions['torch']}, {stage.precision.name}")
-    # What was tried and what came of it is never broken over lines, nor cut.
+    # Case and verdict are never broken over lines, nor cut.
     table.add_column("case", no_wrap=True)
     # On the 80 columns of a log there is no room for more; the report has every figure.
     shown = [key for key in report.tolerances if key != "max_relative_length_error"]
@@ -34,7 +34,7 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
     for case in report.cases:
         verdict = "ok" if case.passed else "[bold red]FAILED[/]"
         figures = [f"{case.errors[key]:.8f}" if is_bounded_below(key) else f"{case.errors[key]:.1e}" for key in shown]
-        # A case may bear a token in brackets, which is no style.
+        # A case may hold a token in brackets, which is not a style.
         table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
     table.caption = f"bounds: {describe_bounds(report.tolerances)}"
     console.print(table)
@@ -54,12 +54,12 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "missing": "; ".join(source.missing),
         "adapters": ", ".join(str(folder) for folder in source.adapters),
         "vocabulary": _describe_rows(source.rows) if source.rows else "",
-        "left out": list_some(source.task.left_out) if source.task.left_out else "",
+        "left out": list_some(source.task.unused_tensors) if source.task.unused_tensors else "",
         "served as": f"{source.task.name}: {source.task.description}",
         "text": f"up to {signature.longest[SEQ_LEN]} tokens, longer is truncated"
         if SEQ_LEN in signature.longest
         else "",
-        "tried": source.task.tried,
+        "tried": source.task.tested_sizes,
         "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
         f"{result.engine} of Triton {result.target.release}",
         "beside fp32": _describe_precision(result.conversion) if result.conversion else "",
@@ -97,7 +97,7 @@ def to_json(result: ExportResult) -> dict[str, Any]:
         },
         "missing": list(source.missing),
         "adapters": [str(folder) for folder in source.adapters],
-        "left_out": task.left_out,
+        "left_out": task.unused_tensors,
         "target": result.target.release,
         "model_bytes": result.model_bytes,
         "peak_bytes": {"export": result.peak_bytes[0], "onnxruntime": result.peak_bytes[1]},
@@ -128,7 +128,7 @@ def _describe_precision(report: PrecisionReport) -> str:
         f"{report.size_ratio:.2f} of the size",
         f"{report.speed.ratio:.2f} times as fast on CPU",
     ]
-    parts += [f"{len(report.kept)} nodes in fp32"] if report.kept else []
+    parts += [f"{len(report.kept_fp32)} nodes in fp32"] if report.kept_fp32 else []
     return ", ".join(parts)
 
 

@@ -35,7 +35,7 @@ def add_verb(
     Args:
         verbs: Where it is added.
         name: The word that is typed.
-        run: Carries it out.
+        run: Function that carries it out.
         help: One line for the list of verbs.
         description: The same at the head of its own help.
         examples: What is typed behind the verb, one example each.
@@ -70,10 +70,10 @@ def carry_out(run: Run, arguments: argparse.Namespace) -> int:
         console.print("error: interrupted; everything is as it was.", style="red", soft_wrap=True)
         return 130
     except BrokenPipeError:
-        # Whoever read the answer, `head` perhaps, went away; what was asked for is done. As a shell tells it.
+        # The reader of the answer, perhaps `head`, went away; the work is done. The exit code is a shell's for that.
         _drop_answer()
         return 128 + signal.SIGPIPE
-    # What no reader foresaw: rights taken away, a disk that fails or is full. A bug of our own is no OSError.
+    # What no reader foresaw: rights taken away, a disk that fails or is full. A bug of our own is not an OSError.
     except OSError as exc:
         where = f"{exc.filename}: " if exc.filename else ""
         if not _can_answer():

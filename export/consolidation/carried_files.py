@@ -95,7 +95,7 @@ def _carry_sentence_modules(directory: Path, staged: Path) -> dict[Path, Path]:
             continue
         entries.append(module.entry)
         target = staged / module.entry["path"]
-        if huggingface.recognises(module.folder):
+        if module.folder.is_dir() and huggingface.recognises(module.folder):
             weights[module.folder] = target
         for path in sorted(module.folder.iterdir()) if module.folder.is_dir() else ():
             if path.suffix not in _WEIGHT_SUFFIXES and not path.name.endswith(_INDEX_ENDING):

@@ -27,7 +27,14 @@ class OnnxRuntime(Engine):
     builds = False
 
     def check(self, precision: str, target: "Target") -> None:
-        """See `Engine`. Its wheel is fetched when it is first needed."""
+        """See `Engine`. Where the target's version is not the installed one, it is fetched now.
+
+        Raises:
+            RuntimeFailure: It cannot be fetched.
+        """
+        from .onnxruntime_process import fetch_runtime
+
+        fetch_runtime(target)
 
     @contextmanager
     def open(self, path: Path, target: "Target") -> Iterator[Runner]:

@@ -19,7 +19,7 @@ from ..checkpoints import TensorSpec
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, STRING, TensorSignature
-from ..weights.torch_model import load_model
+from ..weights.torch_model import find_output_width, load_model
 from ..weights.transforms import SelectPrefix
 from .base import HeadModule, TaskSource, build_inputs
 from .encoding import Question
@@ -36,7 +36,7 @@ class TextClassification(TextTask):
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         set_pad_token(self.tokenizer, source.config)
-        model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
+        model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSequenceClassification)
         self.model = model
         self.labels = read_labels(source.config)
         self.function = choose_function(source.config)
@@ -102,9 +102,9 @@ class Reward(TextTask):
         set_pad_token(self.tokenizer, source.config)
         has_value_head = VALUE_HEAD in source.weights.specs()
         if has_value_head:
-            model, self.left_out, head = _load_value_model(source)
+            model, self.unused_tensors, head = _load_value_model(source)
         else:
-            model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
+            model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSequenceClassification)
             _check_one_label(source.config)
         inputs = build_inputs(self.tokenizer, model)
         names = tuple(tensor.name for tensor in inputs)
@@ -132,9 +132,10 @@ class Reward(TextTask):
         return {REWARD: output[0].tolist()}
 
 
-# DeepSpeed-Chat, reward_model.py: the base model under `rwtransformer.`, the head beside it.
+# DeepSpeed-Chat, reward_model.py: the base model under `rwtransformer.`, which was `rwtranrsformer.` in its saves of
+# 2023, and the head beside it.
 VALUE_HEAD = "v_head.weight"
-VALUE_MODEL_PREFIX = "rwtransformer."
+_VALUE_MODEL_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
 
 
 class ValueModule(nn.Module):
@@ -216,12 +217,13 @@ def _check_one_label(config: PretrainedConfig) -> None:
 
 def _load_value_model(source: TaskSource) -> tuple[PreTrainedModel, list[str], Tensor]:
     weights = source.weights
-    if any(name.startswith(VALUE_MODEL_PREFIX) for name in weights.specs()):
-        weights = SelectPrefix(source=weights, prefix=VALUE_MODEL_PREFIX)
-    model, left_out = load_model(source.config, weights, AutoModel)
+    for prefix in _VALUE_MODEL_PREFIXES:
+        if any(name.startswith(prefix) for name in weights.specs()):
+            weights = SelectPrefix(source=weights, prefix=prefix)
+    model, unused = load_model(source.config, weights, AutoModel)
     head = source.weights.read(VALUE_HEAD)
-    # Not the width of the embedding: OPT-350m embeds in 512 dimensions and computes in 1024.
-    wanted = (1, source.config.hidden_size)
+    # DeepSpeed-Chat builds it for OPT's `word_embed_proj_dim`, which is what OPT-350m ends in.
+    wanted = (1, find_output_width(model))
     if tuple(head.shape) != wanted:
         raise ModelError(
             f"{VALUE_HEAD} does not fit the model",
@@ -229,4 +231,4 @@ def _load_value_model(source: TaskSource) -> tuple[PreTrainedModel, list[str], T
             got=str(list(head.shape)),
             remedy="use the config.json that the checkpoint was trained with",
         )
-    return model, [name for name in left_out if name != VALUE_HEAD], head
+    return model, [name for name in unused if name != VALUE_HEAD], head

@@ -15,7 +15,7 @@ from ..checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_hom
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, TensorSignature
-from ..weights.torch_model import load_model
+from ..weights.torch_model import find_output_width, load_model
 from .base import TaskSource, build_inputs
 from .cases import Outputs
 from .classification import VALUE_HEAD
@@ -61,13 +61,13 @@ class FeatureExtraction(TextTask):
         is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
         auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
         without = ("decoder.",) if is_half else ()
-        model, self.left_out = load_model(source.config, source.weights, auto_class, without)
+        model, self.unused_tensors = load_model(source.config, source.weights, auto_class, without)
         inputs = build_inputs(self.tokenizer, model)
         blocks = [load_dense(path) for path in self.pooling.dense]
         self.module = SentenceEmbedding(
             model, self.pooling, tuple(tensor.name for tensor in inputs), nn.Sequential(*blocks)
         ).eval()
-        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else source.config.hidden_size
+        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else find_output_width(model)
         dims = (BATCH, size)
         self.signature = self.build_signature(
             inputs,

@@ -1,4 +1,4 @@
-"""The tasks that a checkpoint can be served as, one entry each. Nothing heavy, so that `--help` answers at once.
+"""The tasks that a checkpoint can be served as, one entry each. Imports nothing heavy: `--help` answers at once.
 
 How a task is built is in the module of this folder that its entry names.
 """
@@ -14,7 +14,7 @@ IMAGES = ("pixel_values",)
 SOUNDS = ("input_values", "input_features")
 
 # What can be asked of some tasks; None is what the checkpoint says, or the task's default.
-TOP_K = Option(name="top_k", kind=COUNT, help="answers a text gets at most")
+TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text")
 AGGREGATION = Option(
     name="aggregation",
     kind=TEXT,
@@ -39,7 +39,7 @@ class TaskEntry:
         help: What clients get, for `--help`.
         place: `module:Class` in this folder, whose class is built from the checkpoint.
         inputs: Main inputs, as transformers calls them, of the models that it is for.
-        architectures: How the names of the classes end that were trained for it.
+        architectures: Endings of the names of classes that were trained for it.
         options: What can be asked of it.
     """
 
@@ -163,9 +163,9 @@ def list_task_options() -> list[Option]:
     return [
         replace(
             option,
-            help=f"{option.help}; of {', '.join(owners[name])}",
+            help=f"{option.help}; for {', '.join(owners[name])}",
             needs=Needs.ARCHITECTURE,
-            group="options of some tasks",
+            group="task options",
         )
         for name, option in options.items()
     ]

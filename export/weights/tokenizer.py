@@ -1,9 +1,12 @@
 """The tokenizer, its special tokens, and the embedding rows that its ids reach."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..checkpoints.storage.paths import read_json_if_any
+from ..checkpoints.storage.paths import check_inside, read_json_if_any
 from ..errors import CheckpointError, VocabularyError
 from .new_rows import check_initializer
 from .vocabulary_options import AddedToken
@@ -28,7 +31,13 @@ TOKENIZER_FILES = (
     "vocab.json",
     "tokenizer.model",
     "spiece.model",
+    "gpt2-vocab.json",
 )
+# What says more of a tokenizer than its vocabulary.
+_DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
+# GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
+_MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
+_PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -36,8 +45,21 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+def is_bare_vocabulary(directory: Path) -> bool:
+    """Tell whether nothing beside a vocabulary says which tokenizer it is of, and which its special tokens are.
+
+    So do DeepSpeed-Chat and Megatron leave it. The architecture then tells the tokenizer's class, and that its usual
+    special tokens: of OPT, whose vocabulary is GPT-2's class with others, these are wrong.
+    """
+    return not any((directory / name).is_file() for name in _DESCRIBED_BY)
+
+
+def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `directory`, with the Rust `tokenizers` backend that the server runs as well.
+
+    Args:
+        directory: The folder with its files.
+        config: The model's configuration, which tells the class of a tokenizer that nothing else describes.
 
     Raises:
         CheckpointError: The folder holds no tokenizer, or one that cannot be loaded.
@@ -48,19 +70,23 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory} holds no tokenizer",
             expected="one of " + ", ".join(TOKENIZER_FILES),
             got="none of them",
-            remedy="pass the folder of the model that the checkpoint was trained from with --base",
+            remedy=_PASS_BASE,
         )
     try:
         # Our own output goes to the server's workers; a fork after tokenising would only print a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        with _under_usual_names(directory) as folder:
+            described = {} if (directory / "config.json").is_file() or config is None else {"config": config}
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, **described
+            )
     # What a damaged tokenizer raises is up to the library that reads it: OSError, ValueError, a bare Exception, ...
     except Exception as exc:
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded",
             expected="a tokenizer that transformers reads",
-            got=str(exc).split("\n", 1)[0].rstrip("."),
-            remedy="copy the tokenizer's files again",
+            got=" ".join(str(exc).split())[:200].rstrip(".:;"),
+            remedy=f"copy the tokenizer's files again, or {_PASS_BASE}",
         ) from exc
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise VocabularyError(
@@ -69,7 +95,40 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             got=type(tokenizer).__name__,
             remedy="convert it with transformers and save it beside the weights",
         )
+    if is_bare_vocabulary(directory):
+        _refuse_wrong_case(directory, tokenizer)
     return tokenizer
+
+
+def _refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a vocabulary with capitals for a tokenizer that, for want of a word on it, would take them off texts."""
+    if not getattr(tokenizer, "do_lower_case", False):
+        return
+    capitals = sorted(token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
+    capitals = [token for token in capitals if token != token.lower() and not token.startswith("[")]
+    if capitals:
+        raise VocabularyError(
+            f"nothing in {directory} says whether its tokenizer keeps capitals",
+            expected=f"{_DESCRIBED_BY[1]}, because the vocabulary has {len(capitals)} tokens with capitals",
+            got="the vocabulary alone, whose tokenizer takes them off by default",
+            remedy=_PASS_BASE,
+        )
+
+
+@contextlib.contextmanager
+def _under_usual_names(directory: Path) -> Iterator[Path]:
+    """Yield a folder with the tokenizer under the names that transformers looks for."""
+    renamed = {name: usual for name, usual in _MEGATRON_NAMES.items() if (directory / name).is_file()}
+    if len(renamed) < len(_MEGATRON_NAMES) or any((directory / name).exists() for name in TOKENIZER_FILES[:-1]):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="modelyard-tokenizer-") as folder:
+        for name, usual in renamed.items():
+            check_inside(directory / name, directory)
+            shutil.copyfile(directory / name, Path(folder) / usual)
+        if (directory / "config.json").is_file():
+            shutil.copyfile(directory / "config.json", Path(folder) / "config.json")
+        yield Path(folder)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, added: Sequence[AddedToken]) -> list[AddedToken]:
@@ -179,7 +238,12 @@ def check_special_ids(
             f"the tokenizer in {directory} belongs to another model",
             expected="the special ids and the vocabulary that config.json names",
             got="; ".join(different),
-            remedy="copy the tokenizer that the checkpoint was trained with, or pass --allow-other-tokenizer",
+            # A vocabulary alone is given the usual special tokens of its class, and those were compared: to take them
+            # all the same would answer wrongly.
+            remedy=_PASS_BASE
+            if is_bare_vocabulary(directory)
+            else "copy the tokenizer that the checkpoint was trained with, or pass its folder with --base; "
+            "--allow-other-tokenizer takes this one, if its special tokens were changed on purpose",
         )
 
 

@@ -94,14 +94,23 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     return found[0]
 
 
-def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec], rows: int) -> list[str]:
+def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec], rows: int, table: str) -> list[str]:
     """Return the checkpoint's names of the output embedding and its bias, each with one row a token.
 
-    They are those of a language-model head, including tied ones that the checkpoint stores a second time; none where
-    the model has no such head.
+    They are those of a language-model head, including tied ones that the checkpoint stores a second time, such as the
+    input embedding of each half of an encoder-decoder; none where the model has no such head.
+
+    Args:
+        config: The checkpoint's configuration.
+        specs: Names and shapes of its tensors.
+        rows: Rows of the input embedding.
+        table: Name of the input embedding, which is left out.
     """
     names: set[str] = set()
-    for auto_class in (AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
+    # Marian and others have a decoder of their own among the causal models as well.
+    seq2seq_first = getattr(config, "is_encoder_decoder", False)
+    others = (AutoModelForMaskedLM, AutoModelForCausalLM)
+    for auto_class in (AutoModelForSeq2SeqLM, *others) if seq2seq_first else (*others, AutoModelForSeq2SeqLM):
         if names or type(config) not in auto_class._model_mapping:
             continue
         model = build_on_meta(config, auto_class)
@@ -110,13 +119,31 @@ def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec]
             continue
         wanted = {id(parameter) for parameter in head.parameters(recurse=False)}
         every = model.named_parameters(remove_duplicate=False)
-        inputs = model.get_input_embeddings()
         names |= {name for name, parameter in every if id(parameter) in wanted}
-        table = next(f"{name}.weight" for name, module in model.named_modules() if module is inputs)
-        names.discard(table)
+        # A model that was saved without its head has its names without the prefix.
+        names |= {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
     # BERT and its relatives save the bias beside the decoder as well.
     names |= {f"{name.rsplit('.', 2)[0]}.bias" for name in names if name.endswith(".decoder.bias")}
-    return sorted(name for name in names if name in specs and specs[name].shape[:1] == (rows,))
+    return sorted(name for name in names - {table} if name in specs and specs[name].shape[:1] == (rows,))
+
+
+def find_logit_biases(specs: Mapping[str, TensorSpec], rows: int) -> list[str]:
+    """Return the checkpoint's names of what BART and its relatives add to the logits: buffers [1, rows].
+
+    transformers grows them by zeros with the embedding (5.23, modeling_bart.py, `_resize_final_logits_bias`).
+    """
+    return sorted(name for name in specs if name.endswith("final_logits_bias") and specs[name].shape == (1, rows))
+
+
+def find_output_width(model: PreTrainedModel) -> int:
+    """Return the width of a text model's last hidden states, which its configuration does not tell.
+
+    OPT-350m computes in 1024 dimensions, embeds in 512 and ends in a projection to these; others end in `hidden_size`.
+    """
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    with torch.no_grad():
+        width: int = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.shape[-1]
+    return width
 
 
 def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
@@ -183,10 +210,10 @@ def load_model(
     model: PreTrainedModel = loaded[0]
     info: Mapping[str, Any] = loaded[1]
     _check_loading_info(empty, info, without)
-    left_out = sorted(info["unexpected_keys"])
+    unused = sorted(info["unexpected_keys"])
     # The other ways of running experts choose them by data-dependent loops or by operators that ONNX does not have.
     model.set_experts_implementation("batched_mm")
-    return model.eval().requires_grad_(False), left_out
+    return model.eval().requires_grad_(False), unused
 
 
 def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any], without: tuple[str, ...]) -> None:

@@ -91,6 +91,34 @@ class CutRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FitColumns:
+    """The tensor `name` with as many columns as `columns` says, cut or followed by zeros; every other as it is.
+
+    Attributes:
+        source: The state dict to change.
+        name: A matrix [rows, columns] in `source`.
+        columns: How many it gets.
+    """
+
+    source: StateDict
+    name: str
+    columns: int
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
+        specs = dict(self.source.specs())
+        specs[self.name] = replace(specs[self.name], shape=(specs[self.name].shape[0], self.columns))
+        return specs
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
+        tensor = self.source.read(name)
+        if name != self.name:
+            return tensor
+        return torch.nn.functional.pad(tensor, (0, self.columns - tensor.shape[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelectPrefix:
     """The tensors whose names begin with `prefix`, named without it; no others.
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..option_kinds import COUNT, FLAG, INTEGER, TEXT, Kind, Needs, Option, declare, read_pairs
 
-_COMMON: dict[str, Any] = {"group": "options of the vocabulary", "needs": Needs.ARCHITECTURE}
+_COMMON: dict[str, Any] = {"group": "vocabulary options", "needs": Needs.ARCHITECTURE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class VocabularyOptions:
     """What becomes of the tokenizer and the rows that belong to it.
 
     Attributes:
-        added_tokens: In this order, which is the order of their ids.
+        added_tokens: Tokens to add, in the order of their ids.
         unused_rows: Whether rows beyond the tokenizer stay (`keep`) or go (`cut`).
         pad_to_multiple_of: What the number of rows is padded to, with rows that are the table's mean.
         seed: Seed of `random` rows.
-        allow_other_tokenizer: Whether a tokenizer is taken that seems to belong to another model.
+        allow_other_tokenizer: Whether to accept a tokenizer that seems to belong to another model.
     """
 
     added_tokens: tuple[AddedToken, ...] = declare(
@@ -73,17 +73,22 @@ class VocabularyOptions:
     )
     unused_rows: str = declare(
         Option(
-            name="unused_rows", kind=TEXT, choices=("keep", "cut"), help="rows beyond the tokenizer (default: keep)"
+            name="unused_rows",
+            kind=TEXT,
+            choices=("keep", "cut"),
+            help="what happens to rows beyond the tokenizer (default: keep)",
         ),
         default="keep",
         **_COMMON,
     )
-    seed: int = declare(Option(name="seed", kind=INTEGER, help="of random rows (default: 0)"), default=0, **_COMMON)
+    seed: int = declare(
+        Option(name="seed", kind=INTEGER, help="seed of random rows (default: 0)"), default=0, **_COMMON
+    )
     allow_other_tokenizer: bool = declare(
         Option(
             name="allow_other_tokenizer",
             kind=FLAG,
-            help="take a tokenizer whose special ids or vocabulary are others than config.json says",
+            help="accept a tokenizer whose special ids or vocabulary differ from what config.json says",
         ),
         default=False,
         **_COMMON,

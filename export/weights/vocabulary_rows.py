@@ -11,8 +11,8 @@ from ..checkpoints import StateDict
 from ..errors import VocabularyError
 from .new_rows import DEFAULT_SPREAD, build_row
 from .tokenizer import add_tokens, check_ids_have_rows, hash_vocabulary
-from .torch_model import find_input_embedding, find_output_tables
-from .transforms import AssignRows, CutRows
+from .torch_model import find_input_embedding, find_logit_biases, find_output_tables
+from .transforms import AssignRows, CutRows, FitColumns
 from .vocabulary_options import AddedToken, VocabularyOptions
 
 
@@ -26,7 +26,7 @@ class VocabularyRows:
         after: Rows of what is served.
         tokens: Rows that the tokenizer's ids reach, added ones included.
         added: The tokens that got a row.
-        tables: Names of the tensors that have these rows.
+        tables: Names of the tensors that have these rows, or as many columns.
         sha256: Hash of the vocabulary, comparable with `vocabulary_sha256` in a `config.json`.
     """
 
@@ -65,8 +65,10 @@ def fit_vocabulary(
     """
     table = find_input_embedding(config, weights.specs())
     before, recorded = weights.specs()[table].shape[0], int(config.vocab_size or 0)
-    config.vocab_size = before
-    outputs = find_output_tables(config, weights.specs(), before)
+    # Marian's decoder may have a vocabulary of its own, which the tokens of the source are no part of.
+    is_shared = getattr(config, "share_encoder_decoder_embeddings", True)
+    _set_vocab_size(config, before, is_shared=is_shared)
+    outputs = find_output_tables(config, weights.specs(), before, table) if is_shared else []
     check_ids_have_rows(tokenizer, before, table)
     tokens_before = _count_ids(tokenizer)
     new = add_tokens(tokenizer, options.added_tokens)
@@ -80,16 +82,25 @@ def fit_vocabulary(
         seed = options.seed + (name != table and not is_tied)
         spread = float(getattr(config, "initializer_range", DEFAULT_SPREAD))
         weights = _fit_table(weights, name, tokenizer, new, tokens_before, after, seed, spread)
-    config.vocab_size = after
+    biases = find_logit_biases(weights.specs(), before) if is_shared else []
+    for name in biases:
+        weights = FitColumns(source=weights, name=name, columns=after)
+    _set_vocab_size(config, after, is_shared=is_shared)
     return weights, VocabularyRows(
         recorded=recorded,
         before=before,
         after=after,
         tokens=tokens,
         added=[item.token for item in new],
-        tables=[table, *outputs],
+        tables=[table, *outputs, *biases],
         sha256=hash_vocabulary(tokenizer),
     )
+
+
+def _set_vocab_size(config: PretrainedConfig, rows: int, *, is_shared: bool) -> None:
+    config.vocab_size = rows
+    if is_shared and getattr(config, "decoder_vocab_size", None) is not None:
+        config.decoder_vocab_size = rows
 
 
 def _fit_table(

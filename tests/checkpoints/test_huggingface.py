@@ -3,6 +3,8 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,7 @@ def test_an_index_that_leads_outside_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"weight_map": {}}', '{"weight_map": 3}', "[" * 100_000])
 def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json cannot be read: expected an index with a weight_map"):
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read: expected an index that names the file of"):
         open_checkpoint(tmp_path)
 
 
@@ -241,14 +243,73 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_
         open_checkpoint(tmp_path)
     assert str(refusal.value) == (
         f"{tmp_path} holds no checkpoint: expected one of model.safetensors, model.safetensors.index.json, "
-        "pytorch_model.bin, pytorch_model.bin.index.json, DeepSpeed's latest and *_model_states.pt, "
+        "pytorch_model.bin, pytorch_model.bin.index.json, index.json, DeepSpeed's latest and *_model_states.pt, "
         "torch.distributed.checkpoint's .metadata, or FSDP's pytorch_model_fsdp*, "
-        f"one *.pth, *.pt or *.ckpt, got checkpoint-5{os.sep}, notes.txt; pass one of checkpoint-5{os.sep}."
+        f"one *.pth, *.pt, *.ckpt or *.pkl, got checkpoint-5{os.sep}, notes.txt; pass one of checkpoint-5{os.sep}."
     )
     with pytest.raises(
         CheckpointError, match=r"there is no checkpoint folder .*: expected a folder, got nothing; pass"
     ):
         open_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_models_id_on_the_hub_is_told_how_to_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("sentence-transformers/all-MiniLM-L6-v2", "bert-base-uncased"):
+        with pytest.raises(CheckpointError, match="expected a folder, got nothing; pass the folder") as refusal:
+            open_checkpoint(Path(name))
+        command = f"hf download {name} --local-dir {Path(name).name}"
+        assert str(refusal.value).endswith(f"is first fetched: {command}.")
+        # The client that transformers brings with it takes exactly these arguments.
+        parsed = subprocess.run(
+            [Path(sys.executable).with_name("hf"), *command.split()[1:], "--help"], capture_output=True, check=False
+        )
+        assert parsed.returncode == 0
+    # Paths that cannot be an id, or whose folder is there.
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/last", "a/b/c", str(tmp_path / "x"), "../x"):
+        with pytest.raises(CheckpointError, match="got nothing; pass the folder that holds the weights\\."):
+            open_checkpoint(Path(path))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_accelerates_index_of_a_model_too_big_for_one_file_is_read(tmp_path: Path, suffix: str) -> None:
+    # Accelerate's documentation of big models: `index.json` is the map alone, and the shards have any names.
+    save_shards(tmp_path, suffix)
+    (index_file,) = tmp_path.glob("*.index.json")
+    index = json.loads(index_file.read_text())["weight_map"]
+    renamed = dict(zip(sorted(set(index.values())), ("first_state_dict", "second_state_dict"), strict=True))
+    for old, new in renamed.items():
+        (tmp_path / old).rename(tmp_path / f"{new}.{suffix}")
+    index_file.unlink()
+    plain = {name: f"{renamed[file]}.{suffix}" for name, file in index.items()}
+    (tmp_path / "index.json").write_text(json.dumps(plain))
+    kind = "safetensors" if suffix == "safetensors" else "torch .bin"
+    assert_is(tmp_path, f"Hugging Face {kind}, 2 files")
+    (tmp_path / f"second_state_dict.{suffix}").unlink()
+    with pytest.raises(CheckpointError, match="lacks a shard that its index names: expected second_state_dict"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_json_file_of_something_else_is_no_index(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"pages": 3}')
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path)
+
+
+def test_one_safetensors_file_of_any_name_is_read_alone_and_in_its_folder(tmp_path: Path) -> None:
+    save_file(make_state(), tmp_path / "my_state.safetensors")
+    assert_is(tmp_path, "Hugging Face safetensors, 1 file")
+    assert_is(tmp_path / "my_state.safetensors", "Hugging Face safetensors, 1 file")
+    # One that is one of several is not a model, nor is an adapter or an optimizer.
+    for name in ("model-00001-of-00002.safetensors", "adapter_model.safetensors", "optimizer.safetensors"):
+        (tmp_path / "my_state.safetensors").rename(tmp_path / name)
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            open_checkpoint(tmp_path)
+        (tmp_path / name).rename(tmp_path / "my_state.safetensors")
+    # Beside a file by `torch.save` that may be the model, it is not chosen.
+    torch.save(make_state(), tmp_path / "model.pt")
+    assert open_checkpoint(tmp_path).format_name == "torch file model.pt"
 
 
 def test_the_real_checkpoint_is_read_bit_for_bit(checkpoint: Path) -> None:

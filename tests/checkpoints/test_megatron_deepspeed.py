@@ -222,6 +222,8 @@ def test_the_vocabularys_padding_is_kept_and_told_where_nothing_tells_its_size(t
     found = open_checkpoint(folder)
     assert found.tensors["transformer.wte.weight"].shape == (64, 24)
     assert "the vocabulary's true size: all 64 rows are kept" in found.facts.missing[0]
+    (folder / "gpt2-vocab.json").write_text(json.dumps({f"t{index}": index for index in range(40)}))
+    assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (40, 24)
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 50}}, "added_tokens": [{"id": 51}]}')
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (52, 24)
     (folder / "config.json").write_text('{"vocab_size": 56}')

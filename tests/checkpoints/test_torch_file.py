@@ -1,10 +1,12 @@
 import collections
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
 
@@ -85,6 +87,27 @@ def test_names_that_fall_together_are_refused(tmp_path: Path) -> None:
         CheckpointError, match="become one without their wrappers' names: expected one tensor under each name"
     ):
         open_checkpoint(save(tmp_path, {"a._orig_mod.w": torch.ones(2), "a.w": torch.ones(3)}))
+
+
+def test_what_accelerator_save_leaves_is_read_as_a_path_and_in_its_folder(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    accelerator = Accelerator(cpu=True)
+    accelerator.save(accelerator.unwrap_model(accelerator.prepare(model)).state_dict(), tmp_path / "my_state.pkl")
+    # What lies beside it under that suffix: the state of its random numbers, and of whatever was registered.
+    accelerator.register_for_checkpointing(torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.save_state(str(tmp_path / "state"), safe_serialization=False)
+    for path in (tmp_path / "state").iterdir():
+        if path.suffix == ".pkl":
+            path.rename(tmp_path / path.name)
+    assert len(list(tmp_path.glob("*.pkl"))) > 2
+    (tmp_path / "settings.pkl").write_bytes(pickle.dumps({"lr": 1.0}))
+    for given in (tmp_path, tmp_path / "my_state.pkl"):
+        found = open_checkpoint(given)
+        assert found.format_name == "torch file my_state.pkl"
+        assert found.tensors.keys() == model.state_dict().keys()
+        assert all(torch.equal(found.read(name), value) for name, value in model.state_dict().items())
+    with pytest.raises(CheckpointError, match=r"settings\.pkl is not in the format of torch\.save"):
+        open_checkpoint(tmp_path / "settings.pkl")
 
 
 def test_files_of_optimizers_beside_the_model_are_passed_over(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from export.commands.inspect_checkpoint import inspect_checkpoint
 from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 from export.options import ExportRequest
-from export.pipeline import load_source
 from export.progress import Progress
 from export.signature import SEQ_LEN
+from export.source import load_source
 from export.tasks.encoding import Question
 from export.tasks.pooling import FeatureExtraction
 

@@ -10,6 +10,7 @@ from trainers.architectures import ARCHITECTURES, save_model
 
 from demo.serving import Addresses, serve
 from export.__main__ import main
+from export.engines import onnxruntime_process
 from export.errors import SettingsError
 from export.graph import onnx_export
 from export.graph.precisions import FP32, PRECISIONS
@@ -70,6 +71,18 @@ def test_another_target_is_proven_under_its_own_onnx_runtime(
     again = json.loads(export_tiny().out)
     assert (again["publication"]["version"], again["publication"]["outcome"]) == (2, "created")
     assert again["report"]["sha256"] == report["sha256"]
+
+
+def test_a_target_whose_onnx_runtime_cannot_be_fetched_is_refused_before_anything_is_read(
+    export_cli: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnxruntime_process, "CACHE", tmp_path / "cache")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    where = ["--name", "tiny", "--repository", str(tmp_path / "models")]
+    done = export_cli("run", str(tmp_path / "nowhere"), *where, "--target", "25.08")
+    assert done.code == 1
+    assert done.err.startswith("error: the ONNX Runtime 1.23.0 of Triton 25.08 cannot be fetched: ")
+    assert not (tmp_path / "models").exists()
 
 
 def test_an_unknown_target_is_refused(export_tiny: Callable[..., Finished], tmp_path: Path) -> None:

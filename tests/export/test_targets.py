@@ -13,7 +13,9 @@ from export.targets import DEFAULT_TARGET, TARGETS, Target, find_releases_for, f
 # ONNX Runtime 1.24 and later has no wheel for Python 3.10.
 NEWEST = pytest.param(
     "26.07",
-    marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no wheel of ONNX Runtime 1.27 for Python 3.10"),
+    marks=pytest.mark.skipif(
+        sys.version_info < (3, 11), reason="ONNX Runtime 1.27 has no wheel for Python 3.10; take 3.11 or 3.12"
+    ),
 )
 
 

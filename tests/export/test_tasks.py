@@ -3,13 +3,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig
+from trainers.task_checkpoints import build_reward_model
+from transformers import BertConfig, OPTConfig, OPTModel
 
 from export.checkpoints import TensorSpec, open_checkpoint
 from export.errors import CheckpointError, ModelError
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
-from export.tasks.classification import choose_function, read_labels
+from export.tasks.classification import Reward, choose_function, read_labels
 from export.tasks.encoding import Question
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
 from export.weights.tokenizer import load_tokenizer
@@ -43,6 +44,37 @@ def test_a_guessed_pooling_is_a_warning_and_a_recorded_or_chosen_one_is_not(tiny
     assert warning.startswith("the pooling is a guess (mean, normalised (default, because there is no modules.json)): ")
     assert "--pooling" in warning
     assert build_task("feature-extraction", build_source(tiny_checkpoint, pooling="cls")).warnings == ()
+
+
+@pytest.mark.parametrize("hidden_size", [16, 32], ids=["opt", "opt-350m"])
+@pytest.mark.parametrize("prefix", ["rwtransformer.", "rwtranrsformer."])
+def test_a_reward_is_the_value_head_of_what_the_model_ends_in(
+    prefix: str, hidden_size: int, checkpoint: Path, tmp_path: Path
+) -> None:
+    build_reward_model(tmp_path / "reward", checkpoint, prefix=prefix, hidden_size=hidden_size)
+    task = build_task("reward", build_source(tmp_path / "reward"))
+    assert isinstance(task, Reward) and task.unused_tensors == []
+    saved = torch.load(tmp_path / "reward" / "pytorch_model.bin")
+    base = OPTModel(OPTConfig.from_pretrained(tmp_path / "reward")).eval()
+    base.load_state_dict({name.removeprefix(prefix): value for name, value in saved.items() if name.startswith("rw")})
+    inputs = load_tokenizer(tmp_path / "reward")(["A cat sleeps."], return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        expected = base(**inputs).last_hidden_state[0, -1] @ saved["v_head.weight"][0]
+    assert task.answer(Question(text="A cat sleeps."))["REWARD"] == pytest.approx([float(expected)], abs=1e-6)
+
+
+def test_a_value_head_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = build_reward_model(tmp_path / "reward", checkpoint, hidden_size=32)
+    saved = torch.load(folder / "pytorch_model.bin")
+    torch.save(saved | {"v_head.weight": torch.ones(1, 32)}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"v_head\.weight does not fit the model: expected \[1, 16\], got \[1, 32\]"):
+        build_task("reward", build_source(folder))
+
+
+def test_an_embedding_is_as_wide_as_what_the_model_ends_in(checkpoint: Path, tmp_path: Path) -> None:
+    folder = build_reward_model(tmp_path / "opt", checkpoint, prefix="", hidden_size=32)
+    task = build_task("feature-extraction", build_source(folder))
+    assert [tensor.dims[-1] for tensor in task.signature.outputs] == [16]
 
 
 def test_modules_in_a_folder_beside_the_transformers_own_are_found(checkpoint: Path, tmp_path: Path) -> None:
@@ -88,8 +120,8 @@ SENTENCE_TRANSFORMERS = {
 
 @pytest.mark.parametrize("text", SENTENCE_TRANSFORMERS)
 def test_the_module_gives_what_sentence_transformers_gives(text: str, checkpoint: Path) -> None:
-    model, left_out = load_model(load_config(checkpoint), CastToFloat32(source=open_checkpoint(checkpoint)))
-    assert left_out == []
+    model, unused = load_model(load_config(checkpoint), CastToFloat32(source=open_checkpoint(checkpoint)))
+    assert unused == []
     names = ("input_ids", "attention_mask", "token_type_ids")
     module = SentenceEmbedding(model, read_pooling(checkpoint), names)
     inputs = load_tokenizer(checkpoint)([text], return_tensors="pt")

@@ -1,12 +1,18 @@
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 from tokenizers import Tokenizer
-from transformers import BertConfig
+from transformers import BertConfig, GPT2Config, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
 from export.errors import CheckpointError, VocabularyError
+from export.options import ExportRequest
+from export.progress import Progress
+from export.source import load_source
 from export.tasks.encoding import Question, QuestionEncoder
 from export.tasks.text import read_verification_texts
 from export.weights.tokenizer import (
@@ -70,12 +76,69 @@ def test_a_tokenizer_of_another_model_is_refused_with_every_difference(checkpoin
         "vocabulary_sha256": hash_vocabulary(tokenizer),
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(checkpoint / "tokenizer_config.json", tmp_path)
     with pytest.raises(VocabularyError) as refusal:
         check_special_ids(tmp_path, tokenizer)
     assert "got sep_token_id 102 where config.json says 5; copy the tokenizer" in str(refusal.value)
     (tmp_path / "config.json").write_text(json.dumps({"vocabulary_sha256": "0" * 64}))
     with pytest.raises(VocabularyError, match="a vocabulary of SHA-256 .* where config.json says 0000"):
         check_special_ids(tmp_path, tokenizer)
+
+
+BYTES = [*"abcdefgh", "Ġ", "ab", "Ġa"]
+
+
+def write_bpe(folder: Path, special: list[str], names: tuple[str, str] = ("vocab.json", "merges.txt")) -> Path:
+    """Write a byte-level vocabulary as GPT-2's and OPT's tokenizers save it, and nothing that says whose it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {token: index for index, token in enumerate([*special, *BYTES])}
+    (folder / names[0]).write_text(json.dumps(vocabulary))
+    (folder / names[1]).write_text("#version: 0.2\na b\nĠ a\n")
+    return folder
+
+
+def test_the_vocabulary_that_deepspeed_chat_saves_is_refused_with_the_remedy_that_works(tmp_path: Path) -> None:
+    # OPT's: GPT-2's class, but texts begin with </s>. DeepSpeed-Chat saves the model and `save_vocabulary`'s two files.
+    base = write_bpe(tmp_path / "base", ["<s>", "<pad>", "</s>", "<unk>"])
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32}
+    config = OPTConfig(vocab_size=15, **sizes, word_embed_proj_dim=16, max_position_embeddings=32)
+    names = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    tokenizer = GPT2Tokenizer.from_pretrained(base, **names)
+    chat = write_bpe(tmp_path / "chat", ["<s>", "<pad>", "</s>", "<unk>"])
+    config.save_pretrained(chat)
+    torch.save(OPTForCausalLM(config).state_dict(), chat / "pytorch_model.bin")
+    shutil.rmtree(base)
+    tokenizer.save_pretrained(base)
+    config.save_pretrained(base)
+    request = ExportRequest(checkpoint=chat, name="x", repository=tmp_path, task="text-generation")
+    progress = Progress(Console(quiet=True))
+    with pytest.raises(VocabularyError) as refusal:
+        load_source(request, progress)
+    assert "got bos_token_id 15 where config.json says 2; eos_token_id 15 where" in str(refusal.value)
+    assert "--base" in str(refusal.value) and "--allow-other-tokenizer" not in str(refusal.value)
+    source = load_source(replace(request, base=base), progress)
+    assert source.rows is not None and source.rows.after == 15
+
+
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt")])
+def test_gpt2s_vocabulary_is_read_under_megatrons_names_as_well(names: tuple[str, str], tmp_path: Path) -> None:
+    write_bpe(tmp_path, ["<|endoftext|>"], names)
+    tokenizer = load_tokenizer(tmp_path, GPT2Config())
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer("ab a")["input_ids"]) == (12, 0, [10, 11])
+    # Nothing tells the class without the model's configuration.
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*, or pass the folder of the model .* with --base"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == ["cat"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*words, "Cat"]))
+    with pytest.raises(VocabularyError, match="keeps capitals: .* has 1 tokens with capitals, .* with --base"):
+        load_tokenizer(tmp_path, BertConfig())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": false}')
+    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == ["Cat"]
 
 
 def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: Path, tmp_path: Path) -> None:

@@ -8,12 +8,20 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -60,8 +68,8 @@ def fit(directory: Path, options: VocabularyOptions, **changes: Any) -> tuple[Pr
     weights, rows = fit_vocabulary(config, checkpoint, tokenizer, options)
     assert config.vocab_size == rows.after
     auto_class = AutoModelForMaskedLM if config.model_type == "bert" else AutoModelForCausalLM
-    model, left_out = load_model(config, weights, auto_class)
-    assert left_out == []
+    model, unused = load_model(config, weights, auto_class)
+    assert unused == []
     return model, rows, tokenizer
 
 
@@ -137,6 +145,67 @@ def test_rows_are_those_of_resize_token_embeddings_and_the_same_assignment(
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     assert fitted.after % options.pad_to_multiple_of == 0
     assert fitted.unused == fitted.after - len(tokenizer) >= 0
+
+
+SEQ2SEQ = {
+    "bart": (BartForConditionalGeneration, BartConfig),
+    "mbart": (MBartForConditionalGeneration, MBartConfig),
+    "marian": (MarianMTModel, MarianConfig),
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "model."], ids=["with its head", "without"])
+@pytest.mark.parametrize("case", ["grow", "shrink", "pad"])
+@pytest.mark.parametrize("architecture", SEQ2SEQ)
+def test_what_is_added_to_the_logits_of_bart_and_its_relatives_grows_in_step(
+    architecture: str, case: str, prefix: str, tmp_path: Path
+) -> None:
+    rows, options = MATRIX[case]
+    model_class, config_class = SEQ2SEQ[architecture]
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16, "vocab_size": rows}
+    heads = {f"{half}_{what}": 2 for half in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    reference = model_class(config_class(**sizes, **heads, **special, forced_eos_token_id=None))
+    bias = torch.randn(1, rows)
+    reference.final_logits_bias.copy_(bias)
+    reference.config.save_pretrained(tmp_path)
+    # Every name of the tied table, as `.bin` files have them.
+    state = {name.removeprefix(prefix): value for name, value in reference.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    config = load_config(tmp_path)
+    weights, fitted = fit_vocabulary(config, open_checkpoint(tmp_path), build_tokenizer(), options)
+    if prefix:
+        # The model within, as `save_pretrained` of it names its tables: those of its two halves as well.
+        encoder, _ = load_model(config, weights, AutoModel, without=("lm_head", "final_logits_bias"))
+        assert encoder.get_input_embeddings().weight.shape == (fitted.after, 16)
+        return
+    model, unused = load_model(config, weights, AutoModelForSeq2SeqLM)
+    assert unused == [] and "final_logits_bias" in fitted.tables
+    kept = min(rows, fitted.after)
+    assert torch.equal(model.final_logits_bias[:, :kept], bias[:, :kept])
+    assert torch.equal(model.final_logits_bias[:, kept:], torch.zeros(1, fitted.after - kept))
+    assert torch.equal(model.get_input_embeddings().weight[:kept], reference.get_input_embeddings().weight[:kept])
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_the_vocabulary_of_marians_decoder_stays_as_it_is_where_it_is_another(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+    heads = {f"{half}_{what}": 2 for half in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = MarianConfig(
+        vocab_size=8, decoder_vocab_size=8, share_encoder_decoder_embeddings=False, **sizes, **heads, **special
+    )
+    reference = MarianMTModel(config)
+    config.save_pretrained(tmp_path)
+    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
+    config = load_config(tmp_path)
+    weights, fitted = fit_vocabulary(config, open_checkpoint(tmp_path), build_tokenizer(), MATRIX["grow"][1])
+    assert fitted.tables == ["model.encoder.embed_tokens.weight"]
+    model, _ = load_model(config, weights, AutoModelForSeq2SeqLM)
+    assert model.get_encoder().embed_tokens.weight.shape == (14, 16)
+    assert torch.equal(model.get_output_embeddings().weight, reference.get_output_embeddings().weight)
 
 
 def test_a_tied_head_that_was_saved_twice_stays_tied(tmp_path: Path) -> None:

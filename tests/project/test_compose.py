@@ -109,7 +109,7 @@ def test_dashboard_and_alerts_speak_of_metrics_that_exist() -> None:
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed; make test-containers installs it")
+@pytest.mark.skipif(not shutil.which("promtool"), reason="Prometheus is not installed; `apt-get install prometheus`")
 def test_promtool_accepts_the_rules_and_the_configuration(tmp_path: Path) -> None:
     for name, what in (("prometheus.yml", "config"), ("alerts.yml", "rules")):
         command = ["promtool", "check", what, str(DOCKER / "monitoring" / name)]

@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 TOKEN = "4f1c" * 16
 
-pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: apt-get install nginx-light)")
+pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed; `apt-get install nginx-light`")
 
 
 @dataclass

@@ -5,7 +5,16 @@ from google.protobuf import text_format
 from harness import CHECKOUT
 from tritonclient.grpc import model_config_pb2 as pb
 
-from server.model_text import read_fields, read_steps, read_versions, rename, replace_field, serve_versions
+from server.model_text import (
+    read_fields,
+    read_parameter,
+    read_steps,
+    read_versions,
+    rename,
+    replace_field,
+    serve_versions,
+    set_parameter,
+)
 
 BY_HAND = """
 # A model as people write it: comments with "quotes" and } in them, commas, lists, one line or many.
@@ -53,3 +62,12 @@ def test_versions_and_steps_are_read() -> None:
 def test_what_is_not_whole_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         read_fields(text)
+
+
+def test_a_parameter_is_read_and_set() -> None:
+    changed = set_parameter(set_parameter(BY_HAND, "y", "1"), "y", "2")
+    wanted = parse(BY_HAND)
+    wanted.parameters["y"].string_value = "2"
+    assert parse(changed) == wanted
+    assert read_parameter(changed, "y") == "2"
+    assert read_parameter(changed, "z") is None

@@ -21,7 +21,7 @@ MONITORING = CHECKOUT / "docker" / "monitoring"
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("prometheus") or not shutil.which("promtool"),
-    reason="Prometheus is not installed (Debian: apt-get install prometheus); make test-containers installs it",
+    reason="Prometheus is not installed; `apt-get install prometheus`",
 )
 
 

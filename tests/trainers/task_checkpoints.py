@@ -151,23 +151,29 @@ def build_mask_filler(directory: Path, tokenizer_source: Path) -> Path:
     return save(model, tokenizer, directory)
 
 
-def build_reward_model(directory: Path, tokenizer_source: Path) -> Path:
-    """Write a reward model as DeepSpeed-Chat does: the base model under `rwtransformer.`, `v_head` beside it."""
+def build_reward_model(
+    directory: Path, tokenizer_source: Path, *, prefix: str = "rwtransformer.", hidden_size: int = 16
+) -> Path:
+    """Write a reward model as DeepSpeed-Chat does: the base model under `rwtransformer.`, `v_head` beside it.
+
+    It ends in 16 dimensions; with another `hidden_size` by a projection, as OPT-350m does.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_source)
     torch.manual_seed(6)
     config = OPTConfig(
         vocab_size=30522,
-        hidden_size=16,
+        hidden_size=hidden_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         ffn_dim=32,
         max_position_embeddings=64,
         word_embed_proj_dim=16,
+        do_layer_norm_before=hidden_size == 16,
         pad_token_id=0,
         architectures=["OPTForCausalLM"],
     )
     model = OPTModel(config)
-    weights = {f"rwtransformer.{name}": value for name, value in model.state_dict().items()}
+    weights = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
     weights["v_head.weight"] = torch.randn(1, 16)
     directory.mkdir()
     torch.save(weights, directory / "pytorch_model.bin")

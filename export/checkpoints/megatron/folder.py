@@ -27,6 +27,7 @@ def find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int
         "config.json": read_json_beside(directory / "config.json").get("vocab_size"),
         "tokenizer.json": _count_tokenizer(directory / "tokenizer.json"),
         "vocab.json": _count_vocabulary(directory / "vocab.json"),
+        "gpt2-vocab.json": _count_vocabulary(directory / "gpt2-vocab.json"),
         "the arguments": args.vocabulary,
     }
     known = {where: size for where, size in sizes.items() if type(size) is int and size > 0}
@@ -51,7 +52,7 @@ def find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int
         return size, ""
     return (
         rows,
-        f"the vocabulary's true size: all {rows} rows are kept, padding too; a tokenizer beside them would tell",
+        f"the vocabulary's true size: all {rows} rows are kept, padding too; a tokenizer beside it would tell",
     )
 
 

@@ -1,8 +1,13 @@
-"""Hugging Face folders: safetensors and `.bin`, in one file or sharded with an index."""
+"""Hugging Face folders: safetensors and `.bin`, in one file or sharded with an index; one safetensors file alone.
+
+Accelerate's own index for models too big for one file (`load_checkpoint_in_model`, Accelerate 1.15, utils/modeling.py)
+may be the map of names to files alone, without `weight_map` around it, and is called `index.json`.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +20,9 @@ from ..storage.safetensors_file import read_safetensors
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from ..wrapper_names import strip_wrappers
+from . import torch_file
 from .accelerate_models import refuse_several_models
-from .torch_file import find_tensors
+from .torch_file import OTHER_STATE, find_tensors
 
 # In this order: safetensors is preferred where a folder holds both, as transformers does.
 WEIGHT_FILES = (
@@ -25,7 +31,15 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-LOOKED_FOR = ", ".join(WEIGHT_FILES)
+LOOKED_FOR = ", ".join((*WEIGHT_FILES, "index.json"))
+_PLAIN_INDEX = "index.json"
+_INDEX_ENDING = ".index.json"
+SAFETENSORS_SUFFIX = ".safetensors"
+_SHARD_SUFFIXES = (SAFETENSORS_SUFFIX, ".bin")
+# A file that is not one of several, whose index was not copied.
+_ALONE = re.compile(r"(?!.*-\d+-of-\d+\.).+\.safetensors")
+# What peft calls the weights of an adapter, which are no model.
+_ADAPTER = "adapter_"
 
 # Keys of a safetensors file's metadata. The first names the framework; the other, our own, has a JSON list of the
 # parameters that have no elements on purpose. Any further key may be a tied name (`_read_tied`).
@@ -35,7 +49,7 @@ ZERO_SIZE_KEY = "zero_size_parameters"
 
 def recognises(directory: Path, tag: str | None = None) -> bool:
     """Tell whether `directory` holds the weights of a Hugging Face folder."""
-    return any((directory / name).is_file() for name in WEIGHT_FILES)
+    return _find_main_file(directory) is not None
 
 
 def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
@@ -57,7 +71,43 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
             remedy="leave --tag out",
         )
     refuse_several_models(directory)
-    saved, zero_size, shard_names = _read_folder(directory)
+    return _open(directory, _find_main_file(directory) or WEIGHT_FILES[0])
+
+
+def open_file(path: Path) -> StoredCheckpoint:
+    """Return a reader for one safetensors file, passed by itself; reads no tensor data.
+
+    Raises:
+        CheckpointError: It is truncated, or not what its name says.
+    """
+    return _open(path.parent, path.name)
+
+
+def _find_main_file(directory: Path) -> str | None:
+    """Return the name of the weights or of their index; one that trainers write comes before any other."""
+    for name in WEIGHT_FILES:
+        if (directory / name).is_file():
+            return name
+    files = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
+    indices = [name for name in files if name.endswith(_INDEX_ENDING)]
+    if _PLAIN_INDEX in files and _is_plain_index(directory / _PLAIN_INDEX):
+        indices.append(_PLAIN_INDEX)
+    if len(indices) == 1:
+        return indices[0]
+    alone = [name for name in files if _ALONE.fullmatch(name) and not name.startswith((_ADAPTER, *OTHER_STATE))]
+    return alone[0] if len(alone) == 1 and not torch_file.recognises(directory) else None
+
+
+def _is_plain_index(path: Path) -> bool:
+    content = read_json_beside(path)
+    named = content.get("weight_map", content)
+    return (
+        isinstance(named, dict) and bool(named) and all(str(file).endswith(_SHARD_SUFFIXES) for file in named.values())
+    )
+
+
+def _open(directory: Path, main_file: str) -> StoredCheckpoint:
+    saved, zero_size, shard_names = _read_folder(directory, main_file)
     names, removed = strip_wrappers(saved, directory)
     tensors = {names[name]: tensor for name, tensor in saved.items()}
     kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
@@ -81,9 +131,10 @@ def read_gathered(directory: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: The files are damaged.
     """
-    if not recognises(directory):
+    name = next((name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    if name is None:
         return {}
-    tensors, _, _ = _read_folder(directory)
+    tensors, _, _ = _read_folder(directory, name)
     return {name: tensor for name, tensor in tensors.items() if tensor.numel}
 
 
@@ -101,11 +152,10 @@ def read_facts(directory: Path) -> CheckpointFacts:
     )
 
 
-def _read_folder(directory: Path) -> tuple[dict[str, StoredTensor], frozenset[str], list[str]]:
+def _read_folder(directory: Path, name: str) -> tuple[dict[str, StoredTensor], frozenset[str], list[str]]:
     """Return the tensors, the names that have no elements on purpose, and the files' names."""
-    name = next(name for name in WEIGHT_FILES if (directory / name).is_file())
     check_inside(directory / name, directory)
-    index = _read_index(directory / name) if name.endswith(".index.json") else None
+    index = _read_index(directory / name) if name.endswith(_PLAIN_INDEX) else None
     shard_names = sorted(set(index.values())) if index else [name]
     tensors: dict[str, StoredTensor] = {}
     tied: dict[str, StoredTensor] = {}
@@ -180,13 +230,13 @@ def _read_index(path: Path) -> dict[str, str]:
     data = read_small(path, max_bytes=MAX_JSON_BYTES)
     try:
         index = parse_json(data)
-        weight_map = index["weight_map"]
+        weight_map = index.get("weight_map", index)
         if not weight_map or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError("weight_map is empty or names no files")
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise CheckpointError(
             f"{path} cannot be read",
-            expected="an index with a weight_map",
+            expected="an index that names the file of each tensor",
             got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
             remedy=RECOPY,
         ) from exc

@@ -1,4 +1,4 @@
-"""One file by `torch.save` with a model in it: `.pth`, `.pt`, `.ckpt` of plain loops, DDP, Lightning, torch.compile.
+"""One file by `torch.save` with a model in it, as plain loops, DDP, Lightning, Accelerate and torch.compile leave it.
 
 The state dict may lie under keys that name it, and wrappers of the model may have put their own name before every key.
 Both are the trainer's storage, so both are undone, when they are certain: a prefix only when every key has it.
@@ -13,16 +13,19 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import Record, is_tensor, open_torch_zip, refuse_foreign_tensors
-from ..storage.paths import check_inside
+from ..storage.paths import check_inside, open_regular
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from ..wrapper_names import strip_wrappers
 
-SUFFIXES = (".pth", ".pt", ".ckpt")
-LOOKED_FOR = "one *.pth, *.pt or *.ckpt"
+# `.pkl` by Accelerate's `save`, whose documentation calls it so.
+SUFFIXES = (".pth", ".pt", ".ckpt", ".pkl")
+LOOKED_FOR = "one *.pth, *.pt, *.ckpt or *.pkl"
+_PICKLE_SUFFIX = ".pkl"
+_ZIP_MAGIC = b"PK\3\4"
 
 # What trainers save beside the weights, under names of these suffixes (transformers, Accelerate, torchtune).
-_OTHER_STATE = (
+OTHER_STATE = (
     "optimizer",
     "scheduler",
     "rng_state",
@@ -31,6 +34,8 @@ _OTHER_STATE = (
     "training_args",
     "sampler",
     "dl_state",
+    # Accelerate's `register_for_checkpointing`.
+    "custom_checkpoint",
 )
 
 # Keys under which trainers keep the model: Lightning and most recipes, DeiT and MAE, DDP recipes, older ones.
@@ -99,8 +104,16 @@ def _candidates(directory: Path) -> list[Path]:
     return [
         path
         for path in sorted(directory.iterdir())
-        if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(_OTHER_STATE)
+        if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(OTHER_STATE) and _may_be_torchs(path)
     ]
+
+
+def _may_be_torchs(path: Path) -> bool:
+    """Tell whether a file is not one of the many bare pickles that lie about under that suffix."""
+    if path.suffix != _PICKLE_SUFFIX:
+        return True
+    with open_regular(path) as file:
+        return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
 
 
 def _find_state_dict(path: Path, content: Any) -> tuple[dict[str, StoredTensor], str]:

@@ -1,0 +1,236 @@
+"""What becomes active in the repository is served by the running server, and no request is lost on the way."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc
+import tritonclient.http
+from harness import run
+from launcher import Running, running
+from transformers import AutoTokenizer, BertConfig, BertModel
+from tritonclient.utils import InferenceServerException
+
+NAME = "followed"
+PARTS = (f"{NAME}_preprocess", f"{NAME}_model", NAME)
+
+
+@pytest.fixture(scope="module")
+def repository(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a repository with two versions of one model, whose answers have nothing in common."""
+    folder = tmp_path_factory.mktemp("following")
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = BertConfig(
+            vocab_size=30522,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=64,
+        )
+        BertModel(config).save_pretrained(folder / str(seed))
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder / str(seed))
+        options = ["--name", NAME, "--repository", str(folder / "models")]
+        done = run("-m", "export", "run", str(folder / str(seed)), *options)
+        assert done.code == 0, done.err
+    return folder / "models"
+
+
+@pytest.fixture
+def served(repository: Path, tmp_path: Path) -> Iterator[tuple[Running, Path]]:
+    """Serve a copy of it that a test may change, at version 1."""
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        yield server, copy
+
+
+def activate(repository: Path, version: int) -> None:
+    """Make a version active as a publication does: steps first, the ensemble last, each config renamed into place."""
+    for name in PARTS:
+        path = repository / name / "config.pbtxt"
+        text = re.sub(r"versions: \d+", f"versions: {version}", path.read_text())
+        text = re.sub(r"model_version: \d+", f"model_version: {version}", text)
+        staged = path.with_name("staging-config.pbtxt")
+        staged.write_text(text)
+        staged.replace(path)
+
+
+def read_golden(repository: Path, version: int) -> dict[str, Any]:
+    sample: dict[str, Any] = json.loads((repository / NAME / str(version) / "golden.json").read_text())["samples"][0]
+    return sample
+
+
+def read_following(server: Running) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.status}/versions", timeout=5) as response:
+        models: dict[str, Any] = json.load(response)["models"]
+    return models
+
+
+def wait_for(server: Running, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        models = read_following(server)
+        if condition(models):
+            return models
+        time.sleep(0.05)
+    raise AssertionError(f"{models}\n" + "\n".join(server.lines))
+
+
+class Callers:
+    """Clients over HTTP and gRPC that ask as fast as they are answered, each over one connection that it keeps."""
+
+    def __init__(self, server: Running, repository: Path, count: int = 4) -> None:
+        self.answers: Counter[int] = Counter()
+        self.failures: list[str] = []
+        self._server = server
+        self._text = read_golden(repository, 1)["inputs"][0]["data"][0]
+        vectors = {version: read_golden(repository, version)["outputs"][0]["data"] for version in (1, 2)}
+        self._expected = {version: np.array(data) / np.linalg.norm(data) for version, data in vectors.items()}
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number % 2 == 0,)) for number in range(count)]
+
+    def __enter__(self) -> "Callers":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, over_http: bool) -> None:
+        library = tritonclient.http if over_http else tritonclient.grpc
+        port = self._server.http if over_http else self._server.grpc
+        with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
+            text = library.InferInput("TEXT", [1, 1], "BYTES")
+            text.set_data_from_numpy(np.array([[self._text.encode()]], dtype=object))
+            while not self._ended.is_set():
+                try:
+                    vector = client.infer(NAME, [text]).as_numpy("EMBEDDING")[0]
+                except InferenceServerException as exc:
+                    self.failures.append(str(exc))
+                    continue
+                vector = vector / np.linalg.norm(vector)
+                whole = [n for n, expected in self._expected.items() if np.abs(vector - expected).max() < 1e-4]
+                self.answers[whole[0] if whole else 0] += 1
+
+
+def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: tuple[Running, Path]) -> None:
+    server, repository = served
+    with Callers(server, repository) as callers:
+        for version in (2, 1, 2):
+            activate(repository, version)
+            wait_for(server, lambda models: models[NAME]["served"] == version and models[NAME]["state"] == "served")  # noqa: B023
+        # One process dies while nothing is rolled out, and the next activation works all the same.
+        server.find_stubs(f"{NAME}_model")[0].kill()
+        server.wait_for_line("answers again", 30)
+        failures = list(callers.failures)
+        activate(repository, 1)
+        wait_for(server, lambda models: models[NAME]["served"] == 1 and models[NAME]["state"] == "served")
+    assert callers.failures == failures
+    # What the killed process was at, and no more.
+    assert all("Stub process" in failure or "unhealthy" in failure.lower() for failure in failures)
+    assert callers.answers[0] == 0
+    assert callers.answers[1] > 0 and callers.answers[2] > 0
+    metrics = server.read_metrics()
+    assert metrics[f'modelyard_rollouts_total{{model="{NAME}",outcome="done"}}'] == 4
+    assert metrics[f'modelyard_served_version{{model="{NAME}"}}'] == 1
+    # Unloading a version is not a death.
+    deaths = {key: value for key, value in metrics.items() if key.startswith("modelyard_backend_deaths_total")}
+    assert sum(deaths.values()) == 1
+
+
+@pytest.mark.parametrize("fault", ["another answer", "a damaged file", "no file"])
+def test_a_version_that_cannot_be_served_leaves_the_one_before_it_serving(
+    fault: str, served: tuple[Running, Path]
+) -> None:
+    server, repository = served
+    graph = repository / f"{NAME}_model" / "2" / "model.onnx"
+    if fault == "another answer":
+        path = repository / NAME / "2" / "golden.json"
+        golden = json.loads(path.read_text())
+        for sample in golden["samples"]:
+            sample["outputs"][0]["data"] = sample["outputs"][0]["data"][::-1]
+        path.write_text(json.dumps(golden))
+    elif fault == "a damaged file":
+        graph.write_bytes(graph.read_bytes()[:5000])
+    else:
+        graph.unlink()
+    with Callers(server, repository) as callers:
+        activate(repository, 2)
+        found = wait_for(server, lambda models: models[NAME]["state"] == "failed")[NAME]
+        assert (found["active"], found["served"]) == (2, 1)
+        assert "version 2 of followed cannot be served" in found["reason"]
+        activate(repository, 1)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+    assert callers.failures == []
+    assert set(callers.answers) == {1}
+    assert server.check().code == 0
+
+
+def test_a_model_that_appears_is_served_and_one_that_goes_is_unloaded(served: tuple[Running, Path]) -> None:
+    server, repository = served
+    for name in PARTS:
+        shutil.copytree(repository / name, repository / f"new{name}.part")
+    for name in PARTS:
+        path = repository / f"new{name}.part" / "config.pbtxt"
+        path.write_text(path.read_text().replace(f'"{NAME}', f'"new{NAME}'))
+    for name in PARTS:
+        (repository / f"new{name}.part").rename(repository / f"new{name}")
+    wait_for(server, lambda models: models.get(f"new{NAME}", {}).get("served") == 1)
+    # It is watched like those that were there at the start.
+    server.find_stubs(f"new{NAME}_model")[0].kill()
+    server.wait_for_line("answers again", 30)
+    for name in reversed(PARTS):
+        shutil.rmtree(repository / f"new{name}")
+    wait_for(server, lambda models: f"new{NAME}" not in models)
+    deadline = time.monotonic() + 30
+    while server.find_stubs(f"new{NAME}_model") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not server.find_stubs(f"new{NAME}_model")
+
+
+def test_a_tritonserver_that_is_started_anew_serves_what_was_proven_and_not_what_failed(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    graph = repository / f"{NAME}_model" / "2" / "model.onnx"
+    graph.write_bytes(graph.read_bytes()[:5000])
+    activate(repository, 2)
+    wait_for(server, lambda models: models[NAME]["state"] == "failed")
+    os.kill(server.tritonserver, signal.SIGKILL)
+    server.wait_for_line("tritonserver answers again", 60)
+    with Callers(server, repository, count=2) as callers:
+        while sum(callers.answers.values()) < 20:
+            time.sleep(0.05)
+    assert callers.failures == []
+    assert set(callers.answers) == {1}
+
+
+def test_a_server_that_does_not_follow_stays_with_what_it_started_with(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    with running(copy, "--follow", "off") as server:
+        server.read_until("serving HTTP")
+        activate(copy, 2)
+        time.sleep(2)
+        assert read_following(server)[NAME] == {"active": 1, "served": 1, "state": "served", "reason": ""}
