@@ -54,7 +54,7 @@ def activate(repository: Path, name: str, version: int | None = None) -> Activat
         version: The number; the newest one if left out.
 
     Raises:
-        RepositoryError: There is no such version, it is not whole, its engine or its tensors are others than those of
+        RepositoryError: There is no such version, it is not whole, its engine or its tensors differ from those of
             the version that is active, or the disk fails.
     """
     with change(repository, name, "switched in") as undo:
@@ -72,7 +72,7 @@ def switch(repository: Path, name: str, configs: Mapping[str, pb.ModelConfig], u
     """Make the version of these configurations the active one; return False if it was so already.
 
     Args:
-        repository: Is held by the caller.
+        repository: The repository, which the caller holds.
         name: The public model.
         configs: Triton model → its configuration while the version is the active one.
         undo: Takes back what is done.

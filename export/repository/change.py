@@ -16,7 +16,7 @@ def change(repository: Path, name: str, doing: str, *, patience_s: float = PATIE
     """Hold the repository while the block changes a model in it; what it did is undone where it fails.
 
     Args:
-        repository: Is made if it is not there.
+        repository: The repository, which is made if it is not there.
         name: The public model.
         doing: What is being done, such as `published in`.
         patience_s: How long another change is waited for.

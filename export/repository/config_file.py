@@ -24,7 +24,7 @@ def parse_config(text: str) -> pb.ModelConfig:
     """Return the configuration in the text of a `config.pbtxt`.
 
     Raises:
-        google.protobuf.text_format.ParseError: It is none.
+        google.protobuf.text_format.ParseError: It is not one.
     """
     return text_format.Parse(text, pb.ModelConfig())
 
@@ -57,7 +57,7 @@ def pin_config(config: pb.ModelConfig, *, version: int, served: Iterable[int]) -
     """Return the configuration as it is where `version` is the active one.
 
     Args:
-        config: Of a step, an ensemble or a lone model.
+        config: Configuration of a step, an ensemble or a lone model.
         version: What an ensemble pins its steps to.
         served: Versions that a step loads.
     """

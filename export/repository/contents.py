@@ -14,7 +14,7 @@ GOLDEN_FILE = "golden.json"
 STAGING_PREFIX = "staging-"
 STAGED_CONFIG = f"{STAGING_PREFIX}{CONFIG_FILE}"
 
-# The configuration of a model of which nothing is served; it says whose the folder is.
+# The configuration of a model of which nothing is served; it names the folder's owner.
 CLAIM_FILE = f"inactive-{CONFIG_FILE}"
 
 
@@ -41,7 +41,7 @@ def find_active_version(repository: Path, name: str) -> int:
 
 
 def find_free_version(repository: Path, model_names: Iterable[str]) -> int:
-    """Return the number of the next version, which no entry of any of these models bears, whatever kind it is of."""
+    """Return the number of the next version, which no entry of any of these models has, whatever its kind."""
     folders = [folder for name in model_names if (folder := repository / name).is_dir()]
     names = (entry.name for folder in folders for entry in folder.iterdir())
     return 1 + max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
@@ -50,7 +50,7 @@ def find_free_version(repository: Path, model_names: Iterable[str]) -> int:
 def find_owner(repository: Path, model_name: str) -> str | None:
     """Return the public model that the folder `model_name` belongs to, None where modelyard did not write it.
 
-    The configuration says so. Those of before it did are told by what lies beside them: a public model by its golden
+    The configuration says so. Older ones are recognised by what lies beside them: a public model by its golden
     answers, a step by the ensemble that names it.
 
     Raises:
@@ -110,7 +110,7 @@ def _is_public(repository: Path, name: str) -> bool:
     try:
         return find_owner(repository, name) == name
     except RepositoryError:
-        # Somebody else's perhaps, and no matter then.
+        # Perhaps somebody else's, which then does not matter.
         return _has_golden(repository / name)
 
 

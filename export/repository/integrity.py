@@ -42,9 +42,9 @@ def _find_damaged_files(version: Version) -> Iterator[str]:
         if name not in named:
             yield f"{what}: {name} is missing"
         elif named[name] != artefacts[name]:
-            yield f"{what}: its lock and its {SUMS_FILE} tell of different bytes in {name}"
+            yield f"{what}: its lock and its {SUMS_FILE} name different bytes for {name}"
     if not expected:
-        yield f"{what}: nothing tells which files it had"
+        yield f"{what}: nothing records which files it had"
     yield from (f"{what}: {path} is missing" for path in sorted({*expected} - {*there}))
     for path, digest in hash_files(path for path in there if path in expected).items():
         if digest != expected[path]:

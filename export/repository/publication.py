@@ -72,7 +72,7 @@ class Publication:
 
 
 def check_contract(repository: Path, names: ModelNames, signature: ModelSignature, engine: Engine) -> None:
-    """Refuse a name that is taken by something else than an earlier version that this one can take the place of.
+    """Refuse a name that is taken by anything but an earlier version that this one can take the place of.
 
     Raises:
         RepositoryError: One of the names is another model's, or the published one has other tensors or another engine.
@@ -98,7 +98,7 @@ def publish(
     """Add a version to the repository, or find one that has the same content, and make it the active one.
 
     Args:
-        repository: Is made if it is not there.
+        repository: The repository, which is made if it is not there.
         names: Names of the ensemble and its steps.
         signature: Tensors of the ONNX file.
         files: What the export wrote.
@@ -172,7 +172,7 @@ def add_version(
     """Stage every file of a version, and rename it into place; the public model's folder last.
 
     Args:
-        version: Is to be.
+        version: The version to make.
         files: Triton model → its files.
         digests: File name → SHA-256 that it must have.
         documents: File name → text, of what lies in the public model's folder.
@@ -180,7 +180,7 @@ def add_version(
         undo: Takes back what is done.
 
     Raises:
-        RepositoryError: A file reads back otherwise than it was written.
+        RepositoryError: A file reads back differently from how it was written.
     """
     documents = {
         **documents,
@@ -229,7 +229,7 @@ def _store(source: Path, target: Path, digest: str, equal: Mapping[str, Path]) -
     copy(source, target)
     if hash_file(target) != digest:
         raise RepositoryError(
-            f"{source.name} reads back otherwise than it was written",
+            f"{source.name} reads back differently from how it was written",
             expected=f"SHA-256 {digest}",
             got="another",
             remedy="check the disk",
@@ -259,7 +259,7 @@ def _holds_files(
         is_public = model_name == names.name
         if is_public and not {REPORT_FILE, GOLDEN_FILE} <= present:
             return False
-        # The documents beside the report tell of the same files; releases differ in which there are.
+        # The documents beside the report describe the same files; releases differ in which there are.
         if is_public and not _tells_the_same(folder, report):
             return False
         wanted = {source.name for source in files[model_name]}

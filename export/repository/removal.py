@@ -25,17 +25,17 @@ def remove_leftovers(repository: Path, name: str, model_names: Iterable[str]) ->
     """Remove what a killed change left: staged files, and versions of steps that the public model has not got.
 
     Such versions are there only while the public model's own is staged, which is therefore removed last. Everything
-    else is somebody's: a link, or a version that was put there by hand.
+    else belongs to somebody: a link, or a version that was put there by hand.
 
     Args:
-        repository: Is held by the caller.
+        repository: The repository, which the caller holds.
         name: The public model.
         model_names: Triton models that belong to it, itself last.
     """
     public = repository / name
     whole = list_versions(public)
     numbers = {int(found[1]) if (found := _STAGED_VERSION.fullmatch(path.name)) else 0 for path in _list_staged(public)}
-    # Releases before this one did not say of which version a staged folder was.
+    # Earlier releases did not record which version a staged folder was of.
     unnamed = max(whole, default=0) if 0 in numbers else None
     for model_name in model_names:
         folder = repository / model_name
@@ -54,7 +54,7 @@ def remove_version(repository: Path, name: str, model_names: Iterable[str], vers
     """Take a version away that no configuration names; what is renamed here goes at the end of the change.
 
     Args:
-        repository: Is held by the caller.
+        repository: The repository, which the caller holds.
         name: The public model.
         model_names: Triton models that belong to it.
         version: The number.

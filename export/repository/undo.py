@@ -44,6 +44,6 @@ class Undo:
         """Keep the changes, and remove the litter."""
         litter = [step for is_litter, step in reversed(self._steps) if is_litter]
         for step in (*litter, *self._last):
-            # All is done: whoever interrupts now comes too late to be told that nothing was.
+            # All is done: an interruption comes too late now to end with "nothing was done".
             with contextlib.suppress(OSError, KeyboardInterrupt):
                 step()

@@ -17,7 +17,7 @@ from .lockfile import LOCK_FILE, read_lock
 # The configurations of a version's Triton models as they are while it is the active one, one file each.
 CONFIGS_FOLDER = "configs"
 
-# When and from what it was published: what the lock leaves out, for it is of one day and one machine.
+# When and from what it was published: the lock leaves that out, because it is of one day and one machine.
 PUBLICATION_FILE = "publication.json"
 
 # The hashes of every file of the version, as `sha256sum --check` reads them in the version's folder.
@@ -31,7 +31,7 @@ class Version:
     Attributes:
         repository: Where it was published.
         name: The public model.
-        number: Which version of it.
+        number: Number of the version.
     """
 
     repository: Path
