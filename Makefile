@@ -71,9 +71,9 @@ OTHER = .cache/python-$(shell $(PYTHON) -c '$(VERSION)')
 $(OTHER)/installed: $(INSTALLED_FROM) | $(UV)
 	@echo "installing into $(OTHER)" >&2
 	@$(PYTHON) -m venv $(OTHER)
-	@$(UV) pip install --quiet --python $(OTHER)/bin/python --require-hashes --no-deps --requirement requirements/dev.txt
-	@$(UV) pip install --quiet --python $(OTHER)/bin/python --requirement requirements/torch.txt
-	@$(UV) pip install --quiet --python $(OTHER)/bin/python --no-build-isolation --no-deps --editable .
+	@$(UV) pip install --no-config --quiet --python $(OTHER)/bin/python --require-hashes --no-deps --requirement requirements/dev.txt
+	@$(UV) pip install --no-config --quiet --python $(OTHER)/bin/python --requirement requirements/torch.txt
+	@$(UV) pip install --no-config --quiet --python $(OTHER)/bin/python --no-build-isolation --no-deps --editable .
 	@touch $@
 
 test-python: $(OTHER)/installed ## Run what depends on the Python with another: make test-python PYTHON=python3.12
