@@ -80,7 +80,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     progress.expect(2 * len(stages) + 2)
     source = load_source(request, progress)
     task = source.task
-    check_contract(request.repository, name_models(request.name, task.signature), task.signature)
+    check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
     with restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
@@ -165,7 +165,7 @@ def _publish(
             engine=ENGINES[request.engine],
             document=lambda version: {
                 LOCK_FILE: lock,
-                PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version),
+                PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
             },
         )
 

@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,11 +17,12 @@ from .doctor import examine, render
 from .errors import ServerError, ShortageError
 from .health import check_ensembles
 from .installation import Installation, assemble_backends, find_installation
+from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
 from .models import list_models
+from .passed_options import check_passed_options
 from .process import Endpoints, check_ports_free
-from .shortage import raise_open_files
 from .status import Status
 from .status_port import serve_status
 from .supervisor import Settings, Supervisor
@@ -78,11 +81,14 @@ def serve(arguments: argparse.Namespace) -> int:
         ServerError: It cannot start, or no model can be served, or it would not stay alive.
     """
     stops, endpoints = StopSignals(), _read_endpoints(arguments)
+    check_passed_options(arguments.passed_options)
     installation = find_installation()
     models = list_models(arguments.repository)
     key = open_key(arguments.key_file)
     check_ports_free(endpoints)
-    raise_open_files()
+    check_open_files()
+    check_threads()
+    raise_limits()
     status, log = Status(models), Log()
     with contextlib.closing(log), _make_run_directory(installation) as directory:
         log.say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
@@ -93,6 +99,7 @@ def serve(arguments: argparse.Namespace) -> int:
             key=key,
             run_directory=directory,
             verbose=arguments.verbose,
+            passed_options=tuple(arguments.passed_options),
             follows=arguments.follow == "on",
         )
         stop_status = serve_status(status, endpoints.host, endpoints.status_port)
@@ -120,12 +127,12 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
             backends.mkdir()
             assemble_backends(installation, BACKENDS, backends)
         except OSError as exc:
+            # Of a folder that could not be copied, the reasons are told file by file.
+            reason = exc.args[0][0][2] if isinstance(exc, shutil.Error) else exc.strerror
             raise ShortageError(
-                f"the temporary folder {tempfile.gettempdir()} cannot be used"
-                if tempfile.tempdir
-                else "there is no temporary folder",
-                expected="one that this user may write, with 4 MiB free",
-                got=f"'{exc.strerror}'",
+                f"no temporary folder can be made in {os.environ.get('TMPDIR', '/tmp')}",
+                expected="a folder that this user may write, with 4 MiB free",
+                got=f"'{reason}'",
                 remedy="make room, or name another folder in the environment variable TMPDIR",
             ) from exc
         yield directory
@@ -154,7 +161,10 @@ def _parse(words: list[str]) -> argparse.Namespace:
     """Return what the command line says; options without a command are those of `serve`."""
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["serve", *words]
-    return _build_parser().parse_args(words)
+    end = words.index("--") if "--" in words else len(words)
+    arguments = _build_parser().parse_args(words[:end])
+    arguments.passed_options = words[end + 1 :]
+    return arguments
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -181,11 +191,13 @@ def _add_serve(commands: "_Commands") -> None:
         "serve",
         serve,
         help="serve until Ctrl-C or SIGTERM",
-        description="Serve a model repository until Ctrl-C or SIGTERM.",
+        description="Serve a model repository until Ctrl-C or SIGTERM. Options after -- are handed on to tritonserver.",
         examples=(
             "",
             "--repository /srv/models --host 0.0.0.0",
             "--http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003",
+            "-- --trace-config mode=opentelemetry --trace-config opentelemetry,url=localhost:4318/v1/traces",
+            "-- --cache-config local,size=104857600 --metrics-config summary_latencies=true",
         ),
         exit_codes={
             0: "stopped, and everything in flight was answered",

@@ -38,8 +38,8 @@ class Control:
     """The control endpoints of the tritonserver at one address.
 
     Args:
-        url: Of its HTTP port.
-        key: That opens them.
+        url: URL of its HTTP port.
+        key: Key that opens them.
     """
 
     def __init__(self, url: str, key: ControlKey) -> None:
@@ -79,7 +79,7 @@ class Control:
         self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", {}, timeout_s=_LOAD_TIMEOUT_S)
 
     def unload(self, model: str) -> None:
-        """Stop serving `model`, so that nobody is told that it is ready.
+        """Stop serving `model`, so that it no longer counts as ready.
 
         Raises:
             ControlError: It does not answer, or refuses.

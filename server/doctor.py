@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import platform
 import shutil
@@ -14,6 +15,7 @@ from typing import Literal
 
 from .errors import ServerError
 from .installation import Installation, build_environment, find_installation
+from .limits import COMFORTABLE_OPEN_FILES, check_open_files, check_threads
 from .locations import name_command
 from .models import list_models
 from .process import Endpoints, check_ports_free
@@ -51,6 +53,8 @@ def examine(repository: Path, endpoints: Endpoints) -> list[Finding]:
         findings.append(examine_libraries(find_installation()))
     findings += [
         examine_shared_memory(Path("/dev/shm")),
+        examine_open_files(),
+        examine_threads(),
         examine_ports(endpoints),
         examine_repository(repository),
         examine_cpu(Path("/proc/cpuinfo").read_text()),
@@ -120,6 +124,32 @@ def examine_shared_memory(directory: Path) -> Finding:
         found=f"{free >> 20} MiB free",
         remedy="" if free >= _SHM_BYTES else f"{_SHM_BYTES >> 20} MiB at least: {remedy}",
     )
+
+
+def examine_open_files() -> Finding:
+    """Look whether tritonserver may open what it needs, and a connection for every client."""
+    what = "open files"
+    try:
+        limit = check_open_files()
+    except ServerError as exc:
+        return _blame(what, exc)
+    enough = limit >= COMFORTABLE_OPEN_FILES
+    return Finding(
+        what=what,
+        verdict="ok" if enough else "warning",
+        found=f"{limit:.0f} a process",
+        remedy="" if enough else f"{COMFORTABLE_OPEN_FILES} at least, for every connection is one: ulimit -Hn",
+    )
+
+
+def examine_threads() -> Finding:
+    """Look whether tritonserver may start the threads that it needs."""
+    what = "threads"
+    try:
+        free = check_threads()
+    except ServerError as exc:
+        return _blame(what, exc)
+    return Finding(what=what, verdict="ok", found=f"{free:.0f} more may run" if free < math.inf else "no limit")
 
 
 def examine_ports(endpoints: Endpoints) -> Finding:

@@ -1,6 +1,7 @@
 """Every reason for which the server does not start, or does not go on.
 
 ServerError                 exit code 1, one line on stderr
+├── UsageError              exit code 2: an option of tritonserver's that is not handed on
 ├── NotFoundError           no tritonserver, no repository, or nothing in it to serve
 ├── PortTakenError          another program listens where we would
 ├── KeyFileError            the file of the control key cannot be used, or is open to others
@@ -32,6 +33,12 @@ class ServerError(Exception):
         self.fault = _fit(what) + (f": {', '.join(facts)}" if facts else "")
         self.remedy = _fit(remedy)
         super().__init__(self.fault + (f"; {self.remedy}" if remedy else "") + ".")
+
+
+class UsageError(ServerError):
+    """An option of tritonserver's that is not handed on."""
+
+    exit_code = 2
 
 
 class NotFoundError(ServerError):

@@ -1,7 +1,7 @@
 """The launcher's log: what it says and what tritonserver says, on stderr, and never in the way of serving.
 
 Lines are written by a thread of their own, so a reader that stopped reading, a full disk or a closed terminal holds up
-nobody. What could not be written is counted, and told once writing works again.
+nobody. What could not be written is counted, and reported once writing works again.
 """
 
 import os
@@ -27,12 +27,12 @@ _NUMBER = re.compile(rb"\d+")
 
 
 class LineLimiter:
-    """Lets the first few of equal lines pass and counts the others.
+    """Writes the first few of equal lines and counts the others.
 
     tritonserver 2.51 writes tens of thousands of lines a second while it cannot accept a connection.
 
     Args:
-        clock: Monotonic, in seconds.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class LineLimiter:
         return due
 
     def close_window(self) -> list[bytes]:
-        """Return what was counted, as lines, and count anew."""
+        """Return what was counted, as lines, and start counting again."""
         counts, self._left_out = self._left_out, {}
         self._equal, self._lines, self._window_end = {}, 0, self._clock() + _WINDOW_S
         return [
@@ -70,7 +70,7 @@ class Log:
     """Writes lines to a descriptor without ever failing or waiting.
 
     Args:
-        descriptor: To write to.
+        descriptor: File descriptor to write to.
 
     Raises:
         ShortageError: There is no thread for it.

@@ -1,7 +1,7 @@
 """What tritonserver is shown: a folder of the launcher's own, with links to the versions that it serves.
 
 The repository says what should be served; it may be read-only, shared with other servers, and change at any moment. The
-overlay says what is served. So a tritonserver that is started anew serves what was seen to answer before, and a new
+overlay says what is served. So a tritonserver that is restarted serves what was seen to answer before, and a new
 version is tried beside the old one without a word written into the repository.
 """
 
@@ -29,10 +29,10 @@ class Overlay:
         tritonserver sees a change by the time at which the configuration was written.
 
         Args:
-            name: Of the model; `source` may bear another.
+            name: Name of the model; `source` may have another.
             config: The text of its `config.pbtxt`.
             source: A model folder of the repository.
-            versions: Which of its version folders; what else lies there, such as labels, is shown as well.
+            versions: Versions to show; what else lies there, such as labels, is shown as well.
 
         Raises:
             OSError: It cannot be written.

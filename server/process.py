@@ -14,6 +14,7 @@ from .control_key import ControlKey
 from .errors import PortTakenError, ShortageError
 from .installation import Installation, build_environment
 from .log import Log
+from .private_memory import keep_shared_memory_private
 
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
 EXIT_TIMEOUT_S = 10
@@ -33,6 +34,9 @@ _HARMLESS_WITHOUT_GPU = (
 _INFORMATION = re.compile(rb"I\d{4} ")
 
 _PR_SET_PDEATHSIG = 1
+
+# Looked up here: between fork and exec nothing should be allocated.
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +82,11 @@ class TritonServer:
         key: ControlKey,
         run_directory: Path,
         verbose: bool,
+        passed_options: tuple[str, ...],
         log: Log,
     ) -> None:
         command = _build_command(installation, repository, models, endpoints, run_directory / "backends", verbose)
-        command += key.options
+        command += [*key.options, *passed_options]
         self._key = key
         self._log = log
         # An empty working directory: the Python backend has it first on sys.path.
@@ -190,6 +195,8 @@ def _build_command(
         str(installation.executable),
         f"--model-repository={repository.resolve()}",
         f"--backend-directory={backends}",
+        # Its own default is a folder of NVIDIA's image.
+        f"--cache-directory={installation.backends.parent / 'caches'}",
         # Explicit, for polling sees half-copied models. Complete configs are required, so nothing is guessed.
         "--model-control-mode=explicit",
         *(f"--load-model={name}" for name in models),
@@ -212,7 +219,8 @@ def _build_command(
 
 def _prepare_process() -> None:
     # Runs in the child between fork and exec. If we are killed, tritonserver is told to stop as well.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    keep_shared_memory_private()
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     soft = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))

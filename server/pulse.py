@@ -1,7 +1,7 @@
 """Signs of life of a tritonserver, asked for on a connection that stays open.
 
 A server that cannot accept one connection more may still answer on those that it has, so a new one is opened only where
-the old one does not answer. And who cannot ask, for want of a descriptor or of memory, has learnt nothing.
+the old one does not answer. A question that cannot be asked, for want of a descriptor or of memory, says nothing.
 """
 
 import enum
@@ -18,7 +18,7 @@ _TIMEOUT_S = 1.0
 
 
 class Answer(enum.Enum):
-    """What came of one question."""
+    """The outcome of one question."""
 
     ALIVE = enum.auto()
     SILENT = enum.auto()
@@ -68,10 +68,10 @@ class Pulse:
     """Asks again and again, on a thread of its own: a hung server would hold up the asker.
 
     Args:
-        url: Of the HTTP port of a server that is starting.
+        url: URL of the HTTP port of a server that is starting.
 
     Raises:
-        RuntimeError: There is no thread to be had.
+        RuntimeError: No thread can be started.
     """
 
     def __init__(self, url: str) -> None:

@@ -40,7 +40,7 @@ class Roller:
     """Loads, switches and unloads published models in one tritonserver.
 
     Args:
-        repository: Where they are published.
+        repository: Repository that they are published in.
         overlay: What tritonserver is shown of it.
         control: Orders to that tritonserver.
     """
@@ -53,7 +53,7 @@ class Roller:
         self._changing = threading.RLock()
 
     def revive(self, model: str) -> None:
-        """Load a model anew as it is shown; what is left of it answers until the new one is ready.
+        """Reload a model as it is shown; what is left of it answers until the new one is ready.
 
         Raises:
             ControlError: It cannot be loaded.
@@ -91,7 +91,7 @@ class Roller:
             raise _refuse(published, exc, "it is not served") from exc
 
     def remove(self, published: Published) -> None:
-        """Unload a model that is no more, its steps last."""
+        """Unload a model that is gone, its steps last."""
         for name in reversed([*published.configs]):
             with contextlib.suppress(ControlError):
                 self._control.unload(name)
@@ -152,7 +152,7 @@ class Roller:
     def _finish(self, old: Published, new: Published) -> None:
         """Unload the old version once nothing is in flight on it.
 
-        The new version is served already, so what fails here is told and tried no further: it costs memory alone.
+        The new version is served already, so what fails here is reported and not tried again: it only costs memory.
         """
         if not new.steps:
             return

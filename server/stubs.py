@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .private_memory import close_region
 from .processes import TICKS_PER_S, ProcessStat, kill, list_children, read_arguments, read_stat
 from .sampling import Code, find_code
 from .work_queue import WorkQueue, read_queue
@@ -208,6 +209,8 @@ class StubTable:
             identity = (pid, stat.started)
             stub = self._stubs.get(identity) or _open_stub(pid, stat)
             if stub is not None:
+                if identity not in self._stubs:
+                    close_region(stub.region)
                 stub.update(self._look(stub, stat))
                 present[identity] = stub
         self._stubs = present

@@ -60,6 +60,7 @@ class Settings:
         key: That opens the control endpoints.
         run_directory: An empty folder with the assembled `backends`.
         verbose: Whether to show the whole log of tritonserver.
+        passed_options: Options for tritonserver that we have no opinion of.
         follows: Whether what becomes active in the repository is served without a restart.
     """
 
@@ -69,6 +70,7 @@ class Settings:
     key: ControlKey
     run_directory: Path
     verbose: bool
+    passed_options: tuple[str, ...] = ()
     follows: bool = True
 
 
@@ -161,6 +163,7 @@ class Supervisor:
             key=settings.key,
             run_directory=settings.run_directory,
             verbose=settings.verbose,
+            passed_options=settings.passed_options,
             log=self._log,
         )
         try:

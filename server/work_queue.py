@@ -1,15 +1,15 @@
 """The queue through which tritonserver gives a backend process its work, as their shared memory shows it.
 
-Whether such a process has work, and whether it goes on to the next piece, stands nowhere else: to /proc, one that waits
-for a request and one that hangs in one look the same. The layout is that of the Python backend's C++ structs, which no
-release promises to keep, so it is read of the releases alone of which it was seen.
+Whether such a process has work, and whether it goes on to the next piece, is recorded nowhere else: to /proc, one that
+waits for a request and one that hangs in one look the same. The layout is that of the Python backend's C++ structs,
+which no release promises to keep, so it is read only in the releases in which it was seen.
 """
 
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-# Versions of tritonserver of which this was seen to hold, with Python 3.10, 3.11 and 3.12: Triton 24.03 and 24.10.
+# Versions of tritonserver for which this was seen to hold, with Python 3.10, 3.11 and 3.12: Triton 24.03 and 24.10.
 KNOWN_VERSIONS = ("2.44.0", "2.51.0")
 
 # What is put into shared memory begins with a count of its users (AllocatedShmOwnership in src/shm_manager.h).

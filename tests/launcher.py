@@ -38,12 +38,14 @@ class Running:
         program: Sequence[str] = (sys.executable, "-m", "server"),
         cwd: Path = CHECKOUT,
         environment: dict[str, str] | None = None,
+        under: Sequence[str] = (),
     ) -> None:
         self.http, self.grpc, self.metrics, self.status = find_ports()
         ports = ["--http-port", self.http, "--grpc-port", self.grpc]
         ports += ["--metrics-port", self.metrics, "--status-port", self.status]
         self.options = [*map(str, ports), "--repository", str(repository)]
-        command = [*program, *self.options, *options]
+        # `under` is a program that runs it with fewer rights or lower limits, and becomes it.
+        command = [*under, *program, *self.options, *options]
         self.process = subprocess.Popen(
             command, cwd=cwd, env=os.environ | (environment or {}), stderr=subprocess.PIPE, text=True
         )

@@ -10,7 +10,6 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from export.proof.verify import hash_file
 from export.repository import config_file
-from export.repository.contents import list_versions
 from export.repository.names import ModelNames
 from export.repository.publication import Publication, publish
 
@@ -40,7 +39,7 @@ def served(repository: Path, model_name: str) -> list[int]:
 
 def is_consistent(repository: Path) -> bool:
     """Tell whether the ensemble, if it is published, finds every step at the version it names, whole and served."""
-    if not list_versions(repository / "sentence_embedding"):
+    if not (repository / "sentence_embedding" / "config.pbtxt").is_file():
         return True
     steps = read_config(repository, "sentence_embedding").ensemble_scheduling.step
     version = steps[0].model_version

@@ -28,11 +28,10 @@ def build_postprocess(settings: Mapping[str, Any]) -> Callable[[Tensors], dict[s
     Raises:
         ValueError: It describes none that there is.
     """
-    kinds = {"labels": rank_labels, "entities": find_entities, "spans": find_spans, "masks": fill_masks}
-    kind = kinds.get(settings["answers"])
-    if kind is None:
-        raise ValueError(f"postprocess.json asks for {settings['answers']}: expected one of {', '.join(kinds)}")
-    return lambda tensors: kind(tensors, settings)
+    answer = KINDS.get(settings["answers"])
+    if answer is None:
+        raise ValueError(f"postprocess.json asks for {settings['answers']}: expected one of {', '.join(KINDS)}")
+    return lambda tensors: answer(tensors, settings)
 
 
 def softmax(logits: Array) -> Array:
@@ -232,3 +231,12 @@ def stack_places(rows: Sequence[Sequence[Place]], width: int, label_name: str) -
     dtypes: tuple[Any, ...] = (np.object_, np.float32, np.int64, np.int64)
     names = (label_name, "SCORE", "START", "END")
     return {name: np.array(column, dtype=dtype) for name, column, dtype in zip(names, columns, dtypes, strict=True)}
+
+
+# What `answers` in `postprocess.json` names → its function: a request's tensors and the settings in, the answers out.
+KINDS: Mapping[str, Callable[[Tensors, Mapping[str, Any]], dict[str, Array]]] = {
+    "labels": rank_labels,
+    "entities": find_entities,
+    "spans": find_spans,
+    "masks": fill_masks,
+}

@@ -1,20 +1,15 @@
 """From texts to token ids: decoding, truncation and padding, without a word about Triton."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 Int64Array = npt.NDArray[np.int64]
-
-# The tensors that a step of this kind can make besides the model's own, and what fills them up where there is no
-# token: see the functions of the same names.
-_ABSENT = {"token_spans": -1, "continues_word": 0, "answer_spans": -1}
-
-# The model's own, and the attribute of an `Encoding` that each of them is.
-_TENSORS = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
 
 
 class TextError(ValueError):
@@ -29,15 +24,18 @@ class TextTokenizer:
         tensor_names: Names of the tensors to make.
         has_windows: Whether what is truncated follows in windows of its own, as many as it takes.
 
+    Attributes:
+        unknown_id: Id that stands for what the model has no token for; None where it has none.
+        marks_continuation: Whether tokens that continue a word begin with a mark.
+
     Raises:
         ValueError: The file sets no truncation or padding, or a tensor is wanted that a tokenizer does not make.
     """
 
     def __init__(self, path: Path, tensor_names: Sequence[str], *, has_windows: bool = False) -> None:
-        known = [*_TENSORS, *_ABSENT]
-        unknown = sorted(set(tensor_names) - set(known))
+        unknown = sorted(set(tensor_names) - TENSORS.keys())
         if unknown:
-            raise ValueError(f"a tokenizer does not make {', '.join(unknown)}: expected {', '.join(known)}")
+            raise ValueError(f"a tokenizer does not make {', '.join(unknown)}: expected {', '.join(TENSORS)}")
         self._tokenizer = Tokenizer.from_file(str(path))
         if self._tokenizer.padding is None or self._tokenizer.truncation is None:
             raise ValueError(f"{path} sets no padding or no truncation: expected a file that the export wrote")
@@ -46,8 +44,8 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self._tensor_names = list(tensor_names)
         self._has_windows = has_windows
-        self._unknown_id = find_unknown_id(self._tokenizer)
-        self._marks_continuation = bool(getattr(self._tokenizer.model, "continuing_subword_prefix", None))
+        self.unknown_id = find_unknown_id(self._tokenizer)
+        self.marks_continuation = bool(getattr(self._tokenizer.model, "continuing_subword_prefix", None))
 
     def encode(self, rows: Sequence[tuple[str, ...]]) -> "list[TokenizedRow | TextError]":
         """Return what each row of one or two texts became, unpadded, or why it became nothing.
@@ -77,22 +75,14 @@ class TextTokenizer:
 
     def _fill(self, row: "TokenizedRow", name: str, windows: int, seq_len: int) -> Int64Array:
         """Return one tensor of one row, padded in both directions."""
-        filling = {"input_ids": self._padding["pad_id"], "token_type_ids": self._padding["pad_type_id"]} | _ABSENT
-        made = [self._make(row, window, name) for window in row.windows]
-        tensor = np.full((windows, seq_len, *made[0].shape[1:]), filling.get(name, 0), dtype=np.int64)
+        wanted = TENSORS[name]
+        made = [np.array(wanted.make(self, row, window), dtype=np.int64) for window in row.windows]
+        filling = self._padding[wanted.filling] if isinstance(wanted.filling, str) else wanted.filling
+        tensor = np.full((windows, seq_len, *made[0].shape[1:]), filling, dtype=np.int64)
         for index, values in enumerate(made):
             start = seq_len - len(values) if self._padding["direction"] == "left" else 0
             tensor[index, start : start + len(values)] = values
         return tensor if self._has_windows else tensor[0]
-
-    def _make(self, row: "TokenizedRow", window: Encoding, name: str) -> Int64Array:
-        if name in _TENSORS:
-            return np.array(getattr(window, _TENSORS[name]), dtype=np.int64)
-        if name == "token_spans":
-            return token_spans(window)
-        if name == "answer_spans":
-            return answer_spans(window)
-        return continues_word(window, row.texts[0], self._unknown_id, marks_continuation=self._marks_continuation)
 
     def _check(self, encoding: Encoding, row: tuple[str, ...]) -> "TokenizedRow | TextError":
         if not encoding.ids:
@@ -159,6 +149,35 @@ def answer_spans(encoding: Encoding) -> Int64Array:
             word = encoding.token_to_word(index)
             spans[index] = encoding.offsets[index] if word is None else encoding.word_to_chars(word, 1)
     return spans
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor that a step of this kind can make.
+
+    Attributes:
+        make: Its values for one window of one row, [seq_len, ...], of the tokenizer, the row and the window.
+        filling: What stands in its padding; text is the key of the tokenizer's own setting.
+    """
+
+    make: Callable[[TextTokenizer, TokenizedRow, Encoding], Any]
+    filling: "int | str"
+
+
+# Name → how it is made. The first three are the model's own, the others are for the step behind it.
+TENSORS: Mapping[str, MadeTensor] = {
+    "input_ids": MadeTensor(lambda tokenizer, row, window: window.ids, "pad_id"),
+    "attention_mask": MadeTensor(lambda tokenizer, row, window: window.attention_mask, 0),
+    "token_type_ids": MadeTensor(lambda tokenizer, row, window: window.type_ids, "pad_type_id"),
+    "token_spans": MadeTensor(lambda tokenizer, row, window: token_spans(window), -1),
+    "continues_word": MadeTensor(
+        lambda tokenizer, row, window: continues_word(
+            window, row.texts[0], tokenizer.unknown_id, marks_continuation=tokenizer.marks_continuation
+        ),
+        0,
+    ),
+    "answer_spans": MadeTensor(lambda tokenizer, row, window: answer_spans(window), -1),
+}
 
 
 def decode_text(value: "bytes | str", row: int, name: str = "TEXT") -> str:

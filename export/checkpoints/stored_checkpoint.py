@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, list_some
 from .state_dict import TensorSpec
 from .storage import integrity
-from .storage.second_copies import Copy
+from .storage.second_copies import SecondCopy
 from .storage.stored_tensor import StoredTensor
 from .storage.zip_archive import StoredBlock, ZipArchive
 
@@ -124,7 +124,7 @@ class StoredCheckpoint:
             CheckpointError: Something is wrong, named.
         """
         copies = [
-            Copy(name=name, holder=self.tied.get(name, name), tensor=tensor, group=group)
+            SecondCopy(name=name, holder=self.tied.get(name, name), tensor=tensor, group=group)
             for group, members in enumerate(self.copies)
             for name, tensor in members.items()
             if name in self.tensors

@@ -54,12 +54,12 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "missing": "; ".join(source.missing),
         "adapters": ", ".join(str(folder) for folder in source.adapters),
         "vocabulary": _describe_rows(source.rows) if source.rows else "",
-        "left out": list_some(source.task.left_out) if source.task.left_out else "",
+        "left out": list_some(source.task.unused_tensors) if source.task.unused_tensors else "",
         "served as": f"{source.task.name}: {source.task.description}",
         "text": f"up to {signature.longest[SEQ_LEN]} tokens, longer is truncated"
         if SEQ_LEN in signature.longest
         else "",
-        "tried": source.task.tried,
+        "tried": source.task.tested_sizes,
         "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
         f"{result.engine} of Triton {result.target.release}",
         "beside fp32": _describe_precision(result.conversion) if result.conversion else "",
@@ -97,7 +97,7 @@ def to_json(result: ExportResult) -> dict[str, Any]:
         },
         "missing": list(source.missing),
         "adapters": [str(folder) for folder in source.adapters],
-        "left_out": task.left_out,
+        "left_out": task.unused_tensors,
         "target": result.target.release,
         "model_bytes": result.model_bytes,
         "peak_bytes": {"export": result.peak_bytes[0], "onnxruntime": result.peak_bytes[1]},
@@ -128,7 +128,7 @@ def _describe_precision(report: PrecisionReport) -> str:
         f"{report.size_ratio:.2f} of the size",
         f"{report.speed.ratio:.2f} times as fast on CPU",
     ]
-    parts += [f"{len(report.kept)} nodes in fp32"] if report.kept else []
+    parts += [f"{len(report.kept_fp32)} nodes in fp32"] if report.kept_fp32 else []
     return ", ".join(parts)
 
 

@@ -79,12 +79,12 @@ class Converted:
 
     Attributes:
         quality: Measured on the file at `destination`.
-        kept: Node name → why it stayed fp32.
+        kept_fp32: Node name → why it stayed fp32.
         measured: How many candidate files were measured.
     """
 
     quality: Quality
-    kept: Mapping[str, str] = field(default_factory=dict)
+    kept_fp32: Mapping[str, str] = field(default_factory=dict)
     measured: int = 1
 
 
@@ -103,7 +103,7 @@ class PrecisionReport:
         model_bytes: Size with weights.
         fp32_bytes: Size of the fp32 file with weights.
         speed: Speed beside fp32. It differs from run to run, so no file whose bytes must be the same holds it.
-        kept: Node name → why it stayed fp32.
+        kept_fp32: Node name → why it stayed fp32.
         measured: How many candidate files were measured to find them.
     """
 
@@ -113,7 +113,7 @@ class PrecisionReport:
     model_bytes: int
     fp32_bytes: int
     speed: Speed
-    kept: Mapping[str, str]
+    kept_fp32: Mapping[str, str]
     measured: int
 
     @property
@@ -124,7 +124,7 @@ class PrecisionReport:
     def to_json(self) -> dict[str, Any]:
         """Return everything, the nodes that stayed fp32 sorted under the reason why."""
         reasons: dict[str, list[str]] = {}
-        for name, reason in sorted(self.kept.items()):
+        for name, reason in sorted(self.kept_fp32.items()):
             reasons.setdefault(reason, []).append(name)
         return {
             "precision": self.precision,
@@ -165,7 +165,7 @@ def convert_graph(precision: Precision, conversion: Conversion) -> PrecisionRepo
         model_bytes=count_bytes(destination),
         fp32_bytes=count_bytes(source),
         speed=compare_speed(source, destination, conversion.feeds[:_SPEED_FEEDS]),
-        kept=written.kept,
+        kept_fp32=written.kept_fp32,
         measured=written.measured,
     )
 

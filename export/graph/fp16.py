@@ -27,7 +27,7 @@ def write(conversion: Conversion) -> Converted:
     ranges = measure_ranges(source, conversion.feeds, destination.parent, external_above_bytes=limit)
     islands = find_islands(load_graph(source), ranges)
     write_float16(source, destination, islands, external_above_bytes=limit)
-    return Converted(quality=conversion.measure(destination), kept=islands)
+    return Converted(quality=conversion.measure(destination), kept_fp32=islands)
 
 
 def write_float16(

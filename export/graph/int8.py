@@ -87,7 +87,7 @@ def write(conversion: Conversion) -> Converted:
             )
         write_candidate(count, destination)
     kept = others | dict.fromkeys(ranking[:count], "sensitive to int8")
-    return Converted(quality=qualities[count], kept=kept, measured=len(qualities))
+    return Converted(quality=qualities[count], kept_fp32=kept, measured=len(qualities))
 
 
 def _find_fewest(most: int, holds: Callable[[int], bool]) -> int | None:

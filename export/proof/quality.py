@@ -66,7 +66,7 @@ def list_quality_cases(task: Task) -> list[Case]:
 def list_quality_feeds(task: Task) -> list[Feed]:
     """Return these inputs as the graph is given them, in batches."""
     return [
-        join_rows(rows, task.signature, task.filling, case.padding_side).feeds
+        join_rows(rows, task.signature, task.padding_values, case.padding_side).feeds
         for case in list_quality_cases(task)
         for rows in case.batches
     ]
@@ -90,7 +90,7 @@ def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Me
         with ONNXRUNTIME.open(path, target) as session:
             for case in cases:
                 for rows in case.batches:
-                    batch = join_rows(rows, task.signature, task.filling, case.padding_side)
+                    batch = join_rows(rows, task.signature, task.padding_values, case.padding_side)
                     got += batch.cut(task.signature.outputs, session.run(names, batch.feeds))
                     expected += [reference.answer_row(row) for row in rows]
         each = [task.compare([want], [have], {})[key] for want, have in zip(expected, got, strict=True)]

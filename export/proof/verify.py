@@ -272,7 +272,7 @@ def _run_case(
     expected: list[Outputs] = []
     got: list[Outputs] = []
     for rows in case.batches:
-        batch = join_rows(rows, task.signature, task.filling, case.padding_side)
+        batch = join_rows(rows, task.signature, task.padding_values, case.padding_side)
         try:
             outputs = runner.run(names, batch.feeds)
         except (RuntimeFailure, EngineError) as exc:

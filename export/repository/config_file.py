@@ -1,5 +1,6 @@
 """`config.pbtxt`, read and written through Triton's own protobuf messages. Needs no torch."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -8,6 +9,9 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..errors import RepositoryError
 
 CONFIG_FILE = "config.pbtxt"
+
+# Parameters that an operator writes into a configuration, and that are not ours to lose.
+_OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
 
 
 def render_config(config: pb.ModelConfig) -> str:
@@ -20,18 +24,18 @@ def parse_config(text: str) -> pb.ModelConfig:
     """Return the configuration in the text of a `config.pbtxt`.
 
     Raises:
-        google.protobuf.text_format.ParseError: It is none.
+        google.protobuf.text_format.ParseError: It is not one.
     """
     return text_format.Parse(text, pb.ModelConfig())
 
 
-def read_config(folder: Path) -> pb.ModelConfig | None:
+def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | None:
     """Return the configuration of the model in `folder`, or None where it has none.
 
     Raises:
         RepositoryError: The file cannot be read, or is not a configuration.
     """
-    path = folder / CONFIG_FILE
+    path = folder / file_name
     try:
         return parse_config(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -47,3 +51,41 @@ def read_config(folder: Path) -> pb.ModelConfig | None:
             got=" ".join(str(exc).split()),
             remedy="move it out of the repository or pass another --name",
         ) from exc
+
+
+def pin_config(config: pb.ModelConfig, *, version: int, served: Iterable[int]) -> pb.ModelConfig:
+    """Return the configuration as it is where `version` is the active one.
+
+    Args:
+        config: Configuration of a step, an ensemble or a lone model.
+        version: What an ensemble pins its steps to.
+        served: Versions that a step loads.
+    """
+    pinned = pb.ModelConfig()
+    pinned.CopyFrom(config)
+    for step in pinned.ensemble_scheduling.step:
+        step.model_version = version
+    pinned.version_policy.specific.ClearField("versions")
+    pinned.version_policy.specific.versions.extend(sorted(set(served)))
+    return pinned
+
+
+def join_configs(old: pb.ModelConfig, new: pb.ModelConfig, *, served: Iterable[int]) -> pb.ModelConfig:
+    """Return the configuration of a step under which both the old and the new version load, and no other.
+
+    It is the new one, warmed up only with requests that both are made for: one may be too long for the old version.
+    """
+    joined = pin_config(new, version=0, served=served)
+    joined.ClearField("model_warmup")
+    joined.model_warmup.extend(warmup for warmup in new.model_warmup if warmup in old.model_warmup)
+    return joined
+
+
+def keep_operators_parameters(old: pb.ModelConfig, new: pb.ModelConfig) -> pb.ModelConfig:
+    """Return the new configuration with what an operator has written into the old one."""
+    kept = pb.ModelConfig()
+    kept.CopyFrom(new)
+    for key in _OPERATORS:
+        if key in old.parameters and key not in new.parameters:
+            kept.parameters[key].CopyFrom(old.parameters[key])
+    return kept

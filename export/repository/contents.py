@@ -14,6 +14,9 @@ GOLDEN_FILE = "golden.json"
 STAGING_PREFIX = "staging-"
 STAGED_CONFIG = f"{STAGING_PREFIX}{CONFIG_FILE}"
 
+# The configuration of a model of which nothing is served; it names the folder's owner.
+CLAIM_FILE = f"inactive-{CONFIG_FILE}"
+
 
 def list_versions(folder: Path) -> list[int]:
     """Return the numbers of a model's version folders, in order."""
@@ -38,7 +41,7 @@ def find_active_version(repository: Path, name: str) -> int:
 
 
 def find_free_version(repository: Path, model_names: Iterable[str]) -> int:
-    """Return the number of the next version, which no entry of any of these models bears, whatever kind it is of."""
+    """Return the number of the next version, which no entry of any of these models has, whatever its kind."""
     folders = [folder for name in model_names if (folder := repository / name).is_dir()]
     names = (entry.name for folder in folders for entry in folder.iterdir())
     return 1 + max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
@@ -47,19 +50,19 @@ def find_free_version(repository: Path, model_names: Iterable[str]) -> int:
 def find_owner(repository: Path, model_name: str) -> str | None:
     """Return the public model that the folder `model_name` belongs to, None where modelyard did not write it.
 
-    The configuration says so. Those of before it did are told by what lies beside them: a public model by its golden
+    The configuration says so. Older ones are recognised by what lies beside them: a public model by its golden
     answers, a step by the ensemble that names it.
 
     Raises:
         RepositoryError: A configuration cannot be read.
     """
     folder = repository / model_name
-    config = read_config(folder)
+    config = read_config(folder) or read_config(folder, CLAIM_FILE)
     if config is None:
         return None
     if OWNER_PARAMETER in config.parameters:
         return str(config.parameters[OWNER_PARAMETER].string_value)
-    if any((folder / str(version) / GOLDEN_FILE).is_file() for version in list_versions(folder)):
+    if _has_golden(folder):
         return model_name
     if _list_own_steps(repository, model_name):
         return model_name
@@ -85,6 +88,44 @@ def check_owners(repository: Path, name: str, model_names: Iterable[str]) -> Non
                 got=f"a part of the model {owner}" if owner else "what modelyard did not write",
                 remedy="pass another --name",
             )
+
+
+def list_models(repository: Path) -> list[str]:
+    """Return the public models that modelyard published, whether one of their versions is active or not.
+
+    Raises:
+        RepositoryError: There is no such repository.
+    """
+    if not repository.is_dir():
+        raise RepositoryError(
+            f"there is no repository {repository}",
+            expected="a folder",
+            got="a file" if repository.exists() else "nothing",
+            remedy="pass --repository",
+        )
+    return sorted(entry.name for entry in repository.iterdir() if _is_public(repository, entry.name))
+
+
+def _is_public(repository: Path, name: str) -> bool:
+    try:
+        return find_owner(repository, name) == name
+    except RepositoryError:
+        # Perhaps somebody else's, which then does not matter.
+        return _has_golden(repository / name)
+
+
+def _has_golden(folder: Path) -> bool:
+    return any((folder / str(version) / GOLDEN_FILE).is_file() for version in list_versions(folder))
+
+
+def list_parts(repository: Path, name: str) -> list[str]:
+    """Return the Triton models that a public model consists of: its steps, and itself last.
+
+    Raises:
+        RepositoryError: A configuration cannot be read.
+    """
+    names = [*(f"{name}{end}" for end in STEP_SUFFIXES), name]
+    return [part for part in names if find_owner(repository, part) == name]
 
 
 def _list_own_steps(repository: Path, name: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""The lock that every change of a repository holds, and what can be told before anything is read."""
+"""The lock that every change of a repository holds, and what can be checked before anything is read."""
 
 import contextlib
 import fcntl
@@ -38,7 +38,7 @@ def hold(repository: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Hold the repository against every other change; the lock goes with the process and leaves no file.
 
     Args:
-        repository: Exists.
+        repository: The repository, which exists.
         patience_s: How long another holder is waited for.
 
     Raises:
@@ -84,7 +84,7 @@ def _check_writable(repository: Path) -> None:
         raise RepositoryError(
             f"{repository} cannot be a repository",
             expected="a folder, or a place for one",
-            got=f"{nearest}, which is none",
+            got=f"{nearest}, which is not a folder",
             remedy="pass another --repository",
         )
     if not os.access(nearest, os.W_OK | os.X_OK):

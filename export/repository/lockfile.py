@@ -26,7 +26,7 @@ class SourceHash:
 
     Attributes:
         files: Path below the folder, with slashes → SHA-256, sorted.
-        sha256: Of all of them: of the lines `HASH  PATH` in that order, as `sha256sum` prints them.
+        sha256: Hash of all of them, taken of the lines `HASH  PATH` in that order, as `sha256sum` prints them.
     """
 
     files: Mapping[str, str]
@@ -86,7 +86,7 @@ def build_lock(
         target: The Triton release.
         versions: Distribution → version of what made the files; `python` among them.
         sources: What was read → its bytes, such as `checkpoint`, `base`, `adapter 1`.
-        options: What was asked for. Of a path only its name is kept.
+        options: The options of the export. Only the name of a path is recorded.
         seeds: What they seed → seed.
         artefacts: File → SHA-256 of every file of the version but this one.
     """

@@ -49,9 +49,9 @@ def build_configs(
     """Return model name → configuration, steps first, the ensemble last.
 
     Args:
-        names: Of the model, and of the ensemble around it where there is one.
-        signature: Of the ONNX file.
-        version: That the ensemble's steps are pinned to.
+        names: Names of the model, and of the ensemble around it where there is one.
+        signature: Tensors of the ONNX file.
+        version: Version that the ensemble's steps are pinned to.
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
         engine: What runs the model.
     """
@@ -181,7 +181,7 @@ def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> 
 
 
 def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
-    """Return how an ensemble passes on tensors that bear one name in and around a step."""
+    """Return how an ensemble passes on tensors that have one name in and around a step."""
     return {tensor.name: tensor.name for tensor in tensors}
 
 

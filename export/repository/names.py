@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..artefacts import POSTPROCESS, PREPROCESS
 from ..errors import RepositoryError
 
-# What a path component, a metrics label and a URL can all bear.
+# What a path component, a metrics label and a URL can all hold.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 
 # A parameter of every configuration, which no backend reads: the public model that the folder belongs to.

@@ -1,29 +1,23 @@
-"""The Triton model repository: numbered versions, staged, hashed and renamed into place.
+"""A new version of a model in a Triton model repository: staged, hashed and renamed into place.
 
 A published model is several Triton models (see `ModelNames`) that share one version number. A new version N
 appears in this order, so that whoever starts a server on the repository at any moment finds a whole one:
 
-    1. where nothing is served yet, every config, which names N; it also says whose the folder is
-    2. every file of version N, hashed as read back, in a folder `staging-*` of its model, which Triton does not take
+    1. in folders that are new, a file that says whose they are, which no server reads
+    2. every file of version N, hashed as read back, in a folder `staging-N-*` of its model, which Triton does not take
        for a version
-    3. the version folders, by renaming; the ensemble's last: from here on a first version is the published one
-    4. the steps' configs, which now serve the previous version and N
-    5. the ensemble's config, pinned to N: from here on N is the published version
-    6. the steps' configs again, which now serve N alone
+    3. the version folders, by renaming; the public model's last, which makes the version whole
+    4. the configurations, which make it the active one, as `activation` describes
 
 Failing or being interrupted on the way undoes what was done, in steps that need no room on the disk. Being killed, or
 a disk that will not even undo, leaves a repository that serves the previous version or N, and leftovers that the next
-publication removes.
+change of the model removes.
 """
 
-import contextlib
-import errno
+import hashlib
 import json
-import os
-import secrets
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,28 +27,29 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..artefacts import Artefacts
 from ..engines import ONNXRUNTIME, Engine
-from ..errors import ExportError, RepositoryError
+from ..errors import RepositoryError
 from ..proof.verify import VerificationReport, hash_file
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
-from .config_file import CONFIG_FILE, read_config, render_config
+from .activation import check_exchangeable, switch
+from .change import change
+from .config_file import read_config, render_config
 from .contents import (
     GOLDEN_FILE,
     REPORT_FILE,
-    STAGED_CONFIG,
-    STAGING_PREFIX,
     check_owners,
     find_active_version,
     find_free_version,
+    list_models,
     list_versions,
 )
-from .lock import PATIENCE_S, hold
+from .files import claim_folder, copy, link, move, sync_folder, write
+from .lock import PATIENCE_S
 from .model_config import build_configs
 from .names import ModelNames
+from .removal import name_staged, remove_leftovers
 from .undo import Undo
-
-# What a file system without hard links answers to the attempt to make one.
-_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
+from .version import CONFIGS_FOLDER, SUMS_FILE, Version, index_sums, render_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,39 +58,29 @@ class Publication:
 
     Attributes:
         name: What clients ask for.
-        version: The version that is now served.
+        version: The version that holds what was published.
+        active: The version that servers serve now, 0 where none is.
         outcome: `created` a version, `switched` back to one that holds the same content, or left all `unchanged`.
         report_file: The verification report beside that version.
     """
 
     name: str
     version: int
+    active: int
     outcome: Literal["created", "switched", "unchanged"]
     report_file: Path
 
 
-def check_contract(repository: Path, names: ModelNames, signature: ModelSignature) -> None:
-    """Refuse a name that is taken by something else than an earlier version of this very contract.
-
-    Clients rely on a name's inputs and outputs, and during a rollout both versions share one config: so a name keeps
-    its shapes and dtypes for good.
+def check_contract(repository: Path, names: ModelNames, signature: ModelSignature, engine: Engine) -> None:
+    """Refuse a name that is taken by anything but an earlier version that this one can take the place of.
 
     Raises:
-        RepositoryError: One of the names is another model's, or the published one has other inputs or outputs.
+        RepositoryError: One of the names is another model's, or the published one has other tensors or another engine.
     """
     check_owners(repository, names.name, names.all)
-    configs = build_configs(names, signature, version=1, served=[1])
-    for model_name, new in configs.items():
-        old = read_config(repository / model_name)
-        if old is None or not list_versions(repository / model_name):
-            continue
-        if _contract(old) != _contract(new):
-            raise RepositoryError(
-                f"{model_name} is already published with another contract",
-                expected=_contract(old),
-                got=_contract(new),
-                remedy="pass another --name, so that its clients keep working",
-            )
+    found = {model_name: read_config(repository / model_name) for model_name in names.all}
+    old = {name: config for name, config in found.items() if config and list_versions(repository / name)}
+    check_exchangeable(old, build_configs(names, signature, version=1, served=[1], engine=engine))
 
 
 def publish(
@@ -106,19 +91,21 @@ def publish(
     files: Artefacts,
     report: VerificationReport,
     engine: Engine = ONNXRUNTIME,
-    document: Callable[[int], Mapping[str, str]] = lambda version: {},
+    document: Callable[[Version], Mapping[str, str]] = lambda version: {},
+    activates: bool = True,
     patience_s: float = PATIENCE_S,
 ) -> Publication:
-    """Add a version to the repository, or find that the newest one has the same content.
+    """Add a version to the repository, or find one that has the same content, and make it the active one.
 
     Args:
-        repository: Is made if it is not there.
+        repository: The repository, which is made if it is not there.
         names: Names of the ensemble and its steps.
         signature: Tensors of the ONNX file.
         files: What the export wrote.
         report: The verification report of exactly these files.
         engine: What runs the model.
         document: Given the version, returns file name → text of what is kept beside the report.
+        activates: Whether it becomes the active version; else it is only there.
         patience_s: How long another publication is waited for.
 
     Raises:
@@ -129,41 +116,30 @@ def publish(
     homes[names.model] += files.model
     for step, paths in files.steps.items():
         homes[names.step(step)] += paths
-
-    def build(version: int, *served: int) -> Mapping[str, pb.ModelConfig]:
-        return build_configs(names, signature, version=version, served=[version, *served], engine=engine)
-
-    undo = Undo()
-    with contextlib.ExitStack() as held:
-        try:
-            _check_report(report, files.all)
-            _make_folder(repository, undo)
-            held.enter_context(hold(repository, patience_s))
-            check_contract(repository, names, signature)
-            _remove_leftovers(repository, names)
-            version = max(list_versions(repository / names.name), default=0)
-            created = not version or not _holds_files(repository, names, version, homes, report)
-            if created:
-                version = find_free_version(repository, names.all)
-                _claim_folders(repository, names, build(version), undo)
-                documents = {
-                    REPORT_FILE: json.dumps(report.to_json(), indent=2) + "\n",
-                    GOLDEN_FILE: json.dumps(report.golden) + "\n",
-                    **document(version),
-                }
-                _add_version(_stage(repository, names, homes, report, documents, undo), version, undo)
-            switched = _switch(repository, names, version, build, undo)
-        except BaseException as exc:
-            stopped = undo.run()
-            if stopped or isinstance(exc, OSError):
-                raise _explain(exc, stopped, repository, names.name) from exc
-            raise
-        undo.keep()
+    with change(repository, names.name, "written to", patience_s=patience_s) as undo:
+        _check_report(report, files.all)
+        check_contract(repository, names, signature, engine)
+        remove_leftovers(repository, names.name, names.all)
+        number = _find_equal_version(repository, names, homes, report)
+        created = number is None
+        number = number or find_free_version(repository, names.all)
+        configs = build_configs(names, signature, version=number, served=[number], engine=engine)
+        version = Version(repository=repository, name=names.name, number=number)
+        if created:
+            documents = {
+                REPORT_FILE: json.dumps(report.to_json(), indent=2) + "\n",
+                GOLDEN_FILE: json.dumps(report.golden) + "\n",
+                **document(version),
+            }
+            add_version(version, homes, report.sha256, documents, configs, undo)
+        switched = activates and switch(repository, names.name, configs, undo)
+        active = find_active_version(repository, names.name)
     return Publication(
         name=names.name,
-        version=version,
+        version=number,
+        active=active,
         outcome="created" if created else "switched" if switched else "unchanged",
-        report_file=repository / names.name / str(version) / REPORT_FILE,
+        report_file=version.folder / REPORT_FILE,
     )
 
 
@@ -185,97 +161,87 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
         )
 
 
-def _explain(exc: BaseException, stopped: OSError | None, repository: Path, name: str) -> RepositoryError:
-    """Return the one sentence on what went wrong, and on where the repository stands if it is not as it was."""
-    got = (exc.strerror if isinstance(exc, OSError) else None) or str(exc).rstrip(".") or type(exc).__name__
-    if stopped is None:
-        return RepositoryError(
-            f"{name} cannot be written to {repository}",
-            got=got,
-            remedy="free the disk or correct the permissions, then export again",
-        )
-    served = "it is not known which version is served"
-    with contextlib.suppress(ExportError, OSError):
-        served = f"version {find_active_version(repository, name)} is served"
-    return RepositoryError(
-        f"{name} cannot be written to {repository}, and what was begun cannot be undone",
-        got=f"{got}, then {stopped.strerror or stopped}",
-        remedy=f"{served}; mend the disk and export again, which clears up",
-    )
-
-
-def _claim_folders(repository: Path, names: ModelNames, configs: Mapping[str, pb.ModelConfig], undo: Undo) -> None:
-    """Write the configs that say whose a folder is, before anything else lies in it.
-
-    They name a version that is not there yet, which nobody can load. Where nothing is served that is so for all of
-    them, so that the ensemble's version folder, the last to be renamed, makes the version whole; where something is,
-    only of folders that are new.
-    """
-    is_served = find_active_version(repository, names.name) > 0
-    new = [name for name in names.all if not is_served or not (repository / name / CONFIG_FILE).exists()]
-    _write_configs(repository, configs, new, undo)
-
-
-def _stage(
-    repository: Path,
-    names: ModelNames,
+def add_version(
+    version: Version,
     files: Mapping[str, list[Path]],
-    report: VerificationReport,
+    digests: Mapping[str, str],
     documents: Mapping[str, str],
+    configs: Mapping[str, pb.ModelConfig],
     undo: Undo,
-) -> dict[str, Path]:
-    """Return model name → a staging folder with that model's whole version, on disk and read back."""
-    staged: dict[str, Path] = {}
-    for model_name in names.all:
-        folder = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=repository / model_name))
-        undo.add_litter(partial(shutil.rmtree, folder))
-        # mkdtemp makes it private; a server under another user must read it.
-        folder.chmod(0o755)
-        for source in files[model_name]:
-            _copy(source, folder / source.name)
-            if hash_file(folder / source.name) != report.sha256[source.name]:
-                raise RepositoryError(
-                    f"{source.name} reads back otherwise than it was written",
-                    expected=f"SHA-256 {report.sha256[source.name]}",
-                    got="another",
-                    remedy="check the disk",
-                )
-        staged[model_name] = folder
-    for file_name, text in documents.items():
-        _write(staged[names.name] / file_name, text)
+) -> None:
+    """Stage every file of a version, and rename it into place; the public model's folder last.
+
+    Args:
+        version: The version to make.
+        files: Triton model → its files.
+        digests: File name → SHA-256 that it must have.
+        documents: File name → text, of what lies in the public model's folder.
+        configs: Triton model → its configuration while the version is the active one.
+        undo: Takes back what is done.
+
+    Raises:
+        RepositoryError: A file reads back differently from how it was written.
+    """
+    documents = {
+        **documents,
+        **{f"{CONFIGS_FOLDER}/{model_name}.pbtxt": render_config(config) for model_name, config in configs.items()},
+    }
+    equal = index_sums(
+        Version(repository=version.repository, name=name, number=number)
+        for name in list_models(version.repository)
+        for number in list_versions(version.repository / name)
+    )
+    staged: dict[Path, Path] = {}
+    sums: dict[str, str] = {}
+    for model_name, sources in files.items():
+        claim_folder(version.repository / model_name, configs[model_name], undo)
+        folder = version.find_folder(model_name)
+        staged[folder] = folder.with_name(name_staged(version.number))
+        undo.add_litter(partial(shutil.rmtree, staged[folder]))
+        staged[folder].mkdir()
+        is_public = model_name == version.name
+        for source in sources:
+            _store(source, staged[folder] / source.name, digests[source.name], equal)
+            place = source.name if is_public else f"../../{model_name}/{version.number}/{source.name}"
+            sums[place] = digests[source.name]
+        if is_public:
+            for name, text in documents.items():
+                (staged[folder] / name).parent.mkdir(exist_ok=True)
+                write(staged[folder] / name, text)
+                sums[name] = hashlib.sha256(text.encode()).hexdigest()
+            write(staged[folder] / SUMS_FILE, render_sums(sums))
     for folder in staged.values():
-        _sync_directory(folder)
-    return staged
+        for each in (*(entry for entry in folder.iterdir() if entry.is_dir()), folder):
+            sync_folder(each)
+    for folder, staged_folder in staged.items():
+        move(staged_folder, folder, undo)
 
 
-def _add_version(staged: Mapping[str, Path], version: int, undo: Undo) -> None:
-    """Rename each staged folder to `version` of its model; the ensemble's last, which makes the version whole."""
-    for staging_folder in staged.values():
-        folder = staging_folder.with_name(str(version))
-        undo.add(partial(_rename_back, folder, staging_folder))
-        staging_folder.rename(folder)
-        _sync_directory(folder.parent)
+def _store(source: Path, target: Path, digest: str, equal: Mapping[str, Path]) -> None:
+    """Put a file into the repository, once however many versions hold it."""
+    known = equal.get(digest)
+    if known is not None and known.is_file():
+        link(known, target)
+        if hash_file(target) == digest:
+            return
+        # What was said to be equal is damaged.
+        target.unlink()
+    copy(source, target)
+    if hash_file(target) != digest:
+        raise RepositoryError(
+            f"{source.name} reads back differently from how it was written",
+            expected=f"SHA-256 {digest}",
+            got="another",
+            remedy="check the disk",
+        )
 
 
-def _rename_back(folder: Path, staging_folder: Path) -> None:
-    # An interruption may come before or after the renaming.
-    if not staging_folder.exists():
-        folder.rename(staging_folder)
-
-
-def _switch(
-    repository: Path, names: ModelNames, version: int, build: Callable[..., Mapping[str, pb.ModelConfig]], undo: Undo
-) -> bool:
-    """Make `version` the one that is served, in the order that the module describes; False if it was so already."""
-    after = build(version)
-    steps = [name for name in names.all if name != names.name]
-    before = find_active_version(repository, names.name)
-    if not any(_differs(repository / name, after[name]) for name in names.all):
-        return False
-    _write_configs(repository, build(version, before or version), steps, undo)
-    _write_configs(repository, after, [names.name], undo)
-    _write_configs(repository, after, steps, undo)
-    return True
+def _find_equal_version(
+    repository: Path, names: ModelNames, files: Mapping[str, list[Path]], report: VerificationReport
+) -> int | None:
+    """Return the newest version that is complete, holds these very files and was proven for the same."""
+    numbers = reversed(list_versions(repository / names.name))
+    return next((number for number in numbers if _holds_files(repository, names, number, files, report)), None)
 
 
 def _holds_files(
@@ -286,13 +252,14 @@ def _holds_files(
     report: VerificationReport,
 ) -> bool:
     """Tell whether `version` is complete and holds these very files, by their hashes."""
-    for model_name in names.all:
+    # The public model's first, whose report tells most versions apart without reading their files.
+    for model_name in reversed(names.all):
         folder = repository / model_name / str(version)
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         is_public = model_name == names.name
         if is_public and not {REPORT_FILE, GOLDEN_FILE} <= present:
             return False
-        # The documents beside the report tell of the same files; releases differ in which there are.
+        # The documents beside the report describe the same files; releases differ in which there are.
         if is_public and not _tells_the_same(folder, report):
             return False
         wanted = {source.name for source in files[model_name]}
@@ -315,119 +282,5 @@ def _tells_the_same(folder: Path, report: VerificationReport) -> bool:
     except (OSError, ValueError, LookupError):
         return False
     now = report.to_json()
-    is_same = all(told.get(key) == now.get(key) for key in ("target", "tolerances", "accepted_worse"))
+    is_same = all(told.get(key) == now.get(key) for key in ("sha256", "target", "tolerances", "accepted_worse"))
     return is_same and form == report.golden["samples"][0].keys()
-
-
-def _contract(config: pb.ModelConfig) -> str:
-    """Return a config's inputs and outputs as one line that can be compared and read."""
-    tensors = [*config.input, *config.output]
-    return ", ".join(f"{t.name} {pb.DataType.Name(t.data_type).removeprefix('TYPE_')} {list(t.dims)}" for t in tensors)
-
-
-def _remove_leftovers(repository: Path, names: ModelNames) -> None:
-    """Remove what a killed publication left: staged files, and its steps' versions, which the ensemble has not got.
-
-    Such versions are there only while the ensemble's own is staged, which is therefore removed last. Everything else
-    is somebody's: a link, or a version that was put there by hand.
-    """
-    public = repository / names.name
-    newest = max(list_versions(public), default=0)
-    is_unfinished = any(_is_staged(entry) for entry in _list_entries(public))
-    for model_name in names.all:
-        folder = repository / model_name
-        unfinished = [version for version in list_versions(folder) if version > newest and is_unfinished]
-        for version_folder in (folder / str(version) for version in unfinished):
-            if not version_folder.is_symlink():
-                shutil.rmtree(version_folder)
-        for entry in _list_entries(folder):
-            if _is_staged(entry):
-                shutil.rmtree(entry)
-            elif entry.name.startswith(STAGED_CONFIG) and entry.is_file():
-                entry.unlink()
-
-
-def _list_entries(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _is_staged(entry: Path) -> bool:
-    return entry.name.startswith(STAGING_PREFIX) and entry.is_dir() and not entry.is_symlink()
-
-
-def _make_folder(folder: Path, undo: Undo) -> None:
-    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
-        # Only where it is empty: somebody else may have come to use it.
-        undo.add_litter(path.rmdir)
-        path.mkdir(exist_ok=True)
-
-
-def _write_configs(
-    repository: Path, configs: Mapping[str, pb.ModelConfig], model_names: Iterable[str], undo: Undo
-) -> None:
-    """Replace the configs of `model_names` that are not so yet, each in one step that no reader sees half of."""
-    for model_name in model_names:
-        folder, config = repository / model_name, configs[model_name]
-        if _differs(folder, config):
-            _make_folder(folder, undo)
-            _replace_config(folder, config, undo)
-
-
-def _differs(folder: Path, config: pb.ModelConfig) -> bool:
-    path = folder / CONFIG_FILE
-    return not path.is_file() or path.read_text(encoding="utf-8") != render_config(config)
-
-
-def _replace_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> None:
-    path, staged = folder / CONFIG_FILE, folder / STAGED_CONFIG
-    undo.add_litter(partial(staged.unlink, missing_ok=True))
-    _write(staged, render_config(config))
-    if path.exists():
-        # Set aside first, so that the way back is a renaming, which needs no room on the disk.
-        before = path.with_name(f"{STAGED_CONFIG}.{secrets.token_hex(4)}")
-        undo.add_litter(partial(before.unlink, missing_ok=True))
-        _link(path, before)
-        undo.add(partial(before.replace, path))
-    else:
-        undo.add(partial(_give_up, folder))
-    staged.replace(path)
-    _sync_directory(folder)
-
-
-def _give_up(folder: Path) -> None:
-    """Remove the config that said whose a new folder is, unless something lies there that the next one must remove."""
-    if {entry.name for entry in folder.iterdir()} <= {CONFIG_FILE, STAGED_CONFIG}:
-        (folder / CONFIG_FILE).unlink(missing_ok=True)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Give the file a second name, or make a copy where the file system has no hard links."""
-    try:
-        target.hardlink_to(source)
-    except OSError as exc:
-        if exc.errno not in _NO_LINKS:
-            raise
-        _copy(source, target)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    _sync(target)
-
-
-def _write(target: Path, text: str) -> None:
-    target.write_text(text, encoding="utf-8")
-    _sync(target)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,6 +14,7 @@ class Undo:
 
     def __init__(self) -> None:
         self._steps: list[tuple[bool, Callable[[], object]]] = []
+        self._last: list[Callable[[], object]] = []
 
     def add(self, step: Callable[[], object]) -> None:
         """Have `step` take back what is about to be changed; harmless where that was not changed after all."""
@@ -22,6 +23,10 @@ class Undo:
     def add_litter(self, remove: Callable[[], object]) -> None:
         """Have `remove` called at the end, whatever that is; what it cannot remove is left to the next publication."""
         self._steps.append((True, remove))
+
+    def add_last(self, step: Callable[[], object]) -> None:
+        """Have `step` called where the change succeeds, when it is whole."""
+        self._last.append(step)
 
     def run(self) -> OSError | None:
         """Go back as far as it is possible, remove all litter, and return what stopped the way back."""
@@ -37,9 +42,8 @@ class Undo:
 
     def keep(self) -> None:
         """Keep the changes, and remove the litter."""
-        while self._steps:
-            is_litter, step = self._steps.pop()
-            # All is done: whoever interrupts now comes too late to be told that nothing was.
+        litter = [step for is_litter, step in reversed(self._steps) if is_litter]
+        for step in (*litter, *self._last):
+            # All is done: an interruption comes too late now to end with "nothing was done".
             with contextlib.suppress(OSError, KeyboardInterrupt):
-                if is_litter:
-                    step()
+                step()

@@ -49,7 +49,7 @@ class Task(ABC):
         name: Its name in the table of tasks.
         module: Tensors in the order of the signature in, the graph's outputs out. The source of truth.
         signature: Tensors of the module, and the contract around it.
-        left_out: Names of the tensors that the checkpoint holds and the module has no place for.
+        unused_tensors: Names of the tensors that the checkpoint holds and the module has no place for.
         tolerances: Error → bound, which every case of the verification must keep in fp32.
         tokenizer_use: Whether it can make use of a tokenizer, or cannot be served without one.
         is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
@@ -62,7 +62,7 @@ class Task(ABC):
     name: str
     module: nn.Module
     signature: ModelSignature
-    left_out: list[str]
+    unused_tensors: list[str]
 
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
@@ -82,11 +82,11 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def filling(self) -> Mapping[str, int]:
+    def padding_values(self) -> Mapping[str, int]:
         """Input name → what stands in its padding, 0 where it is not named."""
 
     @property
-    def tried(self) -> str:
+    def tested_sizes(self) -> str:
         """Largest sizes that are tried, for the summary; empty where the model takes no larger ones."""
         return ""
 

@@ -83,14 +83,14 @@ class Batch:
 
 
 def join_rows(
-    rows: Sequence[Row], signature: ModelSignature, filling: Mapping[str, int], padding_side: Side = "right"
+    rows: Sequence[Row], signature: ModelSignature, padding_values: Mapping[str, int], padding_side: Side = "right"
 ) -> Batch:
     """Return `rows` as one batch, padded to the largest size of each symbol.
 
     Args:
         rows: One or more.
         signature: Tensors of the graph.
-        filling: Input name → what stands in its padding, 0 where it is not named.
+        padding_values: Input name → what stands in its padding, 0 where it is not named.
         padding_side: Side for every symbol but the windows, which are always padded at the end.
     """
     if not signature.is_batched:
@@ -102,7 +102,7 @@ def join_rows(
     for tensor in signature.inputs:
         values = [row[tensor.name] for row in rows]
         shape = tensor.resolve_dims({**longest, BATCH: len(rows)})
-        array = np.full(shape, filling.get(tensor.name, 0), dtype=values[0].dtype)
+        array = np.full(shape, padding_values.get(tensor.name, 0), dtype=values[0].dtype)
         for index, value in enumerate(values):
             array[index][_place(tensor, sizes[index], longest, padding_side)] = value
         feeds[tensor.name] = array

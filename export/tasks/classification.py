@@ -36,7 +36,7 @@ class TextClassification(TextTask):
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
         set_pad_token(self.tokenizer, source.config)
-        model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
+        model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSequenceClassification)
         self.model = model
         self.labels = read_labels(source.config)
         self.function = choose_function(source.config)
@@ -102,9 +102,9 @@ class Reward(TextTask):
         set_pad_token(self.tokenizer, source.config)
         has_value_head = VALUE_HEAD in source.weights.specs()
         if has_value_head:
-            model, self.left_out, head = _load_value_model(source)
+            model, self.unused_tensors, head = _load_value_model(source)
         else:
-            model, self.left_out = load_model(source.config, source.weights, AutoModelForSequenceClassification)
+            model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSequenceClassification)
             _check_one_label(source.config)
         inputs = build_inputs(self.tokenizer, model)
         names = tuple(tensor.name for tensor in inputs)
@@ -220,7 +220,7 @@ def _load_value_model(source: TaskSource) -> tuple[PreTrainedModel, list[str], T
     for prefix in _VALUE_MODEL_PREFIXES:
         if any(name.startswith(prefix) for name in weights.specs()):
             weights = SelectPrefix(source=weights, prefix=prefix)
-    model, left_out = load_model(source.config, weights, AutoModel)
+    model, unused = load_model(source.config, weights, AutoModel)
     head = source.weights.read(VALUE_HEAD)
     # DeepSpeed-Chat builds it for OPT's `word_embed_proj_dim`, which is what OPT-350m ends in.
     wanted = (1, find_output_width(model))
@@ -231,4 +231,4 @@ def _load_value_model(source: TaskSource) -> tuple[PreTrainedModel, list[str], T
             got=str(list(head.shape)),
             remedy="use the config.json that the checkpoint was trained with",
         )
-    return model, [name for name in left_out if name != VALUE_HEAD], head
+    return model, [name for name in unused if name != VALUE_HEAD], head

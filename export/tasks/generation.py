@@ -16,7 +16,7 @@ from .base import TaskSource
 from .cases import Outputs, Row
 from .comparison import LOGIT_TOLERANCES, TENSOR_TOLERANCES, compare_logits, compare_tensors
 from .encoding import Question, QuestionEncoder
-from .tensors import SizeRange, Tensors, TensorTask, ValueRule
+from .tensors import InputRules, SizeRange, TensorTask, ValueRule
 from .text import read_verification_texts
 
 # Where nothing says how long a text may be.
@@ -48,7 +48,7 @@ class TextGeneration(GenerationTask):
     """A decoder: the whole text in, the logits at each of its tokens out."""
 
     def __init__(self, source: TaskSource) -> None:
-        self.model, self.left_out = load_model(source.config, source.weights, AutoModelForCausalLM)
+        self.model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForCausalLM)
         self.vocabulary = self.model.config.get_text_config().vocab_size
         self.longest = source.max_length or _DEFAULT_LENGTH
         self._build(source)
@@ -63,7 +63,7 @@ class TextGeneration(GenerationTask):
             ),
             outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(*dims, self.vocabulary)),),
         )
-        self.tensors = Tensors(
+        self.tensors = InputRules(
             rules={"input_ids": _ids(self.vocabulary), "attention_mask": ValueRule(kind="mask")},
             sizes={SEQ_LEN: SizeRange(largest=self.longest)},
             padded=(SEQ_LEN,),
@@ -102,7 +102,7 @@ class TextGenerationWithPast(TextGeneration):
             ),
             outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=logits_dims), *present),
         )
-        self.tensors = Tensors(
+        self.tensors = InputRules(
             rules={
                 "input_ids": _ids(self.vocabulary),
                 "attention_mask": ValueRule(kind="mask", hidden=PAST_LEN),
@@ -126,7 +126,7 @@ class Text2TextGeneration(GenerationTask):
     """An encoder and a decoder: a text and the beginning of another in, the logits at each token of that one out."""
 
     def __init__(self, source: TaskSource) -> None:
-        model, self.left_out = load_model(source.config, source.weights, AutoModelForSeq2SeqLM)
+        model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSeq2SeqLM)
         self.module = Seq2SeqModule(model).eval()
         self.vocabulary = model.config.vocab_size
         longest = source.max_length or _DEFAULT_LENGTH
@@ -139,7 +139,7 @@ class Text2TextGeneration(GenerationTask):
             ),
             outputs=(TensorSignature(name="logits", dtype=torch.float32, dims=(*decoder_dims, self.vocabulary)),),
         )
-        self.tensors = Tensors(
+        self.tensors = InputRules(
             rules={
                 "input_ids": _ids(self.vocabulary),
                 "attention_mask": ValueRule(kind="mask"),

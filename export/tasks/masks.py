@@ -34,7 +34,7 @@ class FillMask(TextTask):
                 got="none",
                 remedy="pass another --task",
             )
-        model, self.left_out = load_model(source.config, source.weights, AutoModelForMaskedLM)
+        model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForMaskedLM)
         self.top_k = min(source.options.get("top_k") or _DEFAULT_TOP_K, source.config.vocab_size - 1)
         inputs = build_inputs(self.tokenizer, model)
         # One more than is answered, so that the comparison sees whether the last one is tied with the next.

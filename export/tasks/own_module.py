@@ -33,7 +33,7 @@ from ..signature import BATCH, ModelSignature, TensorSignature
 from .cases import Outputs, Row, Side, join_rows
 from .comparison import TENSOR_TOLERANCES, compare_tensors, is_within
 from .golden import KSERVE_DTYPES
-from .tensors import SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
+from .tensors import InputRules, SizeRange, TensorTask, ValueRule, infer_outputs
 
 # What the batch is called where rows depend on one another: an axis like any other, which Triton must not join.
 _ROWS = "rows"
@@ -56,7 +56,7 @@ class InputSpec:
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[str, ...]
-    tensors: Tensors
+    tensors: InputRules
     arguments: Mapping[str, Any]
 
 
@@ -69,7 +69,7 @@ class FactoryTask(TensorTask):
 
     def __init__(self, module: nn.Module, spec: InputSpec) -> None:
         self.name = "module"
-        self.left_out: list[str] = []
+        self.unused_tensors: list[str] = []
         self.notes: list[str] = []
         self.tensors = spec.tensors
         self.module = FlatModule(module.requires_grad_(False), spec.outputs).eval()
@@ -144,7 +144,7 @@ class FactoryTask(TensorTask):
         return is_within(compare_tensors(alone, together), TENSOR_TOLERANCES)
 
     def _run(self, rows: Sequence[Row], side: Side) -> list[Outputs]:
-        batch = join_rows(rows, self.signature, self.filling, side)
+        batch = join_rows(rows, self.signature, self.padding_values, side)
         inputs = [torch.from_numpy(np.ascontiguousarray(batch.feeds[t.name])) for t in self.signature.inputs]
         with torch.no_grad():
             return batch.cut(self.signature.outputs, [output.numpy() for output in self.module(*inputs)])
@@ -236,7 +236,7 @@ def read_spec(path: Path) -> InputSpec:
     sizes = {symbol: _read_range(path, symbol, content.get("dims", {}).get(symbol, {})) for symbol in symbols}
     masks = [tensor for tensor in inputs if rules[tensor.name].kind == "mask"]
     padded = tuple(symbol for symbol in symbols if any(symbol in tensor.dims for tensor in masks))
-    tensors = Tensors(rules=rules, sizes=sizes, padded=padded)
+    tensors = InputRules(rules=rules, sizes=sizes, padded=padded)
     if "samples" in content:
         tensors = replace(tensors, samples=_read_samples(path.parent / content["samples"], inputs))
     return InputSpec(
@@ -265,13 +265,13 @@ def _read_input(path: Path, name: str, given: Any) -> TensorSignature:
 
 
 def _read_rule(path: Path, name: str, given: Mapping[str, Any]) -> ValueRule:
-    values, filling = given.get("values", "normal"), int(given.get("padding", 0))
+    values, padding = given.get("values", "normal"), int(given.get("padding", 0))
     if isinstance(values, str) and values in _PLAIN_VALUES:
-        return ValueRule(kind=values, filling=filling)  # type: ignore[arg-type]
+        return ValueRule(kind=values, padding=padding)  # type: ignore[arg-type]
     if isinstance(values, dict) and len(values) == 1:
         ((kind, limits),) = values.items()
         if kind in ("uniform", "integers") and isinstance(limits, list) and len(limits) == 2:
-            return ValueRule(kind=kind, low=limits[0], high=limits[1], filling=filling)
+            return ValueRule(kind=kind, low=limits[0], high=limits[1], padding=padding)
     raise SettingsError(
         f"the values of {name} in {path} are not valid",
         expected=", ".join(_PLAIN_VALUES) + ', {"uniform": [low, high]} or {"integers": [low, below]}',

@@ -61,7 +61,7 @@ class FeatureExtraction(TextTask):
         is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
         auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
         without = ("decoder.",) if is_half else ()
-        model, self.left_out = load_model(source.config, source.weights, auto_class, without)
+        model, self.unused_tensors = load_model(source.config, source.weights, auto_class, without)
         inputs = build_inputs(self.tokenizer, model)
         blocks = [load_dense(path) for path in self.pooling.dense]
         self.module = SentenceEmbedding(

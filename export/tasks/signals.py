@@ -19,7 +19,7 @@ from ..checkpoints.storage.paths import read_json_if_any
 from ..signature import BATCH, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
 from .base import HeadModule, TaskSource
-from .tensors import SizeRange, Tensors, TensorTask, ValueRule, infer_outputs
+from .tensors import InputRules, SizeRange, TensorTask, ValueRule, infer_outputs
 
 # The samples of a waveform.
 SAMPLES = "samples"
@@ -40,12 +40,12 @@ class SignalTask(TensorTask):
     output: ClassVar[str]
 
     def __init__(self, source: TaskSource) -> None:
-        model, self.left_out = load_model(source.config, source.weights, self.auto_class)
+        model, self.unused_tensors = load_model(source.config, source.weights, self.auto_class)
         if self.auto_class is AutoModel and source.config.is_encoder_decoder:
             model = model.get_encoder()
         dims = read_signal_dims(source.directory, source.config)
         name = model.main_input_name
-        self.tensors = Tensors(
+        self.tensors = InputRules(
             rules={name: ValueRule()},
             sizes={SAMPLES: SizeRange(smallest=_SHORTEST_WAVEFORM, largest=_LONGEST_WAVEFORM)}
             if SAMPLES in dims

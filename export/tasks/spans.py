@@ -42,7 +42,7 @@ class QuestionAnswering(TextTask):
                 got=self.tokenizer.padding_side,
                 remedy="set padding_side in tokenizer_config.json if the model was trained so",
             )
-        model, self.left_out = load_model(source.config, source.weights, AutoModelForQuestionAnswering)
+        model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForQuestionAnswering)
         self.top_k = source.options.get("top_k") or 1
         self.max_length = min(source.max_length, _MAX_WINDOW)
         self.stride = min(self.max_length // 2, _MAX_STRIDE)

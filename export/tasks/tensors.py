@@ -35,14 +35,14 @@ class ValueRule:
             `high`; `mask`, ones for what is there; `zeros` and `ones`.
         low: Lower end of uniform values and integers.
         high: Upper end of uniform values and integers.
-        filling: What stands in padding.
+        padding: What stands in padding.
         hidden: For a mask, the symbol of the places at its beginning, some of which are 0.
     """
 
     kind: Literal["normal", "uniform", "integers", "mask", "zeros", "ones"] = "normal"
     low: float = 0.0
     high: float = 1.0
-    filling: int = 0
+    padding: int = 0
     hidden: str = ""
 
     def make(self, shape: tuple[int, ...], dtype: torch.dtype, random: np.random.Generator) -> np.ndarray[Any, Any]:
@@ -90,7 +90,7 @@ class SizeRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensors:
+class InputRules:
     """What the inputs of a graph may be.
 
     Attributes:
@@ -117,15 +117,15 @@ class TensorTask(Task):
 
     tolerances: ClassVar[Mapping[str, float]] = TENSOR_TOLERANCES
 
-    tensors: Tensors
+    tensors: InputRules
 
     @property
-    def filling(self) -> Mapping[str, int]:
+    def padding_values(self) -> Mapping[str, int]:
         """See `Task`."""
-        return {name: rule.filling for name, rule in self.tensors.rules.items()}
+        return {name: rule.padding for name, rule in self.tensors.rules.items()}
 
     @property
-    def tried(self) -> str:
+    def tested_sizes(self) -> str:
         """See `Task`."""
         listed = {symbol: limits.list_sizes() for symbol, limits in self.tensors.sizes.items()}
         return ", ".join(f"{symbol} from {sizes[0]} to {sizes[-1]}" for symbol, sizes in listed.items())
@@ -143,7 +143,7 @@ class TensorTask(Task):
         sizes = {symbol: self.tensors.sizes[symbol].choose_example(preferred[symbol]) for symbol in symbols}
         random = np.random.default_rng(0)
         rows = [self._make_row(sizes, random) for _ in range(_EXAMPLE_BATCH if self.signature.is_batched else 1)]
-        feeds = join_rows(rows, self.signature, self.filling).feeds
+        feeds = join_rows(rows, self.signature, self.padding_values).feeds
         return tuple(torch.from_numpy(np.ascontiguousarray(feeds[tensor.name])) for tensor in self.signature.inputs)
 
     def build_cases(self) -> Iterator[Case]:
@@ -208,7 +208,7 @@ class TensorTask(Task):
 
 def make_row(
     inputs: Sequence[TensorSignature],
-    tensors: Tensors,
+    tensors: InputRules,
     sizes: Mapping[str, int],
     random: np.random.Generator,
     *,
@@ -226,7 +226,7 @@ def make_row(
 
 
 def infer_outputs(
-    module: nn.Module, inputs: tuple[TensorSignature, ...], names: Sequence[str], tensors: Tensors
+    module: nn.Module, inputs: tuple[TensorSignature, ...], names: Sequence[str], tensors: InputRules
 ) -> tuple[TensorSignature, ...]:
     """Return the signature of what `module` returns, by running it at two sets of sizes.
 

@@ -79,7 +79,7 @@ class TextTask(Task):
         self.added_tokens = source.added_tokens
 
     @property
-    def filling(self) -> Mapping[str, int]:
+    def padding_values(self) -> Mapping[str, int]:
         """See `Task`."""
         return {"input_ids": self.tokenizer.pad_token_id or 0}
 
@@ -266,7 +266,7 @@ class TextTask(Task):
         longest = max(len(window["input_ids"]) for window in windows)
         row = {}
         for tensor in self.signature.inputs:
-            padding = self.filling.get(tensor.name, 0)
+            padding = self.padding_values.get(tensor.name, 0)
             values = np.full((len(windows), longest), padding, dtype=np.int64)
             for index, window in enumerate(windows):
                 values[index, : len(window[tensor.name])] = window[tensor.name]

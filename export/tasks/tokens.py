@@ -28,7 +28,7 @@ class TokenClassification(TextTask):
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
-        model, self.left_out = load_model(source.config, source.weights, AutoModelForTokenClassification)
+        model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForTokenClassification)
         self.labels = read_labels(source.config)
         self.aggregation = source.options.get("aggregation") or DEFAULT_AGGREGATION
         inputs = build_inputs(self.tokenizer, model)

@@ -210,10 +210,10 @@ def load_model(
     model: PreTrainedModel = loaded[0]
     info: Mapping[str, Any] = loaded[1]
     _check_loading_info(empty, info, without)
-    left_out = sorted(info["unexpected_keys"])
+    unused = sorted(info["unexpected_keys"])
     # The other ways of running experts choose them by data-dependent loops or by operators that ONNX does not have.
     model.set_experts_implementation("batched_mm")
-    return model.eval().requires_grad_(False), left_out
+    return model.eval().requires_grad_(False), unused
 
 
 def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any], without: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from export.checkpoints import open_checkpoint
+from export.checkpoints.storage import safetensors_file
 from export.errors import CheckpointError
 
 
@@ -150,6 +151,19 @@ def test_a_header_larger_than_any_model_is_refused(tmp_path: Path, header: Any, 
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
     with pytest.raises(CheckpointError, match=re.escape(found)):
         open_checkpoint(tmp_path)
+
+
+def test_a_header_of_too_many_entries_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {f"w{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(200_010)}
+    text = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    parsed = []
+    monkeypatch.setattr(safetensors_file, "parse_json", lambda *args, **options: parsed.append(args))
+    with pytest.raises(CheckpointError, match="got .* bytes \\(200011 entries where 200000 are read\\)"):
+        open_checkpoint(tmp_path)
+    assert parsed == []
 
 
 def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:

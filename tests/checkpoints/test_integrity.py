@@ -11,7 +11,7 @@ from export.checkpoints.storage import assembled_tensor, integrity, stored_tenso
 from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose
 from export.checkpoints.storage.byte_ranges import OpenFiles
 from export.checkpoints.storage.dtypes import FLOAT32
-from export.checkpoints.storage.second_copies import Copy
+from export.checkpoints.storage.second_copies import SecondCopy
 from export.checkpoints.storage.stored_tensor import StoredTensor
 from export.checkpoints.storage.zip_archive import StoredBlock
 from export.errors import CheckpointError
@@ -36,7 +36,7 @@ def store(path: Path, content: object) -> dict[str, StoredTensor]:
     return found
 
 
-def make(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor], list[Copy]]:
+def make(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor], list[SecondCopy]]:
     """One flat storage that everything is cut out of, as ZeRO leaves it, and copies in 16 bits."""
     flat = torch.randn(3 * ROWS * WIDTH + 5, generator=torch.Generator().manual_seed(1))
     first, second, third = flat[5:].view(3, ROWS, WIDTH)
@@ -51,8 +51,8 @@ def make(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, torch.Tensor]
     low = store(folder / "low.pt", {name: tensor.bfloat16() for name, tensor in (("a", first), ("b", second))})
     whole = store(folder / "whole.pt", {"joined": truth["joined"].bfloat16()})
     copies = [
-        Copy(name="turned", holder="turned", tensor=transpose(low["a"]), group=0),
-        Copy(name="joined", holder="joined", tensor=whole["joined"], group=1),
+        SecondCopy(name="turned", holder="turned", tensor=transpose(low["a"]), group=0),
+        SecondCopy(name="joined", holder="joined", tensor=whole["joined"], group=1),
     ]
     return tensors, truth, copies
 

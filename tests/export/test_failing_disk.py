@@ -41,7 +41,7 @@ def judge(error: BaseException) -> int:
     is_told = "cannot be written to" in sentence or "cannot be read: got Input/output error; check the disk" in sentence
     if not isinstance(error, RepositoryError) or not is_told or "\n" in sentence:
         return WRONG
-    return STUCK if "what was begun cannot be undone: got" in sentence and "is served; mend" in sentence else REFUSED
+    return STUCK if "what was begun cannot be undone: got" in sentence and "is active; mend" in sentence else REFUSED
 
 
 def prepare(kind: str, exported: Exported, other: Exported, disk: Path) -> tuple[Path, Exported]:

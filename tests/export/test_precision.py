@@ -129,7 +129,7 @@ def test_a_vector_of_length_1_keeps_it_in_fp16(real: Real, converted: dict[str, 
 
 def test_int8_keeps_few_nodes_in_fp32_and_is_faster(converted: dict[str, tuple[Path, PrecisionReport]]) -> None:
     _, report = converted["int8"]
-    sensitive = [name for name, reason in report.kept.items() if reason == "sensitive to int8"]
+    sensitive = [name for name, reason in report.kept_fp32.items() if reason == "sensitive to int8"]
     assert 0 < len(sensitive) <= 15, "of 37; 10 as measured"
     assert report.measured <= 8, "log2 of 37, and both ends"
     # 1.6 as measured, on a CPU with VNNI.
@@ -147,7 +147,9 @@ def test_fp16_leaves_masks_and_norms_in_fp32_and_every_product_of_matrices_in_fp
         types[node.op_type].add(node.outputs[0].dtype)
     assert types["MatMul"] == {ir.DataType.FLOAT16}
     assert types["LayerNormalization"] == types["Softmax"] == {ir.DataType.FLOAT}
-    assert sum("mask" in reason for reason in report.kept.values()) == 12, "what adds the mask, and softmax, six times"
+    assert sum("mask" in reason for reason in report.kept_fp32.values()) == 12, (
+        "what adds the mask, and softmax, six times"
+    )
 
 
 class Classifier(nn.Module):
@@ -282,7 +284,7 @@ def test_the_same_graph_gives_the_same_bytes_and_nothing_of_the_machine(
         measure = measure_torch(module, feeds)
         reports.append(convert(precision, source, path, feeds=feeds, measure=measure, threshold=0.9))
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert (reports[0].kept, reports[0].quality) == (reports[1].kept, reports[1].quality)
+    assert (reports[0].kept_fp32, reports[0].quality) == (reports[1].kept_fp32, reports[1].quality)
     model = onnx.load(paths[0])
     assert not (model.metadata_props or model.producer_name or model.producer_version or model.doc_string)
     assert str(tmp_path.parent).encode() not in paths[0].read_bytes()
@@ -363,7 +365,9 @@ def test_a_table_that_is_multiplied_as_well_stays_what_it_is(tmp_path: Path) -> 
     path = tmp_path / "model.onnx"
     report = convert("int8", source, path, feeds=feeds, measure=measure_torch(module, feeds))
     assert report.quality.worst > 0.999
-    shared = [name for name, reason in report.kept.items() if reason == "its constant is read by other nodes as well"]
+    shared = [
+        name for name, reason in report.kept_fp32.items() if reason == "its constant is read by other nodes as well"
+    ]
     graph = load_graph(path).graph
     assert {node.op_type for node in load_graph(source).graph if node.name in shared} == {"Gather", "Gemm"}
     assert sum(node.op_type == "MatMulInteger" for node in graph) == 1
@@ -379,8 +383,8 @@ def test_large_values_inside_stay_fp32_and_would_be_infinite_otherwise(
     measure = measure_torch(module, feeds)
     report = convert("fp16", source, tmp_path / "model.onnx", feeds=feeds, measure=measure)
     assert report.quality.worst > 0.9999
-    assert any(reason.startswith("values up to") for reason in report.kept.values())
-    assert any(node.op_type == "MatMul" and node.name not in report.kept for node in load_graph(source).graph), (
+    assert any(reason.startswith("values up to") for reason in report.kept_fp32.values())
+    assert any(node.op_type == "MatMul" and node.name not in report.kept_fp32 for node in load_graph(source).graph), (
         "only what needs it stays fp32"
     )
     unseen = find_islands(load_graph(source), {})
@@ -395,7 +399,7 @@ def test_constants_that_fp16_cannot_hold_stay_as_they_are(tmp_path: Path) -> Non
     source = export(module, tmp_path / "fp32" / "model.onnx", (BATCH, SEQ_LEN, 32))
     path = tmp_path / "model.onnx"
     report = convert("fp16", source, path, feeds=feeds, measure=measure_torch(module, feeds))
-    assert any(reason == "reads a constant beyond fp16, 1e+06" for reason in report.kept.values())
+    assert any(reason == "reads a constant beyond fp16, 1e+06" for reason in report.kept_fp32.values())
     assert report.quality.worst > 0.9999
     scale = load_graph(path).graph.initializers["scale"].const_value
     assert scale is not None and scale.numpy().dtype == np.float32 and (scale.numpy() == 1e6).all()
@@ -413,7 +417,7 @@ def test_positions_are_never_fp16(tmp_path: Path) -> None:
     feeds = build_feeds()
     report = convert("fp16", source, tmp_path / "model.onnx", feeds=feeds, measure=measure_torch(Rotary(), feeds))
     assert report.quality.worst > 0.9999999
-    assert set(report.kept.values()) >= {"computed from integers and constants alone"}
+    assert set(report.kept_fp32.values()) >= {"computed from integers and constants alone"}
 
 
 BRANCHED = """<ir_version: 10, opset_import: ["": 18]>
@@ -554,7 +558,7 @@ def test_the_report_says_which_nodes_stayed_fp32_and_why() -> None:
         model_bytes=34,
         fp32_bytes=90,
         speed=Speed(fp32_ms=56.0, this_ms=35.0),
-        kept={"b": "sensitive to int8", "a": "sensitive to int8", "c": "small table"},
+        kept_fp32={"b": "sensitive to int8", "a": "sensitive to int8", "c": "small table"},
         measured=8,
     )
     assert json.loads(json.dumps(report.to_json())) == {

@@ -17,6 +17,7 @@ from launcher import write_older_golden
 from repositories import NAMES, is_consistent, make_other, publish_files, read_config, served
 
 from demo.serving import serve
+from export.engines import ONNXRUNTIME
 from export.errors import RepositoryError
 from export.repository.config_file import parse_config, render_config
 from export.repository.contents import check_owners, find_owner
@@ -35,6 +36,10 @@ def test_a_first_publication_makes_version_1_of_every_model(exported: Exported, 
     publication = publish_files(exported, tmp_path / "models")
     assert (publication.version, publication.outcome) == (1, "created")
     assert sorted(path for path, kind in fingerprint(tmp_path / "models").items() if kind != "folder") == [
+        "sentence_embedding/1/SHA256SUMS",
+        "sentence_embedding/1/configs/sentence_embedding.pbtxt",
+        "sentence_embedding/1/configs/sentence_embedding_model.pbtxt",
+        "sentence_embedding/1/configs/sentence_embedding_preprocess.pbtxt",
         "sentence_embedding/1/golden.json",
         "sentence_embedding/1/verification.json",
         "sentence_embedding/config.pbtxt",
@@ -119,7 +124,7 @@ def test_a_name_keeps_its_contract(exported: Exported, tmp_path: Path) -> None:
     signature = exported.source.task.signature
     wider = replace(signature, outputs=(replace(signature.outputs[0], dims=("batch", 32)),))
     with pytest.raises(RepositoryError, match=r"already published with another contract: .*\[16\].*got.*\[32\]"):
-        check_contract(tmp_path, NAMES, wider)
+        check_contract(tmp_path, NAMES, wider, ONNXRUNTIME)
 
 
 STEP = "sentence_embedding_model"
@@ -226,7 +231,7 @@ def test_a_repository_that_cannot_be_written_is_told_before_anything_is_read(tmp
             check_destination(repository, "tiny")
         assert str(caught.value) == (
             f"{repository} cannot be a repository: expected a folder, or a place for one, got {tmp_path / 'file'}, "
-            f"which is none; pass another --repository."
+            f"which is not a folder; pass another --repository."
         )
     with pytest.raises(RepositoryError, match="the model's name cannot be used"):
         check_destination(tmp_path / "models", "a/b")

@@ -53,7 +53,7 @@ def test_a_reward_is_the_value_head_of_what_the_model_ends_in(
 ) -> None:
     build_reward_model(tmp_path / "reward", checkpoint, prefix=prefix, hidden_size=hidden_size)
     task = build_task("reward", build_source(tmp_path / "reward"))
-    assert isinstance(task, Reward) and task.left_out == []
+    assert isinstance(task, Reward) and task.unused_tensors == []
     saved = torch.load(tmp_path / "reward" / "pytorch_model.bin")
     base = OPTModel(OPTConfig.from_pretrained(tmp_path / "reward")).eval()
     base.load_state_dict({name.removeprefix(prefix): value for name, value in saved.items() if name.startswith("rw")})
@@ -120,8 +120,8 @@ SENTENCE_TRANSFORMERS = {
 
 @pytest.mark.parametrize("text", SENTENCE_TRANSFORMERS)
 def test_the_module_gives_what_sentence_transformers_gives(text: str, checkpoint: Path) -> None:
-    model, left_out = load_model(load_config(checkpoint), CastToFloat32(source=open_checkpoint(checkpoint)))
-    assert left_out == []
+    model, unused = load_model(load_config(checkpoint), CastToFloat32(source=open_checkpoint(checkpoint)))
+    assert unused == []
     names = ("input_ids", "attention_mask", "token_type_ids")
     module = SentenceEmbedding(model, read_pooling(checkpoint), names)
     inputs = load_tokenizer(checkpoint)([text], return_tensors="pt")

@@ -33,8 +33,8 @@ def load(directory: Path) -> tuple[object, list[str]]:
 
 
 def test_every_weight_arrives_in_the_model(tiny_checkpoint: Path) -> None:
-    model, left_out = load(tiny_checkpoint)
-    assert left_out == []
+    model, unused = load(tiny_checkpoint)
+    assert unused == []
     saved = load_file(tiny_checkpoint / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())  # type: ignore[attr-defined]
 

@@ -136,7 +136,7 @@ def test_a_server_tokenizer_that_makes_other_ids_is_refused_with_the_text(export
     tokenizer = Tokenizer.from_file(str(exported.tokenizer_file))
     tokenizer.enable_truncation(8)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(VerificationError, match="reads 'The cat sleeps on the warm windowsill.' otherwise"):
+    with pytest.raises(VerificationError, match="reads 'The cat sleeps on the warm windowsill.' differently"):
         verify_files(exported.source, exported.model_file, tmp_path / "tokenizer.json")
 
 

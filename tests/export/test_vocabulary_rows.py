@@ -68,8 +68,8 @@ def fit(directory: Path, options: VocabularyOptions, **changes: Any) -> tuple[Pr
     weights, rows = fit_vocabulary(config, checkpoint, tokenizer, options)
     assert config.vocab_size == rows.after
     auto_class = AutoModelForMaskedLM if config.model_type == "bert" else AutoModelForCausalLM
-    model, left_out = load_model(config, weights, auto_class)
-    assert left_out == []
+    model, unused = load_model(config, weights, auto_class)
+    assert unused == []
     return model, rows, tokenizer
 
 
@@ -180,8 +180,8 @@ def test_what_is_added_to_the_logits_of_bart_and_its_relatives_grows_in_step(
         encoder, _ = load_model(config, weights, AutoModel, without=("lm_head", "final_logits_bias"))
         assert encoder.get_input_embeddings().weight.shape == (fitted.after, 16)
         return
-    model, left_out = load_model(config, weights, AutoModelForSeq2SeqLM)
-    assert left_out == [] and "final_logits_bias" in fitted.tables
+    model, unused = load_model(config, weights, AutoModelForSeq2SeqLM)
+    assert unused == [] and "final_logits_bias" in fitted.tables
     kept = min(rows, fitted.after)
     assert torch.equal(model.final_logits_bias[:, :kept], bias[:, :kept])
     assert torch.equal(model.final_logits_bias[:, kept:], torch.zeros(1, fitted.after - kept))

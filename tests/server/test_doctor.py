@@ -24,7 +24,7 @@ def test_a_machine_that_can_serve_is_told_so(published: Published) -> None:
     done = run("-m", "server", "doctor", "--json", "--repository", str(published.repository), *port_options())
     assert done.code == 0, done.out
     findings = {finding["what"]: finding for finding in json.loads(done.out)}
-    assert len(findings) == 8
+    assert len(findings) == 10
     assert not [finding for finding in findings.values() if finding["verdict"] == "broken"]
     assert "sentence_embedding_model" in findings["model repository"]["found"]
     # Every finding that is not well says what to do.
@@ -64,3 +64,41 @@ def test_a_cpu_without_wide_registers_is_found() -> None:
     assert finding.verdict == "warning"
     assert "without avx2" in finding.found
     assert examine_cpu("flags\t\t: avx2 fma amx_bf16\n").found.endswith("avx2, fma, amx_bf16")
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdict", "remedy"),
+    [(64, "broken", "raise the limit (ulimit -Hn"), (300, "warning", "1024 at least"), (1024, "ok", "")],
+)
+def test_a_limit_on_open_files_is_found(published: Published, limit: int, verdict: str, remedy: str) -> None:
+    command = ["prlimit", f"--nofile={limit}:{limit}", sys.executable, "-m", "server", "doctor", "--json"]
+    command += ["--repository", str(published.repository), *port_options()]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    (finding,) = [finding for finding in json.loads(done.stdout) if finding["what"] == "open files"]
+    assert finding["verdict"] == verdict
+    assert finding["remedy"].startswith(remedy)
+    assert done.returncode == int(verdict == "broken")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="changes its user")
+def test_a_limit_on_threads_is_found(published: Published) -> None:
+    # Root's threads are not counted. What this user may read besides is what root may.
+    rights = "-all,+dac_override,+dac_read_search"
+    user = ["setpriv", "--reuid", "12345", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    command = [
+        "prlimit",
+        "--nproc=100:100",
+        *user,
+        f"--bounding-set={rights}",
+        sys.executable,
+        "-m",
+        "server",
+        "doctor",
+    ]
+    command += ["--json", "--repository", str(published.repository), *port_options()]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    (finding,) = [finding for finding in json.loads(done.stdout) if finding["what"] == "threads"]
+    assert finding["verdict"] == "broken"
+    assert "too few threads may run: expected 256 more at least, got" in finding["found"]
+    assert "pids_limit" in finding["remedy"]

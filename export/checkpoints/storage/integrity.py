@@ -25,7 +25,7 @@ from .byte_ranges import BAND_BYTES, CHUNK_BYTES, THREADS, ByteRange, OpenFiles,
 from .cast import count_non_finite
 from .crc32 import Checksums
 from .dtypes import ElementType
-from .second_copies import Copy, SecondCopies
+from .second_copies import SecondCopies, SecondCopy
 from .stored_tensor import ContiguousTensor, StoredTensor, bits
 from .zip_archive import StoredBlock
 
@@ -69,7 +69,7 @@ class _BlockPlan:
 def scan(
     tensors: Mapping[str, StoredTensor],
     *,
-    copies: Sequence[Copy] = (),
+    copies: Sequence[SecondCopy] = (),
     beside: Iterable[StoredBlock] = (),
     allow_non_finite: bool = False,
     sink: Sink | None = None,

@@ -21,7 +21,7 @@ _WINDOW_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class SecondCopy:
     """A second copy of a tensor, of the same or lower precision.
 
     Attributes:
@@ -45,15 +45,15 @@ class SecondCopies:
         copies: What must agree with them.
     """
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], copies: Sequence[Copy]) -> None:
+    def __init__(self, tensors: Mapping[str, StoredTensor], copies: Sequence[SecondCopy]) -> None:
         self._tensors = tensors
         self._copies = copies
         # (group, name) of copies that are not their tensors.
         self._differing: set[tuple[int, str]] = set()
         # Copies that cannot be looked at while their tensors pass, because they are cut otherwise.
-        self.unpaired: list[Copy] = []
+        self.unpaired: list[SecondCopy] = []
         # Name → copies and, for each, its runs, which lie as those of the tensor do.
-        self._pairs: dict[str, list[tuple[Copy, tuple[ContiguousTensor, ...]]]] = {}
+        self._pairs: dict[str, list[tuple[SecondCopy, tuple[ContiguousTensor, ...]]]] = {}
         for copy in copies:
             tensor = tensors[copy.holder]
             if tensor.is_all_of_its_runs and tensor.layout == copy.tensor.layout:
@@ -77,7 +77,7 @@ class SecondCopies:
                 if not equals_cast(part, dtype, content, twin.dtype):
                     self._differing.add((copy.group, copy.name))
 
-    def compare_whole(self, copy: Copy) -> None:
+    def compare_whole(self, copy: SecondCopy) -> None:
         """Read an unpaired copy and its tensor, and compare them."""
         tensor = self._tensors[copy.holder]
         same = tensor.shape == copy.tensor.shape

@@ -1,0 +1,129 @@
+"""Which version of a model is the active one, which servers serve; changed without an export and without a copy.
+
+In this order, so that whoever starts a server on the repository at any moment finds a whole version, and a server that
+follows can load each state as it finds it:
+
+    1. the configs of the steps, which now serve the version that is active and the one that is to be
+    2. the config of the public model: of an ensemble, pinned to the new version; from here on that one is active
+    3. the configs of the steps again, which now serve the new version alone
+
+A lone model has no steps, and thus the second of these alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from tritonclient.grpc import model_config_pb2 as pb
+
+from ..errors import RepositoryError
+from .change import change
+from .config_file import join_configs, keep_operators_parameters, read_config
+from .contents import CLAIM_FILE, find_active_version, list_versions
+from .files import write_configs
+from .removal import remove_leftovers
+from .undo import Undo
+from .version import find_version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What an activation led to.
+
+    Attributes:
+        name: The public model.
+        version: The version that is active now.
+        before: The one that was, 0 where none was.
+        outcome: Whether anything was written.
+    """
+
+    name: str
+    version: int
+    before: int
+    outcome: Literal["activated", "unchanged"]
+
+
+def activate(repository: Path, name: str, version: int | None = None) -> Activation:
+    """Make a version the active one.
+
+    Args:
+        repository: Where it was published.
+        name: The public model.
+        version: The number; the newest one if left out.
+
+    Raises:
+        RepositoryError: There is no such version, it is not whole, its engine or its tensors differ from those of
+            the version that is active, or the disk fails.
+    """
+    with change(repository, name, "switched in") as undo:
+        chosen = find_version(repository, name, version or max(list_versions(repository / name), default=0))
+        configs = chosen.read_configs()
+        remove_leftovers(repository, name, configs)
+        before = find_active_version(repository, name)
+        is_switched = switch(repository, name, configs, undo)
+    return Activation(
+        name=name, version=chosen.number, before=before, outcome="activated" if is_switched else "unchanged"
+    )
+
+
+def switch(repository: Path, name: str, configs: Mapping[str, pb.ModelConfig], undo: Undo) -> bool:
+    """Make the version of these configurations the active one; return False if it was so already.
+
+    Args:
+        repository: The repository, which the caller holds.
+        name: The public model.
+        configs: Triton model → its configuration while the version is the active one.
+        undo: Takes back what is done.
+
+    Raises:
+        RepositoryError: No configuration could serve the active version beside it.
+    """
+    before = {model_name: read_config(repository / model_name) or configs[model_name] for model_name in configs}
+    check_exchangeable(before, configs)
+    after = {model_name: keep_operators_parameters(before[model_name], new) for model_name, new in configs.items()}
+    is_switched = any(read_config(repository / model_name) != config for model_name, config in after.items())
+    if is_switched:
+        steps = [model_name for model_name in configs if model_name != name]
+        active, (number,) = find_active_version(repository, name), configs[name].version_policy.specific.versions
+        during = {step: join_configs(before[step], after[step], served=[active, number]) for step in steps}
+        write_configs(repository, during if active not in (0, number) else after, steps, undo)
+        write_configs(repository, after, [name], undo)
+        write_configs(repository, after, steps, undo)
+    for model_name in configs:
+        undo.add_last(partial((repository / model_name / CLAIM_FILE).unlink, missing_ok=True))
+    return is_switched
+
+
+def check_exchangeable(old: Mapping[str, pb.ModelConfig], new: Mapping[str, pb.ModelConfig]) -> None:
+    """Refuse configurations under which the old and the new version of a model could not both be served.
+
+    Clients rely on a name's inputs and outputs, and during a rollout both versions share one config: so a name keeps
+    its shapes, its dtypes and its engine for good.
+
+    Raises:
+        RepositoryError: A model would have other tensors or another engine.
+    """
+    for model_name in sorted({*old} & {*new}):
+        for what, describe in (("contract", _describe_tensors), ("engine", _describe_engine)):
+            expected, got = describe(old[model_name]), describe(new[model_name])
+            if expected != got:
+                raise RepositoryError(
+                    f"{model_name} is already published with another {what}",
+                    expected=expected,
+                    got=got,
+                    remedy="pass another --name, so that its clients keep working",
+                )
+
+
+def _describe_tensors(config: pb.ModelConfig) -> str:
+    """Return a config's inputs and outputs as one line that can be compared and read."""
+    tensors = [*config.input, *config.output]
+    return ", ".join(f"{t.name} {pb.DataType.Name(t.data_type).removeprefix('TYPE_')} {list(t.dims)}" for t in tensors)
+
+
+def _describe_engine(config: pb.ModelConfig) -> str:
+    """Return what runs a model, which reads its version's files; both versions of a rollout have the same."""
+    batching = "requests joined" if config.max_batch_size else "requests one by one"
+    return f"{config.backend or config.platform}, {batching}"

@@ -1,0 +1,142 @@
+"""A published version: its folders, its documents, and the configurations that make it active. Needs no torch."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tritonclient.grpc import model_config_pb2 as pb
+
+from ..errors import RepositoryError
+from .config_file import CONFIG_FILE, pin_config, read_config
+from .contents import REPORT_FILE, list_parts, list_versions
+from .lockfile import LOCK_FILE, read_lock
+
+# The configurations of a version's Triton models as they are while it is the active one, one file each.
+CONFIGS_FOLDER = "configs"
+
+# When and from what it was published: the lock leaves that out, because it is of one day and one machine.
+PUBLICATION_FILE = "publication.json"
+
+# The hashes of every file of the version, as `sha256sum --check` reads them in the version's folder.
+SUMS_FILE = "SHA256SUMS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """A version of a public model.
+
+    Attributes:
+        repository: Where it was published.
+        name: The public model.
+        number: Number of the version.
+    """
+
+    repository: Path
+    name: str
+    number: int
+
+    @property
+    def folder(self) -> Path:
+        """Where its documents are, and those of its files that belong to the public model itself."""
+        return self.repository / self.name / str(self.number)
+
+    def find_folder(self, model_name: str) -> Path:
+        """Return the folder of this version's files of one Triton model."""
+        return self.repository / model_name / str(self.number)
+
+    def list_files(self) -> list[Path]:
+        """Return every file of it, of all Triton models.
+
+        Raises:
+            RepositoryError: A configuration cannot be read.
+        """
+        folders = [self.find_folder(model_name) for model_name in list_parts(self.repository, self.name)]
+        paths = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+        return [Path(os.path.normpath(path)) for path in paths]
+
+    def read_report(self) -> Mapping[str, Any]:
+        """Return the verification report; empty where there is none that can be read."""
+        return self._read_json(REPORT_FILE)
+
+    def read_publication(self) -> Mapping[str, Any]:
+        """Return when and from what it was published; empty for one of a release that did not record it."""
+        return self._read_json(PUBLICATION_FILE)
+
+    def read_lock(self) -> Mapping[str, Any]:
+        """Return what it was made from and with; empty where there is no lock that can be read."""
+        try:
+            return read_lock(self.folder / LOCK_FILE)
+        except RepositoryError:
+            return {}
+
+    def read_sums(self) -> dict[Path, str]:
+        """Return file of the version → SHA-256 that it had; empty for one of a release without sums."""
+        try:
+            lines = (self.folder / SUMS_FILE).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            return {}
+        told = {
+            Path(os.path.normpath(self.folder / place)): digest
+            for digest, _, place in (line.partition("  ") for line in lines)
+        }
+        return {path: digest for path, digest in told.items() if path.is_relative_to(os.path.normpath(self.repository))}
+
+    def read_configs(self) -> dict[str, pb.ModelConfig]:
+        """Return Triton model → its configuration while this version is the active one, the public model last.
+
+        A release that did not keep them wrote but one, which differs in the pinned versions alone.
+
+        Raises:
+            RepositoryError: They cannot be read, or a part of the version is missing.
+        """
+        kept = self.folder / CONFIGS_FOLDER
+        names = sorted(path.stem for path in kept.glob("*.pbtxt")) or list_parts(self.repository, self.name)
+        configs = {}
+        for model_name in sorted(names, key=lambda each: each == self.name):
+            config = read_config(kept, f"{model_name}.pbtxt") or read_config(self.repository / model_name)
+            if config is None or not self.find_folder(model_name).is_dir():
+                raise RepositoryError(
+                    f"version {self.number} of {self.name} in {self.repository} is not whole",
+                    expected=f"{model_name}/{CONFIG_FILE} and {model_name}/{self.number}",
+                    got="not both",
+                    remedy="export it again, or remove the version",
+                )
+            configs[model_name] = pin_config(config, version=self.number, served=[self.number])
+        return configs
+
+    def _read_json(self, file_name: str) -> Mapping[str, Any]:
+        try:
+            content = json.loads((self.folder / file_name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+
+def find_version(repository: Path, name: str, number: int) -> Version:
+    """Return a version of a public model that is there.
+
+    Raises:
+        RepositoryError: There is none of that number.
+    """
+    numbers = list_versions(repository / name)
+    if number not in numbers:
+        raise RepositoryError(
+            f"{name} in {repository} has no version {number}",
+            expected=f"one of {', '.join(map(str, numbers))}" if numbers else "a published version",
+            got=str(number),
+            remedy="see `versions list`",
+        )
+    return Version(repository=repository, name=name, number=number)
+
+
+def render_sums(hashes: Mapping[str, str]) -> str:
+    """Return the text of a file of sums, as `sha256sum` prints it."""
+    return "".join(f"{digest}  {path}\n" for path, digest in sorted(hashes.items()))
+
+
+def index_sums(versions: Iterable[Version]) -> dict[str, Path]:
+    """Return SHA-256 → a file that is said to have it."""
+    return {digest: path for version in versions for path, digest in version.read_sums().items()}

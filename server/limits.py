@@ -1,0 +1,115 @@
+"""What this process and those that it starts may have open and running, and whether that is enough to serve."""
+
+import contextlib
+import math
+import os
+import resource
+from pathlib import Path
+
+from .errors import ShortageError
+
+# tritonserver 2.51 has 70 files open and 170 threads running on two cores with one model of four steps, and its backend
+# processes another 20 threads. With fewer it neither serves nor ends: with 64 files, it fills its log for ever.
+MIN_OPEN_FILES = 256
+MIN_THREADS = 256
+
+# Every connection is an open file.
+COMFORTABLE_OPEN_FILES = 1024
+
+_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 21, 24
+
+
+def raise_limits() -> None:
+    """Let this process and what it starts have as many files and threads as they may.
+
+    The usual soft limit of 1,024 files is for programs that use select(2).
+    """
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (hard, hard))
+
+
+def check_open_files() -> float:
+    """Return how many files one process may open at most.
+
+    Raises:
+        ShortageError: Too few to serve.
+    """
+    limit = _read_hard_limit(resource.RLIMIT_NOFILE)
+    if limit < MIN_OPEN_FILES:
+        raise ShortageError(
+            "one process may open too few files",
+            expected=f"at least {MIN_OPEN_FILES}, and one more for every connection",
+            got=f"{limit:.0f}",
+            remedy="raise the limit (ulimit -Hn, LimitNOFILE of systemd, --ulimit nofile of a container)",
+        )
+    return limit
+
+
+def check_threads() -> float:
+    """Return how many more threads may run: of this user, and in this control group.
+
+    Raises:
+        ShortageError: Too few to serve.
+    """
+    free = min(_count_free_threads_of_user(), _count_free_threads_of_group())
+    if free < MIN_THREADS:
+        raise ShortageError(
+            "too few threads may run",
+            expected=f"{MIN_THREADS} more at least",
+            got=f"{free:.0f}",
+            remedy="raise the limit (ulimit -Hu, LimitNPROC and TasksMax of systemd, pids_limit of a container)",
+        )
+    return free
+
+
+def _read_hard_limit(kind: int) -> float:
+    _, hard = resource.getrlimit(kind)
+    return math.inf if hard == resource.RLIM_INFINITY else hard
+
+
+def _count_free_threads_of_user() -> float:
+    limit = _read_hard_limit(resource.RLIMIT_NPROC)
+    if limit == math.inf or _is_free_of_limit():
+        return math.inf
+    return max(0.0, limit - sum(map(_count_own_threads, Path("/proc").glob("[0-9]*"))))
+
+
+def _is_free_of_limit() -> bool:
+    """Tell whether this is a user whose threads nobody counts (setrlimit(2), RLIMIT_NPROC)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    capabilities = int(next(line.split()[1] for line in lines if line.startswith("CapEff:")), 16)
+    return os.getuid() == 0 or bool(capabilities & (1 << _CAP_SYS_ADMIN | 1 << _CAP_SYS_RESOURCE))
+
+
+def _count_own_threads(process: Path) -> int:
+    # Of others, and of those that end just now, there is nothing to count.
+    with contextlib.suppress(OSError):
+        if process.stat().st_uid == os.getuid():
+            return sum(1 for _ in (process / "task").iterdir())
+    return 0
+
+
+def _count_free_threads_of_group() -> float:
+    """Return how many more threads the control group allows, and those around it, as far as they can be seen."""
+    free = math.inf
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "pids"):
+            continue
+        root = Path("/sys/fs/cgroup", controllers)
+        group = root / name.lstrip("/")
+        # Inside a container the name may be that of the machine's tree, of which only the container's part is there.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                free = min(free, _read_free(folder))
+    return free
+
+
+def _read_free(folder: Path) -> float:
+    try:
+        limit = (folder / "pids.max").read_text().strip()
+        return math.inf if limit == "max" else max(0.0, int(limit) - int((folder / "pids.current").read_text()))
+    # The root of the tree has no limit.
+    except OSError:
+        return math.inf

@@ -1,0 +1,247 @@
+"""The page docs/contracts.md, held against the code on both sides of each wall."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import CHECKOUT, Published, load_backend
+from rich.console import Console
+from trainers.task_checkpoints import BUILDERS
+
+from client import parity
+from export.options import ExportRequest
+from export.progress import Progress
+from export.proof.report_page import PAGE_FILE
+from export.repository.config_file import CONFIG_FILE, read_config
+from export.repository.contents import GOLDEN_FILE, REPORT_FILE
+from export.repository.lockfile import LOCK_FILE
+from export.repository.names import OWNER_PARAMETER, ModelNames
+from export.source import load_source
+from export.tasks.base import Task
+from export.tasks.comparison import ANSWER_TOLERANCES, EMBEDDING_TOLERANCES, TENSOR_TOLERANCES
+from export.tasks.golden import KSERVE_DTYPES
+from export.tasks.table import TASKS
+from export.tasks.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
+from server import control, health, model_text
+from server import published as repository_reader
+from server.stubs import Limits
+
+PAGE = (CHECKOUT / "docs" / "contracts.md").read_text(encoding="utf-8")
+
+
+def read_section(heading: str) -> str:
+    return PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def read_table(heading: str) -> list[list[str]]:
+    """Return the cells of the only table of a section, without its heading."""
+    rows = [line for line in read_section(heading).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.fixture(scope="module")
+def tasks(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
+    """Return a small model of every task that an ensemble serves, by the name of the task."""
+    built = {}
+    for name in (*sorted(TASKS.keys() & BUILDERS.keys()), "sentence_embedding"):
+        folder = tmp_path_factory.mktemp(name) / "checkpoint"
+        BUILDERS[name](folder, checkpoint)
+        progress = Progress(Console(quiet=True))
+        request = ExportRequest(checkpoint=folder, name="contract", repository=folder.parent / "models")
+        task = load_source(request, progress).task
+        built[task.name] = task
+    return built
+
+
+def test_the_repository_is_laid_out_as_drawn(published: Published) -> None:
+    (drawn,) = re.findall(r"^```text\n(.*?)^```$", read_section("The repository"), re.MULTILINE | re.DOTALL)
+    names = ModelNames(name="sentence_embedding")
+    paths = {line.replace("NAME", names.name).replace("/V/", "/1/") for line in drawn.splitlines()}
+    there = {path.relative_to(published.repository).as_posix() for path in published.repository.rglob("*.*")}
+    assert there == {path for path in paths if names.postprocess not in path}
+    complete = ModelNames(name="NAME", has_postprocess=True)
+    assert {path.split("/")[0] for path in drawn.splitlines()} == set(complete.all)
+
+
+def test_each_file_has_one_name_in_every_room() -> None:
+    written = {CONFIG_FILE, GOLDEN_FILE, LOCK_FILE, PAGE_FILE, REPORT_FILE, POSTPROCESS_FILE, TOKENIZER_FILE}
+    rows = {words(file)[0]: (writer, reader) for file, writer, reader in read_table("The repository")}
+    assert set(rows) == written
+    assert model_text.CONFIG_FILE == CONFIG_FILE
+    assert repository_reader.GOLDEN_FILE == GOLDEN_FILE
+    # What a backend opens, it opens by a name of its own.
+    for file, backend in ((TOKENIZER_FILE, PREPROCESS_BACKEND), (POSTPROCESS_FILE, POSTPROCESS_BACKEND)):
+        assert f'"{file}"' in (CHECKOUT / "backends" / backend / "model.py").read_text()
+        assert "backends" in rows[file][1]
+
+
+def describe(tensors: Any, hidden: int) -> list[str]:
+    """Return tensors as the page writes them: a number that a task was asked for is K, that of the model hidden."""
+    described = []
+    for tensor in tensors:
+        dims = ["hidden" if dim == hidden else str(dim) for dim in tensor.dims]
+        described.append(f"`{tensor.name}` {KSERVE_DTYPES[tensor.dtype]} `[{', '.join(dims)}]`")
+    return described
+
+
+def test_clients_send_and_get_what_the_table_says(tasks: dict[str, Task]) -> None:
+    rows = {words(task)[0]: (asked, answered) for task, asked, answered in read_table("What clients send and get")}
+    assert rows.keys() == tasks.keys()
+    for name, task in tasks.items():
+        contract = task.signature.contract
+        assert contract is not None
+        hidden = contract.outputs[0].dims[1] if name == "feature-extraction" else -1
+        top_k = str(getattr(task, "top_k", ""))
+        assert ", ".join(describe(contract.inputs, -1)) == rows[name][0]
+        answered = ", ".join(describe(contract.outputs, hidden))
+        assert (re.sub(rf", {top_k}\]", ", K]", answered) if top_k else answered) == rows[name][1], name
+
+
+def test_the_preprocess_step_makes_the_tensors_of_the_table(tasks: dict[str, Task]) -> None:
+    rows = {words(name)[0]: words(dims)[0] for name, dims, _ in read_table("Between the steps")}
+    assert [*rows] == [*load_backend("python_preprocess", "tokenization").TENSORS]
+    for task in tasks.values():
+        contract = task.signature.contract
+        assert contract is not None
+        assert contract.preprocess == PREPROCESS_BACKEND
+        for tensor in (*task.signature.inputs, *contract.carried):
+            dims = [str(dim) for dim in tensor.dims[1:] if dim != "windows"]
+            assert (tensor.dtype, f"[{', '.join(dims)}]") == (torch.int64, rows[tensor.name])
+
+
+def test_the_postprocess_step_knows_the_kinds_and_keys_of_the_table(tasks: dict[str, Task]) -> None:
+    rows = {words(kind)[0]: tuple(map(words, cells)) for kind, *cells in read_table("postprocess.json")}
+    assert [*rows] == [*load_backend("python_postprocess", "answers").KINDS]
+    told = set()
+    for task in tasks.values():
+        contract = task.signature.contract
+        assert contract is not None
+        settings = task.postprocess  # type: ignore[attr-defined]
+        assert (settings is None) == (contract.postprocess is None)
+        if settings is None:
+            continue
+        assert contract.postprocess == POSTPROCESS_BACKEND
+        keys, takes, makes = rows[settings["answers"]]
+        told.add(settings["answers"])
+        assert [*settings] == ["answers", *keys]
+        given = [tensor.name for tensor in (*task.signature.outputs, *contract.carried, *contract.inputs)]
+        assert set(takes) <= set(given)
+        assert [tensor.name for tensor in contract.outputs] == makes
+    assert told == rows.keys()
+
+
+class Watched(dict[str, Any]):
+    """A mapping that remembers which of its keys were read."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+SPANS = np.array([[[-1, -1], [0, 3], [4, 8], [-1, -1]]])
+EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "labels": ({"labels": ["a", "b"], "function": "softmax", "top_k": 1}, {"logits": np.array([[0.0, 1.0]])}),
+    "entities": (
+        {"labels": ["O", "B-PER"], "aggregation": "simple", "ignored": ["O"]},
+        {"logits": np.eye(2)[None, [0, 1, 1, 0]], "token_spans": SPANS, "continues_word": np.zeros((1, 4))},
+    ),
+    "spans": (
+        {"top_k": 1, "max_answer_tokens": 15, "has_cls_token": True},
+        {
+            "span_logits": np.ones((1, 1, 4, 2)),
+            "answer_spans": SPANS[None],
+            "TEXT_PAIR": np.array([[b"one two."]], dtype=np.object_),
+        },
+    ),
+    "masks": (
+        {"mask": "[MASK]", "top_k": 1, "tokens": ["a", "b"]},
+        {"top_log_probabilities": np.zeros((1, 2, 2)), "top_token_ids": np.array([[[-1, -1], [1, 0]]])},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_kind_of_answers_reads_exactly_what_the_table_says(kind: str) -> None:
+    rows = {words(name)[0]: tuple(map(words, cells)) for name, *cells in read_table("postprocess.json")}
+    keys, takes, makes = rows[kind]
+    settings, tensors = EXAMPLES[kind]
+    watched, given = Watched(settings), Watched(tensors)
+    made = load_backend("python_postprocess", "answers").KINDS[kind](given, watched)
+    # The mask's text is for the refusal of a text that has none.
+    assert watched.read | ({"mask"} if kind == "masks" else set()) == set(keys) == set(settings)
+    assert given.read == set(takes)
+    assert [*made] == makes
+
+
+def read_example() -> dict[str, Any]:
+    (code,) = re.findall(r"^```text\n(.*?)^```$", read_section("golden.json"), re.MULTILINE | re.DOTALL)
+    example: dict[str, Any] = json.loads(code)
+    return example
+
+
+def test_the_server_and_the_client_read_the_example_of_golden_json(tmp_path: Path) -> None:
+    example = read_example()
+    path = tmp_path / GOLDEN_FILE
+    path.write_text(json.dumps(example))
+    outputs = example["samples"][0]["outputs"]
+    assert health.measure_answer(outputs, outputs, health.read_golden(path)["tolerances"]) == 0.0
+    (sample,) = parity.read_golden(path).samples
+    assert sample.inputs["TEXT"].tolist() == [[b"A cat sleeps."]]
+    assert sample.outputs["EMBEDDING"].shape == (1, 3)
+
+
+def walk_keys(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            if key != "tolerances":
+                yield from walk_keys(item)
+    for item in value if isinstance(value, list) else ():
+        yield from walk_keys(item)
+
+
+def test_every_task_writes_a_golden_json_of_that_form(tasks: dict[str, Task], tmp_path: Path) -> None:
+    form = list(dict.fromkeys(walk_keys(read_example())))
+    for name, task in tasks.items():
+        golden = json.loads(json.dumps(task.build_golden()))
+        assert list(dict.fromkeys(walk_keys(golden))) == form, name
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(golden))
+        assert len(parity.read_golden(path).samples) == len(health.read_golden(path)["samples"]) > 1
+        contract = task.signature.contract
+        assert contract is not None
+        for sample in golden["samples"]:
+            for tensors, described in (("inputs", contract.inputs), ("outputs", contract.outputs)):
+                assert [tensor["name"] for tensor in sample[tensors]] == [tensor.name for tensor in described]
+            for tensor in (*sample["inputs"], *sample["outputs"]):
+                assert len(tensor["data"]) == np.prod(tensor["shape"])
+
+
+def test_the_tolerances_are_those_of_the_table() -> None:
+    named = {words(name)[0] for name, _ in read_table("golden.json")}
+    assert named == {*EMBEDDING_TOLERANCES, *ANSWER_TOLERANCES, *TENSOR_TOLERANCES}
+
+
+def test_the_parameters_are_those_of_the_table(published: Published) -> None:
+    rows = {words(name)[0]: (writer, reader) for name, writer, reader, _ in read_table("Parameters")}
+    limits = {f"modelyard_{limit.name}" for limit in fields(Limits)}
+    assert rows.keys() == limits | {OWNER_PARAMETER, control._REVIVAL_PARAMETER}
+    config = read_config(published.repository / "sentence_embedding_model")
+    assert config is not None
+    assert {name for name in config.parameters if name.startswith("modelyard_")} == {
+        name for name, (writer, _) in rows.items() if writer == "export"
+    }

@@ -1,0 +1,61 @@
+"""What follows `--` reaches tritonserver, unless the launcher itself decides it."""
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from harness import Published, run
+from launcher import running
+
+from server.errors import UsageError
+from server.passed_options import check_passed_options
+
+
+def test_tracing_caching_and_metrics_are_tritonservers_to_be_configured(published: Published, tmp_path: Path) -> None:
+    traces = tmp_path / "traces.json"
+    options = ["--trace-config", f"triton,file={traces}", "--trace-config", "level=TIMESTAMPS"]
+    options += ["--trace-config", "rate=1", "--trace-config", "triton,log-frequency=1"]
+    options += ["--cache-config=local,size=1048576", "--metrics-config", "summary_latencies=true"]
+    with running(published.repository, "--", *options) as server:
+        server.read_until("serving HTTP")
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics}/metrics", timeout=10) as response:
+            metrics = response.read().decode()
+        deadline = time.monotonic() + 30
+        while not (files := list(tmp_path.glob("traces.json*"))):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert server.stop() == 0
+    assert "nv_inference_request_summary_us" in metrics
+    assert "nv_cache_util" in metrics
+    assert any(entry.get("model_name") == "sentence_embedding" for entry in json.loads(files[0].read_text()))
+
+
+@pytest.mark.parametrize(
+    ("words", "refused", "remedy"),
+    [
+        (["--http-port", "9000"], "--http-port", "pass --http-port before the --"),
+        (["--trace-config", "rate=1", "--model-repository=/srv"], "--model-repository", "pass --repository"),
+        (["--http-restricted-api=inference:k=v"], "--http-restricted-api", "control is closed"),
+        (["--grpc-restricted-protocol", "x"], "--grpc-restricted-protocol", "control is closed"),
+        (["--allow-sagemaker=true"], "--allow-sagemaker", "that port has no key"),
+        # The beginning of a name that tritonserver would take for the whole.
+        (["--exit-time=0"], "--exit-timeout-secs", "the launcher ends tritonserver"),
+    ],
+)
+def test_what_the_launcher_decides_is_refused_by_name(words: list[str], refused: str, remedy: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        check_passed_options(words)
+    assert str(refusal.value).startswith(f"{refused} of tritonserver is not handed on: expected an option")
+    assert remedy in refusal.value.remedy
+
+
+def test_a_refused_option_is_wrong_usage_and_a_word_alone_is_not_handed_on(published: Published) -> None:
+    done = run("-m", "server", "--repository", str(published.repository), "--", "--host", "0.0.0.0", "--grpc-port=1")
+    assert done.code == 2
+    assert done.err.startswith("error: --grpc-port of tritonserver is not handed on: ")
+    assert done.err.count("\n") == 1
+    done = run("-m", "server", "serve", "--", "mode=opentelemetry")
+    assert done.code == 2
+    assert "got 'mode=opentelemetry'" in done.err
