@@ -1,15 +1,12 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
-import contextlib
 import os
 import platform
 import resource
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import torch
 
 from .artefacts import Artefacts
 from .engines import ENGINES
@@ -20,15 +17,15 @@ from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
-from .proof.verify import VerificationReport, verify
+from .proof.verify import VerificationReport, require_passed, verify
 from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
 from .source import Source, load_source
-from .stages import Draft, Job, Stage, plan_stages
+from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
 from .targets import Target, find_target
-from .tasks.comparison import describe_bounds, describe_errors
+from .tasks.comparison import describe_errors
 
 # Called with the report of each stage before it is judged.
 OnReport = Callable[[VerificationReport, Stage], None]
@@ -86,7 +83,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
-    with _restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
+    with restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         draft = Draft(files=Artefacts(model=()))
         for number, stage in enumerate(stages):
             draft, report = _run_stage(stage, job, draft, Path(folder, str(number)), progress, on_report)
@@ -130,7 +127,7 @@ def _run_stage(
         else:
             if report.passed or is_last:
                 on_report(report, stage)
-                _require_passed(report)
+                require_passed(report)
                 notes += [f"{way.name}, after other ways failed"] if notes else []
                 return replace(draft, notes=(*before.notes, *notes)), report
             reason = f"{describe_errors(report.worst.errors)} in {report.worst.name!r}"
@@ -173,16 +170,6 @@ def _publish(
         )
 
 
-@contextlib.contextmanager
-def _restored_fast_path() -> Iterator[None]:
-    """Leave torch's fast path for attention, which is one for the whole process, as it was."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def _build_lock(
     request: ExportRequest, source: Source, target: Target, report: VerificationReport
 ) -> dict[str, object]:
@@ -204,15 +191,3 @@ def _build_lock(
 def _find_root(files: Sequence[Path]) -> Path:
     """Return the innermost folder that holds all of `files`."""
     return Path(os.path.commonpath([path.parent.absolute() for path in files]))
-
-
-def _require_passed(report: VerificationReport) -> None:
-    failed = [case for case in report.cases if not case.passed]
-    if failed:
-        raise VerificationError(
-            f"the ONNX model is not equal to the checkpoint in {len(failed)} of {len(report.cases)} cases, "
-            f"worst in {report.worst.name!r}",
-            expected=describe_bounds(report.tolerances),
-            got=describe_errors(report.worst.errors),
-            remedy="nothing was published; see every case in the table above",
-        )

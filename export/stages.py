@@ -1,6 +1,7 @@
 """The stages between a task's module and the files that are published, in order. Each one's files are proven."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,16 @@ def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) ->
         engine=engine,
     )
     return [export, *([conversion] if graph_precision.converts else []), *([build] if engine.builds else [])]
+
+
+@contextlib.contextmanager
+def restored_fast_path() -> Iterator[None]:
+    """Leave torch's fast path for attention, which is one for the whole process, as it was."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool = False) -> Artefacts:

@@ -18,7 +18,15 @@ from ..errors import EngineError, RuntimeFailure, VerificationError
 from ..targets import Target
 from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
-from ..tasks.comparison import Distribution, choose_worse, is_bounded_below, is_within, measure_outputs
+from ..tasks.comparison import (
+    Distribution,
+    choose_worse,
+    describe_bounds,
+    describe_errors,
+    is_bounded_below,
+    is_within,
+    measure_outputs,
+)
 from .tolerances import Tolerances
 
 # How much further off than in any case a server may be, whose batches are others.
@@ -170,6 +178,23 @@ def verify(
         accepted_worse=judged.accepted,
         runtime_peak_bytes=peak_bytes,
     )
+
+
+def require_passed(report: VerificationReport) -> None:
+    """Refuse files that are not equal to the checkpoint.
+
+    Raises:
+        VerificationError: Says in how many cases, and how far off the worst is.
+    """
+    failed = [case for case in report.cases if not case.passed]
+    if failed:
+        raise VerificationError(
+            f"the ONNX model is not equal to the checkpoint in {len(failed)} of {len(report.cases)} cases, "
+            f"worst in {report.worst.name!r}",
+            expected=describe_bounds(report.tolerances),
+            got=describe_errors(report.worst.errors),
+            remedy="nothing was published; see every case in the table above",
+        )
 
 
 def _widen_golden(task: Task, bounds: Mapping[str, float], kept: Sequence[CaseResult]) -> Mapping[str, Any]:
