@@ -57,11 +57,15 @@ def read_repository(repository: Path) -> dict[str, Published]:
 
 
 def _is_step(name: str, config: str) -> bool:
-    """Tell whether a folder was published as a step; before its ensemble lies beside it, it is nothing to serve."""
+    """Tell whether a folder was published as a step; before its ensemble lies beside it, it is nothing to serve.
+
+    Its name says so as well: a published folder that was copied under another name is served.
+    """
     try:
-        return read_parameter(config, _OWNER_PARAMETER) not in (None, name)
+        owner = read_parameter(config, _OWNER_PARAMETER)
     except ValueError:
         return False
+    return owner is not None and name.startswith(f"{owner}_")
 
 
 def list_versions(folder: Path) -> list[int]:
