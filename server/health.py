@@ -1,8 +1,10 @@
 """Whether a running server answers, and answers what was verified when the model was published."""
 
+import base64
 import http.client
 import json
 import math
+import struct
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -42,7 +44,7 @@ def check_answer(url: str, repository: Path, name: str, version: str, *, served_
     # The first of them: an answer with numbers in it.
     sample = golden["samples"][0]
     outputs = [{"name": tensor["name"]} for tensor in sample["outputs"]]
-    body = {"inputs": sample["inputs"], "outputs": outputs}
+    body = _build_request(sample["inputs"], outputs)
     answer = _post(f"{url}/v2/models/{served_as or name}/versions/{version}/infer", body)
     return measure_answer(sample["outputs"], answer["outputs"], golden["tolerances"])
 
@@ -151,8 +153,29 @@ def _read_version(url: str, name: str) -> str:
         raise OSError(f"no HTTP: {exc!r}") from exc
 
 
-def _post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+def _build_request(inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> tuple[bytes, dict[str, str]]:
+    """Return body and headers of a request; what a `golden.json` holds in base64 goes behind the JSON, as bytes."""
+    listed, content = [], b""
+    for tensor in inputs:
+        if tensor.get("parameters", {}).get("encoding") != "base64":
+            listed.append(tensor)
+            continue
+        values = [base64.b64decode(text) for text in tensor["data"]]
+        # As KServe's extension for binary tensors writes strings: the length of each in front of it.
+        binary = b"".join(struct.pack("<I", len(value)) + value for value in values)
+        described = {key: tensor[key] for key in ("name", "shape", "datatype")}
+        listed.append(described | {"parameters": {"binary_data_size": len(binary)}})
+        content += binary
+    header = json.dumps({"inputs": listed, "outputs": outputs}).encode()
+    if not content:
+        return header, {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(header))}
+    return header + content, headers
+
+
+def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> Any:
+    body, headers = request_parts
+    request = urllib.request.Request(url, data=body, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return json.load(response)

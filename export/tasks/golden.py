@@ -3,6 +3,7 @@
 Written here and nowhere else; `docs/contracts.md` describes the file, and the server and the client each read it.
 """
 
+import base64
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,7 +35,7 @@ def build_sample(
 
     Args:
         contract: What clients see: that of the ensemble, or of the graph itself.
-        asked: Input name → its values, in any shape.
+        asked: Input name → its values, in any shape; strings are texts, or all of them bytes.
         answered: Output name → its values, in any shape.
     """
     return {
@@ -48,12 +49,16 @@ def _describe(tensors: Iterable[TensorSignature], values: Mapping[str, Any]) -> 
     for tensor in tensors:
         kind = np.object_ if tensor.dtype == STRING else np.dtype(str(tensor.dtype).removeprefix("torch."))
         array = np.array(values[tensor.name], dtype=kind)
+        data = array.reshape(-1).tolist()
+        # An encoded file, such as a picture: KServe's JSON holds texts alone.
+        is_binary = any(isinstance(value, bytes) for value in data)
         described.append(
             {
                 "name": tensor.name,
                 "datatype": KSERVE_DTYPES[tensor.dtype],
                 "shape": _find_shape(tensor, array),
-                "data": array.reshape(-1).tolist(),
+                **({"parameters": {"encoding": "base64"}} if is_binary else {}),
+                "data": [base64.b64encode(value).decode() for value in data] if is_binary else data,
             }
         )
     return described

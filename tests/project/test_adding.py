@@ -12,9 +12,10 @@ import onnx
 import pytest
 import torch
 from harness import CHECKOUT, run
-from launcher import Running
+from launcher import Running, running
 from onnx import numpy_helper
 from safetensors.torch import load_file
+from trainers.architectures import ARCHITECTURES, save_model
 
 from export.repository.config_file import parse_config
 
@@ -29,6 +30,10 @@ def read_section(heading: str) -> str:
 def read_code(heading: str) -> list[str]:
     """Return what a section shows: a module first, then entries of a table."""
     return re.findall(r"^```text\n(.*?)^```$", read_section(heading), re.MULTILINE | re.DOTALL)
+
+
+def read_task_entry(heading: str) -> str:
+    return next(code for code in read_code(heading) if code.startswith("        TaskEntry("))
 
 
 @pytest.fixture
@@ -152,10 +157,91 @@ def test_an_engine_is_one_class_and_its_name_in_a_table_and_is_served(copied: Pa
     assert server.stop() == 0
 
 
+LAST_TASK = """place="signals:AudioFeatureExtraction",
+            inputs=SOUNDS,
+            architectures=("Model",),
+        ),
+"""
+
+
+def check_parity(golden: Path, server: Running) -> list[dict]:
+    urls = ["--url", f"127.0.0.1:{server.http}", "--grpc-url", f"127.0.0.1:{server.grpc}"]
+    done = run("-m", "client.parity", "--golden", str(golden), *urls, "--json")
+    assert done.code == 0, done.out + done.err
+    return json.loads(done.out)
+
+
+def test_a_task_is_one_class_and_its_entry_in_a_table_and_is_served(
+    copied: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    tasks = copied / "export" / "tasks"
+    (tasks / "text_norm.py").write_text(read_code("A task")[0], encoding="utf-8")
+    insert_line(tasks / "table.py", after=LAST_TASK, line=read_task_entry("A task"))
+
+    help_text = " ".join(run_export(copied, "run", "--help").split())
+    assert "text-norm how long the mean vector of a text is" in help_text
+    assert "--power N exponent of the length; for text-norm" in help_text
+    options = tmp_path / "options.json"
+    options.write_text('{"power": 2}')
+    what = [str(tiny_checkpoint), "--name", "norm", "--repository", str(tmp_path / "models"), "--config", str(options)]
+    result = json.loads(run_export(copied, "run", *what, "--task", "text-norm", "--json"))
+    assert result["served_as"] == "the length of the mean vector to the power of 2"
+    assert result["contract"] == {"inputs": ["TEXT"], "outputs": ["NORM"]}
+    assert result["report"]["passed"] and result["report"]["texts_tokenized"] > 10
+    refused = subprocess.run(
+        [sys.executable, "-m", "export", "run", *what], cwd=copied, capture_output=True, text=True, check=False
+    )
+    sentence = "--power does not apply to feature-extraction: expected it with text-norm, got --task feature-extraction"
+    assert refused.returncode == 1 and sentence in refused.stderr
+    with running(tmp_path / "models") as server:
+        server.read_until("ready, answers as verified")
+        server.read_until("serving HTTP")
+        assert len(check_parity(tmp_path / "models" / "norm" / "1" / "golden.json", server)) == 3
+
+
+def test_a_modality_is_a_task_a_backend_and_an_entry_in_a_table_and_is_served(copied: Path, tmp_path: Path) -> None:
+    task, backend, _ = read_code("A modality")
+    (copied / "export" / "tasks" / "pictures.py").write_text(task, encoding="utf-8")
+    insert_line(copied / "export" / "tasks" / "table.py", after=LAST_TASK, line=read_task_entry("A modality"))
+    for part in ("server", "backends", "pyproject.toml"):
+        copy = shutil.copytree if (CHECKOUT / part).is_dir() else shutil.copy
+        copy(CHECKOUT / part, copied / part)
+    (copied / "backends" / "ppm_preprocess").mkdir()
+    (copied / "backends" / "ppm_preprocess" / "model.py").write_text(backend, encoding="utf-8")
+
+    save_model(ARCHITECTURES["vit classification"], tmp_path / "vit")
+    what = [str(tmp_path / "vit"), "--name", "pictures", "--repository", str(tmp_path / "models"), "--json"]
+    result = json.loads(run_export(copied, "run", *what, "--task", "picture-classification"))
+    assert result["contract"] == {"inputs": ["IMAGE"], "outputs": ["LABEL", "SCORE"]}
+    assert result["report"]["passed"]
+    names = ("pictures", "pictures_model", "pictures_postprocess", "pictures_preprocess")
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [*names]
+    config = parse_config((tmp_path / "models" / "pictures_preprocess" / "config.pbtxt").read_text())
+    assert (config.backend, [tensor.name for tensor in config.output]) == ("ppm_preprocess", ["pixel_values"])
+    assert (tmp_path / "models" / "pictures_preprocess" / "1" / "image.json").is_file()
+    golden = tmp_path / "models" / "pictures" / "1" / "golden.json"
+    with running(tmp_path / "models", cwd=copied) as server:
+        server.read_until("ready, answers as verified")
+        server.read_until("serving HTTP")
+        # JSON holds no pictures.
+        assert [result["transport"] for result in check_parity(golden, server)] == ["HTTP binary", "gRPC"]
+        content = json.loads(golden.read_text())
+        (label,) = (tensor for tensor in content["samples"][0]["outputs"] if tensor["name"] == "LABEL")
+        label["data"].reverse()
+        (tmp_path / "golden.json").write_text(json.dumps(content))
+        urls = ["--url", f"127.0.0.1:{server.http}", "--grpc-url", f"127.0.0.1:{server.grpc}"]
+        done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", "pictures", *urls)
+        assert (done.code, done.out.count("FAILED")) == (1, 2)
+        asked = run("client/infer.py", *urls[:2], "--text", "no picture", "--model", "pictures")
+        assert "IMAGE is not a picture: expected a PPM file, got one that begins with b'no'" in asked.err
+        assert server.stop() == 0
+
+
 def test_the_tables_are_read_without_anything_heavy() -> None:
     code = (
         "import sys; from export.engines import ENGINES; from export.graph.precisions import PRECISIONS; "
-        "print([e.help for e in ENGINES.values()], [p.help for p in PRECISIONS.values()], "
+        "from export.tasks.table import TASKS; "
+        "print([entry.help for table in (ENGINES, PRECISIONS, TASKS) for entry in table.values()], "
         "sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxruntime', 'numpy', 'tritonclient'} & {*sys.modules}))"
     )
     assert run("-c", code).out.endswith("[]\n")

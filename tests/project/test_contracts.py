@@ -22,13 +22,14 @@ from export.repository.config_file import CONFIG_FILE, read_config
 from export.repository.contents import GOLDEN_FILE, REPORT_FILE
 from export.repository.lockfile import LOCK_FILE
 from export.repository.names import OWNER_PARAMETER, ModelNames
+from export.signature import STRING, Contract, TensorSignature
 from export.source import load_source
 from export.tasks.base import Task
 from export.tasks.comparison import ANSWER_TOLERANCES, EMBEDDING_TOLERANCES, TENSOR_TOLERANCES
-from export.tasks.golden import KSERVE_DTYPES
+from export.tasks.golden import KSERVE_DTYPES, build_sample
 from export.tasks.table import TASKS
 from export.tasks.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
-from server import control, health, model_text
+from server import health, model_text, rollout
 from server import published as repository_reader
 from server.stubs import Limits
 
@@ -67,7 +68,9 @@ def test_the_repository_is_laid_out_as_drawn(published: Published) -> None:
     (drawn,) = re.findall(r"^```text\n(.*?)^```$", read_section("The repository"), re.MULTILINE | re.DOTALL)
     names = ModelNames(name="sentence_embedding")
     paths = {line.replace("NAME", names.name).replace("/V/", "/1/") for line in drawn.splitlines()}
-    there = {path.relative_to(published.repository).as_posix() for path in published.repository.rglob("*.*")}
+    there = {
+        path.relative_to(published.repository).as_posix() for path in published.repository.rglob("*") if path.is_file()
+    }
     assert there == {path for path in paths if names.postprocess not in path}
     complete = ModelNames(name="NAME", has_postprocess=True)
     assert {path.split("/")[0] for path in drawn.splitlines()} == set(complete.all)
@@ -204,6 +207,22 @@ def test_the_server_and_the_client_read_the_example_of_golden_json(tmp_path: Pat
     assert sample.outputs["EMBEDDING"].shape == (1, 3)
 
 
+def test_strings_that_are_not_text_are_written_and_read_in_base64(tmp_path: Path) -> None:
+    picture = b"P6 1 1 255 \x00\xff\x80"
+    image = TensorSignature(name="IMAGE", dtype=STRING, dims=("batch", 1))
+    label = TensorSignature(name="LABEL", dtype=STRING, dims=("batch", 1))
+    contract = Contract(inputs=(image,), outputs=(label,), preprocess="python_image_preprocess")
+    golden = {"tolerances": {}, "samples": [build_sample(contract, {"IMAGE": picture}, {"LABEL": "cat"})]}
+    (asked,) = golden["samples"][0]["inputs"]
+    assert asked["parameters"] == {"encoding": "base64"}
+    assert '`"parameters": {"encoding": "base64"}`' in read_section("golden.json")
+    path = tmp_path / GOLDEN_FILE
+    path.write_text(json.dumps(golden))
+    read = parity.read_golden(path)
+    assert (read.samples[0].inputs["IMAGE"].tolist(), read.is_text) == ([[picture]], False)
+    assert health.read_golden(path) == golden
+
+
 def walk_keys(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for key, item in value.items():
@@ -239,7 +258,7 @@ def test_the_tolerances_are_those_of_the_table() -> None:
 def test_the_parameters_are_those_of_the_table(published: Published) -> None:
     rows = {words(name)[0]: (writer, reader) for name, writer, reader, _ in read_table("Parameters")}
     limits = {f"modelyard_{limit.name}" for limit in fields(Limits)}
-    assert rows.keys() == limits | {OWNER_PARAMETER, control._REVIVAL_PARAMETER}
+    assert rows.keys() == limits | {OWNER_PARAMETER, rollout._REVIVAL_PARAMETER}
     config = read_config(published.repository / "sentence_embedding_model")
     assert config is not None
     assert {name for name in config.parameters if name.startswith("modelyard_")} == {
