@@ -51,7 +51,7 @@ PRINTS = {
     "modelyard check": "sentence_embedding answers as verified within",
     "grep -v '^#'": "modelyard_tritonserver_restarts_total 0",
     "modelyard bench": "texts/s",
-    "8003/versions": '"state": "served"',
+    "/versions": '"state": "served"',
 }
 
 
