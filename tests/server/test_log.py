@@ -53,10 +53,11 @@ def test_what_nobody_reads_is_dropped_and_told_of() -> None:
     reader.join()
     lines = b"".join(texts).decode().splitlines()
     assert lines[0] == "line 0 " + "x" * 100
-    (told,) = [line for line in lines if line.startswith("warning: ")]
-    lost = int(told.split()[1])
-    assert told == f"warning: {lost} lines of the log were lost: nobody reads them"
-    assert len(lines) - 1 + lost == 30_000
+    # Told of whenever a line finds room again, which may be more than once.
+    told = [line for line in lines if line.startswith("warning: ")]
+    counts = [int(line.split()[1]) for line in told]
+    assert told == [f"warning: {count} lines of the log were lost: nobody reads them" for count in counts] != []
+    assert len(lines) - len(told) + sum(counts) == 30_000
 
 
 def test_a_closed_reader_ends_nothing() -> None:
