@@ -237,7 +237,7 @@ class Supervisor:
             )
 
     def _learn_processes(self) -> None:
-        """See every backend process alive once: one that dies before it was ever seen leaves a zombie without a name."""
+        """See every backend process once: one that dies before it was ever seen leaves a zombie without a name."""
         with contextlib.suppress(OSError):
             self._healer.table.refresh()
 
