@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import openvino
 
+MODEL_FILE = "openvino.json"
 GRAPH_FILE = "model.onnx"
 QUANTIZED_FILE = "model.xml"
 
@@ -56,12 +57,19 @@ class OpenVinoModel:
         hint: See `Arithmetic`.
         instructions: The CPU that serves it must have one of these; empty where any CPU will do.
         openvino: Version that it was proven with, and is served by.
+        kept_fp32: Products that int8 leaves as they were.
     """
 
     graph: str
     hint: str
     instructions: tuple[str, ...]
     openvino: str
+    kept_fp32: tuple[str, ...] = ()
+
+    def write(self, path: Path, *, kept_fp32: Sequence[str] = ()) -> None:
+        """Write it to `path`."""
+        content = asdict(replace(self, kept_fp32=tuple(kept_fp32)))
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def import_openvino() -> Any:
@@ -128,12 +136,13 @@ def build_model(graph: VerifiedGraph, directory: Path) -> None:
         instructions=tuple(sorted(read_cpu_flags() & {*arithmetic.instructions})),
         openvino=find_version(),
     )
-    (directory / "openvino.json").write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+    path = directory / MODEL_FILE
     if quantizes:
         from .openvino_int8 import quantize
 
-        quantize(graph, directory)
+        quantize(graph, model, path)
     else:
+        model.write(path)
         # Weights in other files are found by the names that the graph gives them, which stay.
         for file in find_files(graph.path):
             shutil.copyfile(file, directory / (GRAPH_FILE if file == graph.path else file.name))
