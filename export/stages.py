@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .artefacts import Artefacts, list_model
+from .artefacts import Artefacts, hash_file, list_model
 from .engines import ONNXRUNTIME, Engine
 from .engines.engine import AxisRange, VerifiedGraph
 from .graph.conversion import PrecisionReport
@@ -17,7 +17,6 @@ from .graph.precisions import FP32, PRECISIONS, Precision
 from .progress import Detail
 from .proof.quality import build_measure, convert, list_quality_cases, list_quality_feeds
 from .proof.tolerances import QUALITY_KEYS, Tolerances, find_quality_key, list_tolerances
-from .proof.verify import hash_file
 from .targets import Target
 from .tasks.base import Task
 from .tasks.tensors import TensorTask

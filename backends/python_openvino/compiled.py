@@ -49,6 +49,6 @@ def check_cpu(path: Path, instructions: "list[str]", cpuinfo: Path = Path("/proc
     flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     if instructions and not flags & {*instructions}:
         raise ValueError(
-            f"{path} was proven on another kind of CPU: expected one with {' or '.join(instructions)}, got one without; "
-            f"serve it there, or export the model again on this one"
+            f"{path} was proven on another kind of CPU: expected one with {' or '.join(instructions)}, got "
+            f"one without; serve it there, or export the model again on this one"
         )

@@ -1,7 +1,7 @@
 """Triton Python-based backend `python_openvino`: runs a graph in OpenVINO, on the CPU.
 
-A model of this backend has no code of its own: its version folder holds `openvino.json`, which says how the graph beside
-it is run. A CPU or an OpenVINO other than it was proven with is refused when the model loads.
+A model of this backend has no code of its own: its version folder holds `openvino.json`, which says how the graph
+beside it is run. A CPU or an OpenVINO other than it was proven with is refused when the model loads.
 """
 
 import json

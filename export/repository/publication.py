@@ -25,10 +25,10 @@ from typing import Literal
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..artefacts import Artefacts
+from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
 from ..errors import RepositoryError
-from ..proof.verify import VerificationReport, hash_file
+from ..proof.verify import VerificationReport
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
 from .activation import check_exchangeable, switch
