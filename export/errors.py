@@ -108,6 +108,15 @@ def list_some(names: Iterable[T], limit: int = 10) -> str:
     return text + (f", +{len(ordered) - limit} more" if len(ordered) > limit else "")
 
 
+def format_apart(value: float, bound: float, digits: int) -> str:
+    """Return `value` with as many digits as show on which side of `bound` it lies, and with `digits` at least."""
+    for shown in range(digits, 17):
+        text = f"{value:.{shown}g}"
+        if (float(text) > bound, float(text) < bound) == (value > bound, value < bound):
+            return text
+    return repr(value)
+
+
 def escape_controls(text: str) -> str:
     r"""Return `text` with every character that is not for printing as Python writes it, such as `\x1b`.
 
