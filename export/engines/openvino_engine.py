@@ -34,9 +34,14 @@ class OpenVINO(Engine):
 
     def build(self, graph: VerifiedGraph, directory: Path) -> None:
         """See `Engine`."""
-        from .openvino_model import build_model
+        if graph.precision == "int8":
+            from .openvino_int8 import write_quantized
 
-        build_model(graph, directory)
+            write_quantized(graph, directory)
+        else:
+            from .openvino_model import write_graph
+
+            write_graph(graph, directory)
 
     @contextmanager
     def open(self, path: Path, target: "Target") -> Iterator[Runner]:

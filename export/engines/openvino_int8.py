@@ -18,19 +18,20 @@ import numpy as np
 from ..errors import EngineError
 from ..graph.files import Feed
 from .engine import VerifiedGraph
-from .openvino_model import QUANTIZED_FILE, OpenVinoModel, import_openvino
+from .openvino_model import MODEL_FILE, describe_model, import_openvino
+
+_GRAPH_FILE = "model.xml"
 
 # Shares of the products that are held back, in the order in which they are tried.
 _SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
-def quantize(graph: VerifiedGraph, model: OpenVinoModel, path: Path) -> None:
-    """Write the graph in int8 beside `path`, with the fewest products in fp32 that hold the bound.
+def write_quantized(graph: VerifiedGraph, directory: Path) -> None:
+    """Write the graph in int8, with the fewest products in fp32 that hold the bound, and `openvino.json` beside it.
 
     Args:
         graph: What is quantized, real inputs, and how good a candidate must be.
-        model: What is written to `path` besides.
-        path: The `openvino.json`, in an empty folder.
+        directory: An empty folder.
 
     Raises:
         EngineError: NNCF refuses the graph, nothing in it is a product, or no share holds the bound.
@@ -48,14 +49,13 @@ def quantize(graph: VerifiedGraph, model: OpenVinoModel, path: Path) -> None:
             got=f"{len(ranking)} products, {len(feeds)} samples",
             remedy="pass --precision fp32",
         )
-    qualities = []
+    path, qualities = directory / MODEL_FILE, []
     for share in _SHARES:
         held_back = ranking[: round(share * len(ranking))]
         graph.on_step(f"int8 with {len(held_back)} of {len(ranking)} products in fp32")
-        ov.save_model(
-            _quantize(source.clone(), feeds, held_back), str(path.with_name(QUANTIZED_FILE)), compress_to_fp16=False
-        )
-        model.write(path, kept_fp32=held_back)
+        quantized = _quantize(source.clone(), feeds, held_back)
+        ov.save_model(quantized, str(directory / _GRAPH_FILE), compress_to_fp16=False)
+        describe_model(graph.precision, _GRAPH_FILE).write(path, kept_fp32=held_back)
         quality = graph.measure(path)
         qualities.append(quality)
         if quality.holds(graph.bounds[quality.metric]):

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 MODEL_FILE = "openvino.json"
 GRAPH_FILE = "model.onnx"
-QUANTIZED_FILE = "model.xml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,30 +121,23 @@ def read_cpu_flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def build_model(graph: VerifiedGraph, directory: Path) -> None:
-    """Write the graph, quantized for int8, and `openvino.json` into the empty folder `directory`.
-
-    Raises:
-        EngineError: OpenVINO or NNCF refuses the graph, or int8 does not hold its bound.
-    """
-    arithmetic = ARITHMETICS[graph.precision]
-    quantizes = graph.precision == "int8"
-    model = OpenVinoModel(
-        graph=QUANTIZED_FILE if quantizes else GRAPH_FILE,
+def describe_model(precision: str, graph: str) -> OpenVinoModel:
+    """Return how the file `graph` is to be run in a precision, on this kind of CPU and by this OpenVINO."""
+    arithmetic = ARITHMETICS[precision]
+    return OpenVinoModel(
+        graph=graph,
         hint=arithmetic.hint,
         instructions=tuple(sorted(read_cpu_flags() & {*arithmetic.instructions})),
         openvino=find_version(),
     )
-    path = directory / MODEL_FILE
-    if quantizes:
-        from .openvino_int8 import quantize
 
-        quantize(graph, model, path)
-    else:
-        model.write(path)
-        # Weights in other files are found by the names that the graph gives them, which stay.
-        for file in find_files(graph.path):
-            shutil.copyfile(file, directory / (GRAPH_FILE if file == graph.path else file.name))
+
+def write_graph(graph: VerifiedGraph, directory: Path) -> None:
+    """Copy the graph, and write `openvino.json` beside it, into the empty folder `directory`."""
+    describe_model(graph.precision, GRAPH_FILE).write(directory / MODEL_FILE)
+    # Weights in other files are found by the names that the graph gives them, which stay.
+    for file in find_files(graph.path):
+        shutil.copyfile(file, directory / (GRAPH_FILE if file == graph.path else file.name))
 
 
 def read_model(path: Path) -> OpenVinoModel:
@@ -157,7 +149,7 @@ class OpenVinoRunner:
     """A model in this process: one stream of one thread, as each instance of the backend has.
 
     Args:
-        path: An `openvino.json` that `build_model` wrote.
+        path: An `openvino.json` that this package wrote.
 
     Raises:
         EngineError: OpenVINO cannot load it.
