@@ -8,7 +8,7 @@ ExportError                 exit code 1, one line on stderr
 ├── ModelError              the weights do not fit the architecture, or the task is not supported
 ├── GraphError              the ONNX file is not what was asked for
 ├── PrecisionError          the model cannot be brought to the precision that was asked for
-├── EngineError             the TensorRT plan cannot be built, or is not for the target
+├── EngineError             the engine is missing, cannot build its file or run it, or is not for the target
 ├── VerificationError       the ONNX file does not compute what the checkpoint does
 ├── TargetError             there is no Triton release of that name, or it cannot load the file
 ├── RuntimeFailure          the target's ONNX Runtime cannot be fetched, or cannot load or run the file, or dies of it
@@ -71,7 +71,7 @@ class PrecisionError(ExportError):
 
 
 class EngineError(ExportError):
-    """The TensorRT plan cannot be built, or is not for the target."""
+    """The engine is missing, cannot build its file or run it, or is not for the target."""
 
 
 class VerificationError(ExportError):
