@@ -86,12 +86,12 @@ def serve(arguments: argparse.Namespace) -> int:
     installation = find_installation()
     models = list_models(arguments.repository)
     key = open_key(arguments.key_file)
-    for told in remove_orphans():
-        _say(told)
-    check_ports_free(endpoints)
     check_open_files()
     check_threads()
     raise_limits()
+    for told in remove_orphans():
+        _say(told)
+    check_ports_free(endpoints)
     status, log = Status(models), Log()
     with contextlib.closing(log), _make_run_directory(installation) as directory:
         log.say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
