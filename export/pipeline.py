@@ -22,6 +22,7 @@ from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
+from .repository.version import PUBLICATION_FILE, render_publication
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
 from .targets import Target, find_target
@@ -163,8 +164,10 @@ def _publish(
             files=draft.files,
             report=report,
             engine=ENGINES[request.engine],
+            activates=not request.no_activate,
             document=lambda version: {
                 LOCK_FILE: lock,
+                PUBLICATION_FILE: render_publication(checkpoint=source.origin, task=source.task.name),
                 PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
             },
         )
@@ -175,7 +178,7 @@ def _build_lock(
 ) -> dict[str, object]:
     options = asdict(request)
     # Where it was published, and where it was read from, is not part of what it is.
-    del options["repository"], options["checkpoint"]
+    del options["repository"], options["checkpoint"], options["no_activate"]
     if request.factory:
         options["factory"] = Path(request.factory).name
     return build_lock(

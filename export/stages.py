@@ -14,10 +14,10 @@ from .engines.engine import AxisRange, VerifiedGraph
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
 from .graph.precisions import FP32, PRECISIONS, Precision
+from .hashing import hash_file
 from .progress import Detail
 from .proof.quality import convert, list_quality_feeds
 from .proof.tolerances import Tolerances, list_tolerances
-from .proof.verify import hash_file
 from .targets import Target
 from .tasks.base import Task
 from .tasks.tensors import TensorTask

@@ -1,11 +1,9 @@
 """The parity gate: the ONNX file, run by the target's ONNX Runtime, against the module that the checkpoint gave."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from ..artefacts import Artefacts
 from ..engines import ONNXRUNTIME, Engine
 from ..engines.engine import Runner
 from ..errors import EngineError, RuntimeFailure, VerificationError
+from ..hashing import hash_file
 from ..targets import Target
 from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
@@ -219,15 +218,6 @@ def _widen_golden(task: Task, bounds: Mapping[str, float], kept: Sequence[CaseRe
         for key, usual in golden["tolerances"].items()
     }
     return {**golden, "tolerances": tolerances}
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of the file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 class Reference:

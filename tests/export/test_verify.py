@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from export.artefacts import Artefacts
 from export.errors import GraphError, VerificationError
 from export.graph.onnx_export import check_graph, export_onnx
-from export.proof.verify import hash_file, verify
+from export.hashing import hash_file
+from export.proof.verify import verify
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.comparison import compare_embeddings
