@@ -167,7 +167,11 @@ def _publish(
             activates=not request.no_activate,
             document=lambda version: {
                 LOCK_FILE: lock,
-                PUBLICATION_FILE: render_publication(checkpoint=source.origin, task=source.task.name),
+                PUBLICATION_FILE: render_publication(
+                    checkpoint=str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory),
+                    kind=source.origin,
+                    task=source.task.name,
+                ),
                 PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
             },
         )

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ..errors import RepositoryError
 from ..locations import name_command
@@ -89,7 +90,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     rows = {
         "version": f"{facts.version} of {facts.name}, {'active' if facts.active else 'not active'}",
         "published": facts.published,
-        "checkpoint": facts.checkpoint,
+        "checkpoint": ", ".join(text for text in (facts.checkpoint, facts.kind) if text),
         "task": facts.task,
         "precision": facts.precision,
         "engine": facts.engine,
@@ -97,7 +98,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         "proof": f"{facts.cases} cases, at worst {_describe_worst(facts)}",
         "report": str(version.folder / "verification.html"),
         **{f"made with {tool}": str(number) for tool, number in lock.get("versions", {}).items()},
-        **{f"option {key}": str(value) for key, value in _list_given(lock).items()},
+        **{f"option {key}": value for key, value in _list_given(lock.get("options", {})).items()},
         **{file: f"{size / 1e6:.3f} MB" for file, size in files.items()},
     }
     content = asdict(facts) | {"files": files, "lock": lock, "report": report}
@@ -137,7 +138,7 @@ def _build_row(facts: Facts) -> tuple[str, ...]:
         str(facts.version),
         "active" if facts.active else "",
         facts.published[:16].replace("T", " ") or "-",
-        facts.checkpoint or "-",
+        Path(facts.checkpoint).name or "-",
         facts.task or "-",
         facts.precision,
         facts.target or "-",
@@ -157,8 +158,12 @@ def _build_section(section: str, found: list[Difference]) -> list[tuple[str, str
     return [(section, *first), *(("", *row) for row in rest)]
 
 
-def _list_given(lock: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of the export that were given a value."""
-    options = lock.get("options", {})
-    assert isinstance(options, dict), "Bug: a lock that was read has options"
-    return {key: value for key, value in options.items() if value not in (None, [], {}, False)}
+def _list_given(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of the export that were given a value; those within others by both names."""
+    given: dict[str, str] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            given |= {f"{key} {inner}": text for inner, text in _list_given(value).items()}
+        elif value not in (None, [], False, ""):
+            given[key] = str(value)
+    return given

@@ -14,7 +14,6 @@ _MISSING = "-"
 # File of the preprocess step: what makes ids of texts.
 _TOKENIZER_FILE = "tokenizer.json"
 
-# What a version records when and from what it was published beside.
 _FP32 = "fp32"
 
 
@@ -27,7 +26,8 @@ class Facts:
         version: The number.
         active: Whether servers that follow the repository serve it.
         published: Date and time, ISO 8601, UTC.
-        checkpoint: What it was exported from, in words.
+        checkpoint: The folder that it was exported from, or the function that built the module.
+        kind: What that is, in words.
         task: What it is served as.
         precision: Precision of the served file.
         engine: What runs it.
@@ -42,6 +42,7 @@ class Facts:
     active: bool
     published: str
     checkpoint: str
+    kind: str
     task: str
     precision: str
     engine: str
@@ -82,6 +83,7 @@ def read_facts(version: Version) -> Facts:
         active=find_active_version(version.repository, version.name) == version.number,
         published=str(publication.get("published", "")),
         checkpoint=str(publication.get("checkpoint", "")),
+        kind=str(publication.get("kind", "")),
         task=str(publication.get("task") or options.get("task") or ""),
         precision=str(options.get("precision") or report.get("precision", {}).get("precision") or _FP32),
         engine=str(options.get("engine") or ""),
@@ -168,9 +170,7 @@ def _read_tokenizer(version: Version) -> dict[str, str]:
 def _read_figures(facts: Facts, version: Version) -> dict[str, str]:
     precision = version.read_report().get("precision", {})
     quality = {f"{facts.precision} {key}": _show(precision[key]) for key in ("quality",) if key in precision}
-    worst = {
-        f"worst {key.removeprefix('max_').removeprefix('min_')}": f"{value:.2g}" for key, value in facts.worst.items()
-    }
+    worst = {f"worst {key.split('_', 1)[1].replace('_', ' ')}": f"{value:.2g}" for key, value in facts.worst.items()}
     return {**worst, **quality, "cases": str(facts.cases), "size": f"{facts.size_bytes / 1e6:.1f} MB"}
 
 
