@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 
-from .artefacts import Artefacts, list_model
+from .artefacts import Artefacts, hash_file, list_model
 from .engines import ONNXRUNTIME, Engine
 from .engines.engine import AxisRange, VerifiedGraph
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
 from .graph.precisions import FP32, PRECISIONS, Precision
-from .hashing import hash_file
 from .progress import Detail
 from .proof.quality import convert, list_quality_feeds
 from .proof.tolerances import Tolerances, list_tolerances

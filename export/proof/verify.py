@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..artefacts import Artefacts
+from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
 from ..engines.engine import Runner
 from ..errors import EngineError, RuntimeFailure, VerificationError
-from ..hashing import hash_file
 from ..targets import Target
 from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tritonclient.grpc import model_config_pb2 as pb
 
+from ..artefacts import hash_file
 from ..errors import RepositoryError
-from ..hashing import hash_file
 from .config_file import render_config
 from .contents import list_models, list_versions
 from .files import claim_folder, copy, link, move, sync_folder, write

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import RepositoryError
-from ..hashing import hash_files
 from .config_file import CONFIG_FILE, keep_operators_parameters, read_config
 from .contents import find_active_version, list_models, list_versions
+from .hashing import hash_files
 from .version import SUMS_FILE, Version
 
 

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..artefacts import Artefacts
+from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
 from ..errors import RepositoryError
-from ..hashing import hash_file
 from ..proof.verify import VerificationReport
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
