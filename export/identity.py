@@ -24,7 +24,7 @@ from .targets import find_target
 _CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.jinja", "*/config.json", ".metadata")
 
 # Distributions that make the graph's bytes or the reference that they are compared with.
-_TOOLS = ("torch", "transformers", "tokenizers", "onnx", "onnx-ir", "onnxscript", "numpy")
+_TOOLS = ("torch", "transformers", "tokenizers", "onnx", "onnx-ir", "onnxscript", "numpy", "openvino", "nncf")
 
 _CODE = Path(__file__).parent
 

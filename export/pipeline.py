@@ -24,6 +24,7 @@ from .repository.publication import Publication, check_contract, publish
 from .repository.version import PUBLICATION_FILE, render_publication
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
+from .subject import describe_subject
 from .targets import Target, find_target
 from .tasks.comparison import describe_errors
 
@@ -130,7 +131,7 @@ def _run_stage(
                 require_passed(report)
                 notes += [f"{way.name}, after other ways failed"] if notes else []
                 return replace(draft, notes=(*before.notes, *notes)), report
-            reason = f"{describe_errors(report.worst.errors)} in {report.worst.name!r}"
+            reason = f"{describe_errors(report.worst.errors, report.tolerances)} in {report.worst.name!r}"
         notes.append(f"not {way.name}: {reason}")
         progress.expect(progress.begun - begun)
     raise AssertionError("Bug: the last way returns or raises")
@@ -154,7 +155,7 @@ def _publish(
     request: ExportRequest, source: Source, target: Target, draft: Draft, report: VerificationReport, progress: Progress
 ) -> Publication:
     with progress.step("hashing what was read"):
-        lock = render_lock(_build_lock(request, source, target, report))
+        lock = _build_lock(request, source, target, report)
     with progress.step("publishing"):
         return publish(
             repository=request.repository,
@@ -165,13 +166,18 @@ def _publish(
             engine=ENGINES[request.engine],
             activates=not request.no_activate,
             document=lambda version: {
-                LOCK_FILE: lock,
+                LOCK_FILE: render_lock(lock),
                 PUBLICATION_FILE: render_publication(
                     checkpoint=str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory),
                     kind=source.origin,
                     task=source.task.name,
                 ),
-                PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
+                PAGE_FILE: render_report_page(
+                    report.to_json(),
+                    name=request.name,
+                    version=version.number,
+                    subject=describe_subject(request, source, lock, version),
+                ),
             },
         )
 

@@ -20,7 +20,8 @@ from .installation import Installation, assemble_backends, find_installation
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
-from .models import list_models
+from .models import list_models, wait_for_model
+from .orphans import PREFIX, own, remove_orphans
 from .passed_options import check_passed_options
 from .process import Endpoints, check_ports_free
 from .status import Status
@@ -83,14 +84,23 @@ def serve(arguments: argparse.Namespace) -> int:
     stops, endpoints = StopSignals(), _read_endpoints(arguments)
     check_passed_options(arguments.passed_options)
     installation = find_installation()
-    models = list_models(arguments.repository)
+    if not arguments.wait:
+        list_models(arguments.repository)
     key = open_key(arguments.key_file)
+    for told in remove_orphans():
+        _say(told)
     check_ports_free(endpoints)
     check_open_files()
     check_threads()
     raise_limits()
-    status, log = Status(models, follows=arguments.follow == "on"), Log()
-    with contextlib.closing(log), _make_run_directory(installation) as directory:
+    status, log = Status(follows=arguments.follow == "on"), Log()
+    with contextlib.closing(log), contextlib.ExitStack() as stack:
+        stack.callback(serve_status(status, endpoints.host, endpoints.status_port))
+        if arguments.wait and not wait_for_model(arguments.repository, log.say, stops):
+            log.say("stopped")
+            return 0
+        status.expect(list_models(arguments.repository))
+        directory = stack.enter_context(_make_run_directory(installation))
         log.say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
         settings = Settings(
             installation=installation,
@@ -102,11 +112,7 @@ def serve(arguments: argparse.Namespace) -> int:
             passed_options=tuple(arguments.passed_options),
             follows=arguments.follow == "on",
         )
-        stop_status = serve_status(status, endpoints.host, endpoints.status_port)
-        try:
-            answered = Supervisor(settings, status, stops, log).run()
-        finally:
-            stop_status()
+        answered = Supervisor(settings, status, stops, log).run()
         log.say("stopped" if answered else "stopped before everything in flight was answered")
     return 0 if answered else _EXIT_UNANSWERED
 
@@ -121,8 +127,9 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             # What cannot be removed in the end is no reason to end otherwise than well.
-            temporary = tempfile.TemporaryDirectory(prefix="modelyard-server-", ignore_cleanup_errors=True)
+            temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
             directory = Path(stack.enter_context(temporary))
+            stack.enter_context(own(directory))
             backends = directory / "backends"
             backends.mkdir()
             assemble_backends(installation, BACKENDS, backends)
@@ -221,6 +228,9 @@ def _add_serve(commands: "_Commands") -> None:
         choices=("on", "off"),
         default="on",
         help="whether what becomes active in the repository is served without a restart (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for a first model where the repository holds none, instead of ending"
     )
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
 

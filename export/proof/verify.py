@@ -190,7 +190,7 @@ def require_passed(report: VerificationReport) -> None:
             f"the ONNX model is not equal to the checkpoint in {len(failed)} of {len(report.cases)} cases, "
             f"worst in {report.worst.name!r}",
             expected=describe_bounds(report.tolerances),
-            got=describe_errors(report.worst.errors),
+            got=describe_errors(report.worst.errors, report.tolerances),
             remedy="nothing was published; see every case in the table above",
         )
 

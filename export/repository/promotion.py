@@ -9,7 +9,7 @@ from typing import Literal
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import RepositoryError
-from ..proof.report_page import PAGE_FILE, render_report_page
+from ..proof.report_page import PAGE_FILE
 from .activation import check_exchangeable, switch
 from .addition import add_version
 from .change import change
@@ -112,12 +112,11 @@ def _add(chosen: Version, sums: Mapping[Path, str], destination: Path, activates
         pinned = {part: pin_config(config, version=number, served=[number]) for part, config in configs.items()}
         if created:
             version = Version(repository=destination, name=name, number=number)
-            # The page has the version's number in its title.
-            page = render_report_page(chosen.read_report(), name=name, version=number)
-            copied = [path for path in sums if path.parent.name != CONFIGS_FOLDER and path.name != PAGE_FILE]
+            # The configurations alone name the number; the proof is kept to the byte, under that which it was made for.
+            copied = [path for path in sums if path.parent.name != CONFIGS_FOLDER]
             files = {part: [path for path in copied if path.parent.parent.name == part] for part in configs}
             digests = {path.name: sums[path] for path in copied}
-            add_version(version, files, digests, {PAGE_FILE: page}, pinned, undo)
+            add_version(version, files, digests, {}, pinned, undo)
             check_whole(version)
         switched = activates and switch(destination, name, pinned, undo)
         active = find_active_version(destination, name)

@@ -141,7 +141,7 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
         raise RepositoryError(
             "a model that failed its verification is not published",
             expected="every case within the tolerances",
-            got=f"{describe_errors(report.worst.errors)} in {report.worst.name!r}",
+            got=f"{describe_errors(report.worst.errors, report.tolerances)} in {report.worst.name!r}",
         )
     hashes = {path.name: hash_file(path) for path in files}
     if hashes != report.sha256:

@@ -14,6 +14,7 @@ from export import identity
 from export.__main__ import main
 from export.identity import SameVersion, find_same_version
 from export.options import ExportRequest
+from export.proof.report_page import PAGE_FILE
 from export.repository.activation import activate
 from export.repository.contents import find_active_version
 from export.repository.lockfile import LOCK_FILE
@@ -55,6 +56,15 @@ def test_an_unchanged_export_is_told_before_torch_is_imported(folder: Path, tmp_
     assert told["report"]["passed"] is True
     assert fingerprint(folder) == before
     assert "torch was imported" in run(*command, "--again", env=environment).err
+
+
+def test_the_page_of_a_published_version_says_what_was_verified(folder: Path) -> None:
+    lock = json.loads((folder / "models" / "t" / "1" / LOCK_FILE).read_text())
+    page = (folder / "models" / "t" / "1" / PAGE_FILE).read_text()
+    digest = lock["sources"]["checkpoint"]["files"]["model.safetensors"]
+    for text in ("Hugging Face safetensors, 1 file", f"{digest}, model.safetensors", "feature-extraction: ", " UTC"):
+        assert text in page
+    assert "Since version" not in page
 
 
 def edit(path: Path) -> Callable[[Path], None]:
