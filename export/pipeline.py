@@ -1,11 +1,9 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
-import os
-import platform
 import resource
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
@@ -13,17 +11,19 @@ from .engines import ENGINES
 from .errors import GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS
+from .identity import describe_options, hash_files, list_tools
 from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, require_passed, verify
 from .repository.lock import check_destination
-from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
+from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
+from .subject import describe_subject
 from .targets import Target, find_target
 from .tasks.comparison import describe_errors
 
@@ -130,7 +130,7 @@ def _run_stage(
                 require_passed(report)
                 notes += [f"{way.name}, after other ways failed"] if notes else []
                 return replace(draft, notes=(*before.notes, *notes)), report
-            reason = f"{describe_errors(report.worst.errors)} in {report.worst.name!r}"
+            reason = f"{describe_errors(report.worst.errors, report.tolerances)} in {report.worst.name!r}"
         notes.append(f"not {way.name}: {reason}")
         progress.expect(progress.begun - begun)
     raise AssertionError("Bug: the last way returns or raises")
@@ -154,7 +154,7 @@ def _publish(
     request: ExportRequest, source: Source, target: Target, draft: Draft, report: VerificationReport, progress: Progress
 ) -> Publication:
     with progress.step("hashing what was read"):
-        lock = render_lock(_build_lock(request, source, target, report))
+        lock = _build_lock(request, source, target, report)
     with progress.step("publishing"):
         return publish(
             repository=request.repository,
@@ -164,8 +164,13 @@ def _publish(
             report=report,
             engine=ENGINES[request.engine],
             document=lambda version: {
-                LOCK_FILE: lock,
-                PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
+                LOCK_FILE: render_lock(lock),
+                PAGE_FILE: render_report_page(
+                    report.to_json(),
+                    name=request.name,
+                    version=version.number,
+                    subject=describe_subject(request, source, lock, version),
+                ),
             },
         )
 
@@ -173,21 +178,11 @@ def _publish(
 def _build_lock(
     request: ExportRequest, source: Source, target: Target, report: VerificationReport
 ) -> dict[str, object]:
-    options = asdict(request)
-    # Where it was published, and where it was read from, is not part of what it is.
-    del options["repository"], options["checkpoint"]
-    if request.factory:
-        options["factory"] = Path(request.factory).name
     return build_lock(
         target=target,
-        versions=report.versions | {"python": platform.python_version()},
-        sources={what: hash_source(_find_root(files), files) for what, files in source.files.items() if files},
-        options=options,
+        versions=report.versions | list_tools(),
+        sources=hash_files(source.files),
+        options=describe_options(request),
         seeds={"vocabulary": request.vocabulary.seed},
         artefacts=report.sha256,
     )
-
-
-def _find_root(files: Sequence[Path]) -> Path:
-    """Return the innermost folder that holds all of `files`."""
-    return Path(os.path.commonpath([path.parent.absolute() for path in files]))

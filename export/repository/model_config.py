@@ -103,8 +103,8 @@ def _build_model(
         max_batch_size=MAX_BATCH_SIZE if signature.is_batched else 0,
         default_model_filename=engine.model_file,
         version_policy=_serve(served),
-        input=[_input(tensor) for tensor in signature.inputs],
-        output=[_output(tensor, version) for tensor in signature.outputs],
+        input=[_input(tensor, is_batched=signature.is_batched) for tensor in signature.inputs],
+        output=[_output(tensor, is_batched=signature.is_batched, version=version) for tensor in signature.outputs],
         model_warmup=_warmups(signature),
     )
     if signature.is_batched:
@@ -188,18 +188,23 @@ def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
     return {tensor.name: tensor.name for tensor in tensors}
 
 
-def _input(tensor: TensorSignature) -> pb.ModelInput:
-    return pb.ModelInput(name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor))
-
-
-def _output(tensor: TensorSignature, version: int = 0) -> pb.ModelOutput:
-    """Return an output; the file with its labels lies in the folder of `version`, seen from that of the model."""
-    labels = f"{version}/{tensor.label_file}" if tensor.label_file else ""
-    return pb.ModelOutput(
-        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor), label_filename=labels
+def _input(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelInput:
+    return pb.ModelInput(
+        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor, is_batched=is_batched)
     )
 
 
-def _dims(tensor: TensorSignature) -> list[int]:
-    """Return the dimensions without the batch, -1 where symbolic, as Triton counts them."""
-    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[tensor.dims[:1] == (BATCH,) :]]
+def _output(tensor: TensorSignature, *, is_batched: bool = True, version: int = 0) -> pb.ModelOutput:
+    """Return an output; the file with its labels lies in the folder of `version`, seen from that of the model."""
+    return pb.ModelOutput(
+        name=tensor.name,
+        data_type=_TRITON_DTYPES[tensor.dtype],
+        dims=_dims(tensor, is_batched=is_batched),
+        label_filename=f"{version}/{tensor.label_file}" if tensor.label_file else "",
+    )
+
+
+def _dims(tensor: TensorSignature, *, is_batched: bool) -> list[int]:
+    """Return the dimensions, -1 where symbolic, as Triton counts them: without the batch where it joins requests."""
+    has_batch = is_batched and tensor.dims[:1] == (BATCH,)
+    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[has_batch:]]
