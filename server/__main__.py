@@ -20,7 +20,7 @@ from .installation import Installation, assemble_backends, find_installation
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
-from .models import list_models
+from .models import list_models, wait_for_model
 from .orphans import PREFIX, own, remove_orphans
 from .passed_options import check_passed_options
 from .process import Endpoints, check_ports_free
@@ -84,7 +84,8 @@ def serve(arguments: argparse.Namespace) -> int:
     stops, endpoints = StopSignals(), _read_endpoints(arguments)
     check_passed_options(arguments.passed_options)
     installation = find_installation()
-    models = list_models(arguments.repository)
+    if not arguments.wait:
+        list_models(arguments.repository)
     key = open_key(arguments.key_file)
     for told in remove_orphans():
         _say(told)
@@ -92,8 +93,14 @@ def serve(arguments: argparse.Namespace) -> int:
     check_open_files()
     check_threads()
     raise_limits()
-    status, log = Status(models), Log()
-    with contextlib.closing(log), _make_run_directory(installation) as directory:
+    status, log = Status(), Log()
+    with contextlib.closing(log), contextlib.ExitStack() as stack:
+        stack.callback(serve_status(status, endpoints.host, endpoints.status_port))
+        if arguments.wait and not wait_for_model(arguments.repository, log.say, stops):
+            log.say("stopped")
+            return 0
+        status.expect(list_models(arguments.repository))
+        directory = stack.enter_context(_make_run_directory(installation))
         log.say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
         settings = Settings(
             installation=installation,
@@ -105,11 +112,7 @@ def serve(arguments: argparse.Namespace) -> int:
             passed_options=tuple(arguments.passed_options),
             follows=arguments.follow == "on",
         )
-        stop_status = serve_status(status, endpoints.host, endpoints.status_port)
-        try:
-            answered = Supervisor(settings, status, stops, log).run()
-        finally:
-            stop_status()
+        answered = Supervisor(settings, status, stops, log).run()
         log.say("stopped" if answered else "stopped before everything in flight was answered")
     return 0 if answered else _EXIT_UNANSWERED
 
@@ -223,6 +226,9 @@ def _add_serve(commands: "_Commands") -> None:
         choices=("on", "off"),
         default="on",
         help="whether what becomes active in the repository is served without a restart (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for a first model where the repository holds none, instead of ending"
     )
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
 

@@ -25,7 +25,7 @@ _HELP = {
 class Status:
     """Counters and the readiness, safe to use from several threads."""
 
-    def __init__(self, models: list[str]) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._followed: dict[str, Following] = {}
         self._is_welcoming = False
@@ -35,11 +35,15 @@ class Status:
             ("modelyard_models_served", ""): 0,
             ("modelyard_tritonserver_restarts_total", ""): 0,
         }
-        for model in models:
-            for reason in ("died", "hung"):
-                self._values["modelyard_backend_deaths_total", _label(model=model, reason=reason)] = 0
-            self._values["modelyard_model_revivals_total", _label(model=model)] = 0
-            self._values["modelyard_model_given_up", _label(model=model)] = 0
+
+    def expect(self, models: list[str]) -> None:
+        """Begin to count for these models, from zero: what is not there yet cannot be seen to rise."""
+        with self._lock:
+            for model in models:
+                for reason in ("died", "hung"):
+                    self._values["modelyard_backend_deaths_total", _label(model=model, reason=reason)] = 0
+                self._values["modelyard_model_revivals_total", _label(model=model)] = 0
+                self._values["modelyard_model_given_up", _label(model=model)] = 0
 
     @property
     def ready(self) -> bool:
