@@ -41,6 +41,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "aggregation": (["--aggregation", "max"], "max"),
     "pooling": (["--pooling", "cls"], "cls"),
     "normalize": (["--no-normalize"], False),
+    "preprocess": (["--preprocess", "imagenet"], "imagenet"),
 }
 FACTORY = ["--factory", "model.py:build", "--inputs", "inputs.json"]
 
@@ -194,7 +195,7 @@ def test_an_option_of_a_known_architecture_is_refused_beside_a_factory(
 
 def test_these_are_all_that_a_factory_takes_no_notice_of() -> None:
     assert {option.name for option in IDLE} == {
-        *("task", "adapter", "base", "lora_scaling", "top_k", "aggregation", "pooling", "normalize"),
+        *("task", "adapter", "base", "lora_scaling", "top_k", "aggregation", "pooling", "normalize", "preprocess"),
         *("add_special_tokens", "add_tokens", "pad_vocab_to_multiple_of", "unused_rows", "seed"),
         "allow_other_tokenizer",
     }
@@ -242,7 +243,8 @@ def test_there_must_be_something_to_export() -> None:
 
 def test_a_request_that_is_made_in_python_is_held_to_the_same() -> None:
     made = {"name": "n", "repository": Path("r"), "checkpoint": None, "factory": "m:f", "inputs": Path("i")}
-    assert ExportRequest(**made).task_options == dict.fromkeys(("pooling", "normalize", "top_k", "aggregation"))
+    names = ("pooling", "normalize", "top_k", "aggregation", "preprocess")
+    assert ExportRequest(**made).task_options == dict.fromkeys(names)
     for idle, flag in (
         ({"task": "reward"}, "--task"),
         ({"task_options": {"normalize": False}}, "--normalize"),
