@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
-from .engines import ENGINES
+from .engines import ENGINES, Engine, choose_engine
 from .errors import GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS
@@ -17,7 +17,7 @@ from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
-from .proof.verify import VerificationReport, require_passed, verify
+from .proof.verify import VerificationReport, require_passed
 from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
 from .repository.model_config import name_models
@@ -72,14 +72,18 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         ExportError: The export is refused.
     """
     check_destination(request.repository, request.name)
-    target, precision, engine = find_target(request.target), PRECISIONS[request.precision], ENGINES[request.engine]
-    stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
-    # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
-    for stage in reversed(stages):
-        stage.engine.check(precision.name, target)
-    progress.expect(2 * len(stages) + 2)
+    target, precision = find_target(request.target), PRECISIONS[request.precision]
+    if request.engine is not None:
+        # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
+        ENGINES[request.engine].check(precision.name, target)
+    progress.expect(2)
     source = load_source(request, progress)
     task = source.task
+    engine = choose_engine(request.engine, task.form)
+    stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
+    for stage in reversed(stages):
+        stage.engine.check(precision.name, target)
+    progress.expect(2 * len(stages))
     check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
@@ -87,7 +91,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         draft = Draft(files=Artefacts(model=()))
         for number, stage in enumerate(stages):
             draft, report = _run_stage(stage, job, draft, Path(folder, str(number)), progress, on_report)
-        publication = _publish(request, source, target, draft, report, progress)
+        publication = _publish(request, source, target, engine, draft, report, progress)
         model_bytes = sum(path.stat().st_size for path in draft.files.model)
     return ExportResult(
         source=source,
@@ -139,7 +143,7 @@ def _run_stage(
 def _prove(stage: Stage, job: Job, draft: Draft, progress: Progress) -> VerificationReport:
     """Return how the files of a stage compare with the checkpoint. Does not judge."""
     with progress.step(stage.proving) as tell:
-        report = verify(
+        report = stage.prove(
             task=job.task,
             files=draft.files,
             target=job.target,
@@ -151,10 +155,16 @@ def _prove(stage: Stage, job: Job, draft: Draft, progress: Progress) -> Verifica
 
 
 def _publish(
-    request: ExportRequest, source: Source, target: Target, draft: Draft, report: VerificationReport, progress: Progress
+    request: ExportRequest,
+    source: Source,
+    target: Target,
+    engine: Engine,
+    draft: Draft,
+    report: VerificationReport,
+    progress: Progress,
 ) -> Publication:
     with progress.step("hashing what was read"):
-        lock = render_lock(_build_lock(request, source, target, report))
+        lock = render_lock(_build_lock(request, source, target, engine, report))
     with progress.step("publishing"):
         return publish(
             repository=request.repository,
@@ -162,7 +172,7 @@ def _publish(
             signature=source.task.signature,
             files=draft.files,
             report=report,
-            engine=ENGINES[request.engine],
+            engine=engine,
             document=lambda version: {
                 LOCK_FILE: lock,
                 PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
@@ -171,9 +181,9 @@ def _publish(
 
 
 def _build_lock(
-    request: ExportRequest, source: Source, target: Target, report: VerificationReport
+    request: ExportRequest, source: Source, target: Target, engine: Engine, report: VerificationReport
 ) -> dict[str, object]:
-    options = asdict(request)
+    options = asdict(request) | {"engine": engine.name}
     # Where it was published, and where it was read from, is not part of what it is.
     del options["repository"], options["checkpoint"]
     if request.factory:

@@ -14,7 +14,9 @@ LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "tensorrt", "zlib_ng", "platformdirs",
+        "openvino", "openvino_genai",
     },
+    "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
     "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
