@@ -23,7 +23,6 @@ PARAMETERS = {
     "max_num_seqs": "64",
     "max_num_batched_tokens": "256",
     "max_queue_size": "128",
-    "default_max_tokens": "16",
 }
 
 # Left to itself OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
