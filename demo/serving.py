@@ -1,7 +1,9 @@
 """The demo's model, published and served for the length of a block."""
 
 import contextlib
+import itertools
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +26,10 @@ _START_TIMEOUT_S = 120
 
 class ServingError(Exception):
     """The server did not start, or did not end well."""
+
+
+# Below those that the system gives to clients, one of which would take a port between the look and the server's start.
+_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +108,17 @@ def _wait_for_answer(http: str, server: "subprocess.Popen[bytes]") -> None:
 
 def _find_free_addresses() -> Addresses:
     """Return ports that are free now, so that this runs beside whatever listens on 8000."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(4)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        http, grpc, metrics, status = (f"localhost:{item.getsockname()[1]}" for item in sockets)
+    free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
+    http, grpc, metrics, status = (f"localhost:{port}" for port in itertools.islice(free, 4))
     return Addresses(http=http, grpc=grpc, metrics=metrics, status=status)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        # Connections that ended a moment ago keep a server from nothing.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,5 +1,6 @@
 """The files that one version is made of, before they are published."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,3 +40,12 @@ class Artefacts:
 def list_model(path: Path) -> tuple[Path, ...]:
     """Return the file that an engine loads, and behind it everything else in its folder."""
     return (path, *sorted(other for other in path.parent.iterdir() if other != path))
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of the file's bytes, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

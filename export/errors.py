@@ -8,7 +8,7 @@ ExportError                 exit code 1, one line on stderr
 ├── ModelError              the weights do not fit the architecture, or the task is not supported
 ├── GraphError              the ONNX file is not what was asked for
 ├── PrecisionError          the model cannot be brought to the precision that was asked for
-├── EngineError             the TensorRT plan cannot be built, or is not for the target
+├── EngineError             the engine is missing, cannot build its file or run it, or is not for the target
 ├── VerificationError       the ONNX file does not compute what the checkpoint does
 ├── TargetError             there is no Triton release of that name, or it cannot load the file
 ├── RuntimeFailure          the target's ONNX Runtime cannot be fetched, or cannot load or run the file, or dies of it
@@ -71,7 +71,7 @@ class PrecisionError(ExportError):
 
 
 class EngineError(ExportError):
-    """The TensorRT plan cannot be built, or is not for the target."""
+    """The engine is missing, cannot build its file or run it, or is not for the target."""
 
 
 class VerificationError(ExportError):
@@ -106,6 +106,15 @@ def list_some(names: Iterable[T], limit: int = 10) -> str:
     ordered = sorted(_name(name) for name in names)
     text = ", ".join(ordered[:limit])
     return text + (f", +{len(ordered) - limit} more" if len(ordered) > limit else "")
+
+
+def format_apart(value: float, bound: float, digits: int) -> str:
+    """Return `value` with as many digits as show on which side of `bound` it lies, and with `digits` at least."""
+    for shown in range(digits, 17):
+        text = f"{value:.{shown}g}"
+        if (float(text) > bound, float(text) < bound) == (value > bound, value < bound):
+            return text
+    return repr(value)
 
 
 def escape_controls(text: str) -> str:

@@ -1,29 +1,29 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
-import os
-import platform
 import resource
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
 from .engines import ENGINES, Engine, choose_engine
 from .errors import GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
-from .graph.precisions import PRECISIONS
+from .graph.precisions import PRECISIONS, Precision
+from .identity import describe_options, hash_files, list_tools
 from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, require_passed
 from .repository.lock import check_destination
-from .repository.lockfile import LOCK_FILE, build_lock, hash_source, render_lock
+from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
+from .subject import describe_subject
 from .targets import Target, find_target
 from .tasks.comparison import describe_errors
 
@@ -73,17 +73,16 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     """
     check_destination(request.repository, request.name)
     target, precision = find_target(request.target), PRECISIONS[request.precision]
-    if request.engine is not None:
-        # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
-        ENGINES[request.engine].check(precision.name, target)
-    progress.expect(2)
+    # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
+    usual = choose_engine(None, "graph") if request.engine is None else ENGINES[request.engine]
+    stages = _plan(request, precision, usual, target)
+    progress.expect(2 * len(stages) + 2)
     source = load_source(request, progress)
     task = source.task
     engine = choose_engine(request.engine, task.form)
-    stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
-    for stage in reversed(stages):
-        stage.engine.check(precision.name, target)
-    progress.expect(2 * len(stages))
+    if engine is not usual:
+        others, stages = stages, _plan(request, precision, engine, target)
+        progress.expect(2 * len(stages) - 2 * len(others))
     check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
@@ -105,6 +104,14 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         notes=draft.notes,
         peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
+
+
+def _plan(request: ExportRequest, precision: Precision, engine: Engine, target: Target) -> list[Stage]:
+    """Return the stages, having refused what cannot be built here or would not be loaded there."""
+    stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
+    for stage in reversed(stages):
+        stage.engine.check(precision.name, target)
+    return stages
 
 
 def _run_stage(
@@ -134,7 +141,7 @@ def _run_stage(
                 require_passed(report)
                 notes += [f"{way.name}, after other ways failed"] if notes else []
                 return replace(draft, notes=(*before.notes, *notes)), report
-            reason = f"{describe_errors(report.worst.errors)} in {report.worst.name!r}"
+            reason = f"{describe_errors(report.worst.errors, report.tolerances)} in {report.worst.name!r}"
         notes.append(f"not {way.name}: {reason}")
         progress.expect(progress.begun - begun)
     raise AssertionError("Bug: the last way returns or raises")
@@ -164,7 +171,7 @@ def _publish(
     progress: Progress,
 ) -> Publication:
     with progress.step("hashing what was read"):
-        lock = render_lock(_build_lock(request, source, target, engine, report))
+        lock = _build_lock(request, source, target, report)
     with progress.step("publishing"):
         return publish(
             repository=request.repository,
@@ -174,30 +181,25 @@ def _publish(
             report=report,
             engine=engine,
             document=lambda version: {
-                LOCK_FILE: lock,
-                PAGE_FILE: render_report_page(report.to_json(), name=request.name, version=version.number),
+                LOCK_FILE: render_lock(lock),
+                PAGE_FILE: render_report_page(
+                    report.to_json(),
+                    name=request.name,
+                    version=version.number,
+                    subject=describe_subject(request, source, engine.name, lock, version),
+                ),
             },
         )
 
 
 def _build_lock(
-    request: ExportRequest, source: Source, target: Target, engine: Engine, report: VerificationReport
+    request: ExportRequest, source: Source, target: Target, report: VerificationReport
 ) -> dict[str, object]:
-    options = asdict(request) | {"engine": engine.name}
-    # Where it was published, and where it was read from, is not part of what it is.
-    del options["repository"], options["checkpoint"]
-    if request.factory:
-        options["factory"] = Path(request.factory).name
     return build_lock(
         target=target,
-        versions=report.versions | {"python": platform.python_version()},
-        sources={what: hash_source(_find_root(files), files) for what, files in source.files.items() if files},
-        options=options,
+        versions=report.versions | list_tools(),
+        sources=hash_files(source.files),
+        options=describe_options(request),
         seeds={"vocabulary": request.vocabulary.seed},
         artefacts=report.sha256,
     )
-
-
-def _find_root(files: Sequence[Path]) -> Path:
-    """Return the innermost folder that holds all of `files`."""
-    return Path(os.path.commonpath([path.parent.absolute() for path in files]))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .errors import VocabularyError
+from .identity import list_files
 from .options import ExportRequest, list_changed
 from .progress import Progress
 from .repository.contents import check_owners
@@ -18,9 +19,6 @@ from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer,
 from .weights.torch_model import load_config
 from .weights.transforms import CastToFloat32
 from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
-
-# What stands beside the weights and is read as well: configuration, tokenizer, pooling, adapters.
-_CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*/config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
     with progress.step("building the module"):
         if request.checkpoint is not None:
             checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
-            weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.weight_files
+            weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.files
             missing = checkpoint.facts.missing
         task = build_factory_task(entry, spec_file, weights)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
@@ -90,15 +88,9 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         task = build_task(name, source)
-    files: dict[str, Sequence[Path]] = {
-        "checkpoint": checkpoint.weight_files,
-        "configuration": [item for pattern in _CONFIGURATION_FILES for item in directory.glob(pattern)],
-    }
-    for index, folder in enumerate(request.adapters):
-        files[f"adapter {index + 1}"] = [item for item in folder.iterdir() if item.is_file()]
     return Source(
         origin=checkpoint.format_name,
-        files=files,
+        files=list_files(request, checkpoint),
         task=task,
         parameters=parameters,
         rows=rows,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .artefacts import Artefacts, list_model
+from .artefacts import Artefacts, hash_file, list_model
 from .engines import ONNXRUNTIME, Engine
 from .engines.engine import AxisRange, VerifiedGraph
 from .engines.openvino_generation import OpenVINOGeneration
@@ -17,9 +17,9 @@ from .graph.onnx_export import export_onnx
 from .graph.precisions import FP32, PRECISIONS, Precision
 from .progress import Detail
 from .proof.generation import verify_generation
-from .proof.quality import convert, list_quality_feeds
-from .proof.tolerances import Tolerances, list_tolerances
-from .proof.verify import VerificationReport, hash_file, verify
+from .proof.quality import build_measure, convert, list_quality_cases, list_quality_feeds
+from .proof.tolerances import QUALITY_KEYS, Tolerances, find_quality_key, list_tolerances
+from .proof.verify import VerificationReport, verify
 from .targets import Target
 from .tasks.base import Task
 from .tasks.tensors import TensorTask
@@ -229,6 +229,7 @@ def _convert(job: Job, draft: Draft, directory: Path, tell: Detail, *, precision
 
 
 def _build(job: Job, draft: Draft, directory: Path, tell: Detail, *, engine: Engine) -> Draft:
+    key = find_quality_key(job.task.tolerances)
     graph = VerifiedGraph(
         path=draft.files.graph,
         signature=job.task.signature,
@@ -237,6 +238,9 @@ def _build(job: Job, draft: Draft, directory: Path, tell: Detail, *, engine: Eng
         sizes=_list_axis_ranges(job.task),
         feeds=list_quality_feeds(job.task),
         sha256=draft.graph_sha256,
+        measure=build_measure(job.task, list_quality_cases(job.task), key, job.target, engine),
+        bounds={QUALITY_KEYS[key]: job.tolerances.bounds[key]},
+        on_step=tell,
     )
     engine.build(graph, directory)
     return replace(draft, files=replace(draft.files, model=list_model(directory / engine.model_file)))

@@ -21,6 +21,7 @@ from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
 from .models import list_models
+from .orphans import PREFIX, own, remove_orphans
 from .passed_options import check_passed_options
 from .process import Endpoints, check_ports_free
 from .status import Status
@@ -85,6 +86,8 @@ def serve(arguments: argparse.Namespace) -> int:
     installation = find_installation()
     models = list_models(arguments.repository)
     key = open_key(arguments.key_file)
+    for told in remove_orphans():
+        _say(told)
     check_ports_free(endpoints)
     check_open_files()
     check_threads()
@@ -121,8 +124,9 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             # What cannot be removed in the end is no reason to end otherwise than well.
-            temporary = tempfile.TemporaryDirectory(prefix="modelyard-server-", ignore_cleanup_errors=True)
+            temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
             directory = Path(stack.enter_context(temporary))
+            stack.enter_context(own(directory))
             backends = directory / "backends"
             backends.mkdir()
             assemble_backends(installation, BACKENDS, backends)

@@ -1,5 +1,6 @@
 """Keeps one tritonserver serving: starts it, watches it and its backend processes, and ends it."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,6 +205,7 @@ class Supervisor:
                     self._say("warning: the control key stands in the process list; see docs/threat_model.md")
             if live:
                 self._learn_version()
+                self._learn_processes()
                 return True
             if self._is_stopped():
                 self._server.kill()
@@ -233,6 +235,11 @@ class Supervisor:
                 f"warning: dead and stopped backend processes are found, those that hang are not: expected "
                 f"tritonserver {', '.join(KNOWN_VERSIONS)}, got {version}"
             )
+
+    def _learn_processes(self) -> None:
+        """See every backend process once: one that dies before it was ever seen leaves a zombie without a name."""
+        with contextlib.suppress(OSError):
+            self._healer.table.refresh()
 
     def _find_end(self) -> str | None:
         """Return why this tritonserver serves no more, or None."""

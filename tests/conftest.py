@@ -8,8 +8,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import json
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,18 +33,39 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# By the meaning of a marker in pyproject.toml, how many tests `-m` or `-k` left out.
+_LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count what is left out by the markers' meanings, which say how it is run."""
+    for item in items:
+        counts = item.config.stash.setdefault(_LEFT_OUT, Counter())
+        for line in item.config.getini("markers"):
+            name, _, meaning = line.partition(": ")
+            counts[meaning] += item.get_closest_marker(name) is not None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the counts to the process that prints the summary, where several run the tests."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = dict(session.config.stash.get(_LEFT_OUT, Counter()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the counts of one of them: each has collected all tests."""
+    if counts := getattr(node, "workeroutput", {}).get("left out"):
+        node.config.stash[_LEFT_OUT] = Counter(counts)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
     """Say below everything else what was not run, and how to have it run."""
     yield
     reports = terminalreporter.stats.get("skipped", [])
     left_out = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
-    # What `-m` or `-k` left out is told only by its marker, which says in pyproject.toml how to run it.
-    for line in config.getini("markers"):
-        name, _, meaning = line.partition(": ")
-        items = terminalreporter.stats.get("deselected", [])
-        if count := sum(item.get_closest_marker(name) is not None for item in items):
-            left_out[meaning] += count
+    left_out.update(+config.stash.get(_LEFT_OUT, Counter()))
     if left_out:
         terminalreporter.section("not run here")
     for meaning, count in left_out.most_common():

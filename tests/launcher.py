@@ -1,8 +1,10 @@
 """A real `python -m server` for the tests that stop, kill or starve one."""
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,13 +21,28 @@ from harness import CHECKOUT, Finished, run
 from server.processes import list_children
 from server.stubs import Stub, StubTable
 
+# Below those that the system gives to clients (ip_local_port_range): between a look and a server's start, some client
+# would have taken one. Several processes of tests look in places of their own.
+_FIRST_PORT, _PORTS = 12_000, 4_000
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_CANDIDATES = itertools.cycle(
+    random.sample(range(_FIRST_PORT + _WORKER * _PORTS, _FIRST_PORT + (_WORKER + 1) * _PORTS), _PORTS)
+)
+
 
 def find_ports(count: int = 4) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for item in sockets:
-            item.bind(("127.0.0.1", 0))
-        return [item.getsockname()[1] for item in sockets]
+    """Return ports on which nobody listens."""
+    return list(itertools.islice(filter(_is_free, _CANDIDATES), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class Running:

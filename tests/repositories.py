@@ -8,7 +8,7 @@ import onnx
 from harness import Exported
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.proof.verify import hash_file
+from export.artefacts import hash_file
 from export.repository import config_file
 from export.repository.names import ModelNames
 from export.repository.publication import Publication, publish

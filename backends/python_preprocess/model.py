@@ -11,8 +11,11 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from tokenization import TextError, TextTokenizer, decode_text
 
-# A text beyond this is refused: tokenising 1 MiB takes about a second, and the rest would be truncated anyway.
+# Bytes of text in one request, unless its config says otherwise in this parameter. A text that is truncated costs
+# little, however long it is; one that is read in windows costs in proportion to its length, in every step.
+LIMIT_PARAMETER = "modelyard_max_text_bytes"
 MAX_TEXT_BYTES = 1 << 20
+MAX_WINDOWED_BYTES = 1 << 17
 
 
 class TritonPythonModel:
@@ -23,6 +26,9 @@ class TritonPythonModel:
 
         Args:
             args: Triton's arguments, with the path of the model and its configuration as JSON.
+
+        Raises:
+            ValueError: The tokenizer or a parameter is not what it must be.
         """
         config = json.loads(args["model_config"])
         version_folder = Path(args["model_repository"], args["model_version"])
@@ -31,6 +37,7 @@ class TritonPythonModel:
         # Token ids of shape [windows, seq_len] a row: a text too long for one window is read in several.
         has_windows = any(len(tensor["dims"]) == 2 for tensor in config["output"] if tensor["name"] == "input_ids")
         self._tokenizer = TextTokenizer(version_folder / "tokenizer.json", names, has_windows=has_windows)
+        self._max_bytes = read_limit(config, MAX_WINDOWED_BYTES if has_windows else MAX_TEXT_BYTES)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer every request on its own, having tokenised the texts of all of them at once.
@@ -58,9 +65,18 @@ class TritonPythonModel:
         """Return the texts of each row: one, or a pair.
 
         Raises:
-            TextError: One cannot be read, or a row lacks its partner.
+            TextError: One cannot be read, a row lacks its partner, or there is more text than one request may hold.
         """
-        columns = [read_texts(request, name) for name in self._inputs]
+        values = {name: read_values(request, name) for name in self._inputs}
+        size = sum(len(value) for column in values.values() for value in column)
+        if size > self._max_bytes:
+            raise TextError(
+                f"there is too much text in the request: expected at most {self._max_bytes} bytes in all its rows, got "
+                f"{size}; cut the texts or send fewer at once"
+            )
+        columns = [
+            [decode_text(value, row, name) for row, value in enumerate(column)] for name, column in values.items()
+        ]
         if len({len(column) for column in columns}) > 1:
             counts = ", ".join(f"{len(column)} in {name}" for name, column in zip(self._inputs, columns, strict=True))
             raise TextError(f"the inputs have different batches: expected a row of each for every pair, got {counts}")
@@ -74,21 +90,32 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
 
-def read_texts(request: Any, name: str) -> list[str]:
-    """Return the texts of one input of a request, one a row.
+def read_values(request: Any, name: str) -> Any:
+    """Return the bytes of one input of a request, one a row.
 
     Raises:
-        TextError: There is none, one is not UTF-8, or one is too long.
+        TextError: There is none.
     """
     values = pb_utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1)
     if not len(values):
         raise TextError(f"{name} has no rows: expected shape [batch, 1] with a batch of at least 1")
-    for row, value in enumerate(values):
-        if len(value) > MAX_TEXT_BYTES:
-            raise TextError(
-                f"{name} row {row} is too long: expected at most {MAX_TEXT_BYTES} bytes, got {len(value)}; cut the text"
-            )
-    return [decode_text(value, row, name) for row, value in enumerate(values)]
+    return values
+
+
+def read_limit(config: Mapping[str, Any], usual: int) -> int:
+    """Return how many bytes of text one request may hold.
+
+    Args:
+        config: Configuration of the model.
+        usual: What holds where the configuration does not say.
+
+    Raises:
+        ValueError: It says something else than a number of at least 1.
+    """
+    text = config.get("parameters", {}).get(LIMIT_PARAMETER, {}).get("string_value", str(usual))
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"the parameter {LIMIT_PARAMETER} is wrong: expected a number of bytes, got {text!r}")
+    return int(text)
 
 
 def _refuse(error: TextError) -> Any:

@@ -11,6 +11,11 @@ from tokenizers import Encoding, Tokenizer
 
 Int64Array = npt.NDArray[np.int64]
 
+# Of a text that is truncated anyway, this many characters for each token that the model reads are tokenised: first so
+# many as real texts need, then so many as even URLs and numbers do. 1 MiB of punctuation took a second and a half as a
+# whole, and takes milliseconds like this.
+_CHARACTERS_PER_TOKEN = (8, 32)
+
 
 class TextError(ValueError):
     """A text that cannot be tokenised; the message is for the caller who sent it."""
@@ -42,6 +47,7 @@ class TextTokenizer:
         self._padding = dict(self._tokenizer.padding)
         # A batch is padded request by request: a caller's shape must not depend on other callers.
         self._tokenizer.no_padding()
+        self._shortening = None if has_windows else Shortening(self._tokenizer)
         self._tensor_names = list(tensor_names)
         self._has_windows = has_windows
         self.unknown_id = find_unknown_id(self._tokenizer)
@@ -52,16 +58,30 @@ class TextTokenizer:
 
         All rows are encoded at once, over all cores.
         """
-        asked = [row[0] if len(row) == 1 else row for row in rows]
-        try:
-            encodings: list[Encoding | TextError] = list(self._tokenizer.encode_batch(asked))
-        # The library raises plain Exception for a text that its model has no token for, and names no row.
-        except Exception:
-            encodings = [self._encode_one(text) for text in asked]
+        shortened = self._shorten(rows)
+        asked = [row[0] if len(row) == 1 else row for row in shortened if not isinstance(row, TextError)]
+        encodings = iter(self._encode_all(asked))
+        made = [row if isinstance(row, TextError) else next(encodings) for row in shortened]
         return [
             self._check(encoding, row) if isinstance(encoding, Encoding) else encoding
-            for encoding, row in zip(encodings, rows, strict=True)
+            for encoding, row in zip(made, rows, strict=True)
         ]
+
+    def _encode_all(self, asked: "list[str | tuple[str, ...]]") -> "list[Encoding | TextError]":
+        try:
+            return list(self._tokenizer.encode_batch(asked))
+        # The library raises plain Exception for a text that its model has no token for, and names no row.
+        except Exception:
+            return [self._encode_one(text) for text in asked]
+
+    def _shorten(self, rows: Sequence[tuple[str, ...]]) -> "Sequence[tuple[str, ...] | TextError]":
+        if self._shortening is None:
+            return rows
+        try:
+            return self._shortening.shorten(rows)
+        # As above.
+        except Exception:
+            return rows
 
     def stack(self, rows: "Sequence[TokenizedRow]") -> Mapping[str, Int64Array]:
         """Return the wanted tensors of one request, int64, padded to its longest sequence.
@@ -101,6 +121,87 @@ class TextTokenizer:
                     f"TEXT_PAIR, got more in TEXT alone; shorten it"
                 )
             return TextError(f"TEXT cannot be tokenised: {exc}; remove the characters that the model does not know")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is left of a long text.
+
+    Attributes:
+        text: Its beginning.
+        tokens: How many tokens that has.
+    """
+
+    text: str
+    tokens: int
+
+
+class Shortening:
+    """Leaves of a long text no more than decides which tokens the model reads.
+
+    Words are tokenised one by one, so the tokens of a text's beginning are those of the whole text up to about the word
+    that the cut went through. What counts is where the tokenizer itself says that words end: one that does not split
+    into words has a single one, and its texts are never cut.
+
+    Args:
+        tokenizer: Tokenizer that truncates; it stays as it is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        truncation = tokenizer.truncation or {}
+        self._tokens = int(truncation["max_length"])
+        self._cuts_end = truncation["direction"] == "right"
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # The cut goes through one word, which may change the one before it, or through an added token, and leaves of
+        # that as many words as it has characters at most.
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._changed_words = 2 + max((len(token.content) for token in added), default=0)
+
+    def shorten(self, rows: Sequence[tuple[str, ...]]) -> "list[tuple[str, ...] | TextError]":
+        """Return each row with its long texts cut, or why that cannot be."""
+        cut: dict[str, Beginning] = {}
+        for ratio in _CHARACTERS_PER_TOKEN:
+            size = ratio * self._tokens
+            long = [text for text in {text for row in rows for text in row} - cut.keys() if len(text) > size]
+            if long and self._cuts_end:
+                made = self._tokenizer.encode_batch([text[:size] for text in long], add_special_tokens=False)
+                cut |= {
+                    text: Beginning(text[:size], len(beginning))
+                    for text, beginning in zip(long, made, strict=True)
+                    if self._is_enough(beginning)
+                }
+        return [self._cut(row, cut) for row in rows]
+
+    def _is_enough(self, beginning: Encoding) -> bool:
+        """Tell whether it has all tokens that the model reads before the words that the cut may have changed."""
+        words = beginning.word_ids
+        if len(words) <= self._tokens:
+            return False
+        last, first_unread = words[-1], words[self._tokens]
+        return last is not None and first_unread is not None and first_unread < last - self._changed_words
+
+    def _cut(self, row: tuple[str, ...], cut: Mapping[str, Beginning]) -> "tuple[str, ...] | TextError":
+        """Return the row with what its texts were cut to."""
+        if self._keeps_order(row, cut):
+            row = tuple(cut[text].text if text in cut else text for text in row)
+        few, limit = (ratio * self._tokens for ratio in _CHARACTERS_PER_TOKEN)
+        if (longest := max(map(len, row))) <= limit:
+            return row
+        partner = f" and at most {few} characters in the other text" if len(row) > 1 else ""
+        return TextError(
+            f"a text is too long: expected at most {limit} characters, or more than the {self._tokens} tokens that the "
+            f"model reads in its first {limit}{partner}, got {longest} characters; cut it, or split what has no words"
+        )
+
+    def _keeps_order(self, row: tuple[str, ...], cut: Mapping[str, Beginning]) -> bool:
+        """Tell whether the longer text of a pair stays the longer one: it is left the odd token."""
+        short = [text for text in row if text not in cut]
+        if len(row) == 1 or len(short) == len(row):
+            return True
+        counts = [len(self._tokenizer.encode(text, add_special_tokens=False)) for text in short]
+        return bool(short) and max(counts) < min(cut[text].tokens for text in row if text in cut)
 
 
 class TokenizedRow:

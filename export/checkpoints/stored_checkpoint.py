@@ -87,6 +87,12 @@ class StoredCheckpoint:
         """Every file that tensor data is read from, sorted."""
         return tuple(sorted({part.block.path for tensor in self.tensors.values() for part in tensor.ranges}))
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that decides what is read: with those of second copies, and archives that hold no weights."""
+        copies = {part.block.path for copy in self.copies for tensor in copy.values() for part in tensor.ranges}
+        return tuple(sorted({*self.weight_files, *copies, *self.archives}))
+
     def specs(self) -> Mapping[str, TensorSpec]:
         """Return name → shape and dtype of every tensor. Reads no tensor data."""
         return {

@@ -5,15 +5,21 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ..errors import escape_controls
+from ..locations import name_command
 from ..options import add_options, build_request, read_options
 from ..progress import Progress
 from ..repository.lock import check_destination
 from ..targets import find_target
 from ..tasks.table import TASKS
 from .verb import Verbs, add_verb
+
+if TYPE_CHECKING:
+    from ..identity import SameVersion
 
 _EXAMPLES = (
     "./all-MiniLM-L6-v2 --name sentence_embedding",
@@ -47,6 +53,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
     parser.add_argument("--name", required=True, help="name that clients will use")
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+    parser.add_argument("--again", action="store_true", help="export even where a version was made of the same already")
     add_options(parser)
 
 
@@ -54,16 +61,65 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
     request = build_request(vars(arguments), read_options(arguments.config) if arguments.config else {})
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
-    check_destination(request.repository, request.name)
+    console = Console(stderr=True)
+    check_destination(request.repository, request.name, partial(_tell, console))
     find_target(request.target)
+
+    from ..identity import find_same_version
+
+    same = None if arguments.again else find_same_version(request)
+    if same:
+        _print_same(same, as_json=arguments.json)
+        return 0
 
     from ..pipeline import run_export
     from .summary import print_report, print_summary, to_json
 
-    console = Console(stderr=True)
     result = run_export(request, Progress(console), partial(print_report, console))
     if arguments.json:
         sys.stdout.write(json.dumps(to_json(result), indent=2) + "\n")
     else:
         print_summary(result, request.repository, Console(highlight=False, soft_wrap=True))
     return 0
+
+
+def _tell(console: Console, sentence: str) -> None:
+    console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_same(same: "SameVersion", *, as_json: bool) -> None:
+    """Print that the export would lead to a version that is there; for programs with its report."""
+    from ..proof.report_page import PAGE_FILE
+    from ..repository.contents import REPORT_FILE
+
+    version = same.version
+    if as_json:
+        publication = {
+            "name": version.name,
+            "version": version.number,
+            "active": version.number,
+            "outcome": same.outcome,
+            "report_file": str(version.folder / REPORT_FILE),
+        }
+        content = {
+            "checkpoint": same.origin,
+            "missing": list(same.missing),
+            "report": version.read_report(),
+            "publication": publication,
+        }
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        return
+    written = {
+        "unchanged": "already holds exactly this; nothing was written (--again exports anyway)",
+        "switched": "holds exactly this and is served again (--again exports anyway)",
+    }[same.outcome]
+    facts = {
+        "checkpoint": same.origin,
+        "missing": "; ".join(same.missing),
+        "unchanged": "checkpoint, tokenizer, options and tools are those of the lock, by their hashes",
+        "published": f"{version.name} in {version.repository}, version {version.number} {written}",
+        "report": str(version.folder / PAGE_FILE),
+    }
+    lines = [f"{label:>11}  {text}" for label, text in facts.items() if text]
+    lines += ["", f"Next: {name_command('serve')} --repository {version.repository}"]
+    sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)

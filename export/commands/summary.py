@@ -16,7 +16,7 @@ from ..proof.report_page import PAGE_FILE
 from ..proof.verify import VerificationReport
 from ..signature import SEQ_LEN
 from ..stages import Stage
-from ..tasks.comparison import describe_bounds, describe_errors, is_bounded_below
+from ..tasks.comparison import describe_bounds, describe_errors, format_error
 from ..weights.vocabulary_rows import VocabularyRows
 
 
@@ -33,7 +33,7 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
     table.add_column("", no_wrap=True)
     for case in report.cases:
         verdict = "ok" if case.passed else "[bold red]FAILED[/]"
-        figures = [f"{case.errors[key]:.8f}" if is_bounded_below(key) else f"{case.errors[key]:.1e}" for key in shown]
+        figures = [format_error(key, case.errors[key], report.tolerances[key]) for key in shown]
         # A case may hold a token in brackets, which is not a style.
         table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
     table.caption = f"bounds: {describe_bounds(report.tolerances)}"
@@ -42,7 +42,7 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
 
 def print_summary(result: ExportResult, repository: Path, console: Console) -> None:
     """Print what was published, how equal it is to the checkpoint, and what to do next."""
-    source, publication, worst = result.source, result.publication, result.report.worst
+    source, publication, report = result.source, result.publication, result.report
     written = {
         "created": f"version {publication.version}, new",
         "switched": f"version {publication.version}, which was there already and is served again",
@@ -63,7 +63,8 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
         f"{result.engine} of Triton {result.target.release}",
         "beside fp32": _describe_precision(result.conversion) if result.conversion else "",
-        "equal to": f"the checkpoint in {len(result.report.cases)} cases, at worst {describe_errors(worst.errors)}",
+        "equal to": f"the checkpoint in {len(report.cases)} cases, at worst "
+        f"{describe_errors(report.worst.errors, report.tolerances)}",
         "published": f"{publication.name} in {repository}, {written}",
         "report": str(publication.report_file.with_name(PAGE_FILE)),
         "memory": _describe_memory(result),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from ..errors import EngineError
 from .engine import Engine, Form
 from .onnxruntime_engine import OnnxRuntime
+from .openvino_engine import OpenVINO
 from .openvino_generation import OpenVINOGeneration
 from .tensorrt_engine import TensorRT
 
@@ -13,7 +14,9 @@ __all__ = ["ENGINES", "ONNXRUNTIME", "Engine", "choose_engine"]
 # Whatever else may run what is published: every graph is judged by the target's ONNX Runtime first.
 ONNXRUNTIME = OnnxRuntime()
 
-ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (ONNXRUNTIME, TensorRT(), OpenVINOGeneration())}
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine for engine in (ONNXRUNTIME, OpenVINO(), TensorRT(), OpenVINOGeneration())
+}
 
 
 def choose_engine(name: str | None, form: Form) -> Engine:

@@ -1,7 +1,7 @@
 """What every engine can do: one class each, in a file of its own. Imports nothing heavy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from ..errors import EngineError, list_some
 if TYPE_CHECKING:
     from tritonclient.grpc import model_config_pb2 as pb
 
+    from ..graph.conversion import Measure
     from ..graph.files import Feed
     from ..signature import ModelSignature
     from ..targets import Target
@@ -73,6 +74,9 @@ class VerifiedGraph:
         sizes: Symbol → sizes of its axis, where they are known beyond the signature.
         feeds: Real inputs in batches, for engines that measure scales or times.
         sha256: File name → hash of the verified fp32 graph that all this came from.
+        measure: Says how good a candidate for `model_file` is, for engines that try several.
+        bounds: Metric of quality → what the candidate must hold.
+        on_step: Called with what is being done.
     """
 
     path: Path
@@ -82,6 +86,9 @@ class VerifiedGraph:
     sizes: Mapping[str, AxisRange] = field(default_factory=dict)
     feeds: "Sequence[Feed]" = ()
     sha256: Mapping[str, str] = field(default_factory=dict)
+    measure: "Measure | None" = None
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    on_step: Callable[[str], None] = lambda step: None
 
 
 # What a task hands to an engine.

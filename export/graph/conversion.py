@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import PrecisionError
+from ..errors import PrecisionError, format_apart
 from .files import Feed, count_bytes
 from .onnx_export import EXTERNAL_ABOVE_BYTES
 from .precisions import COSINE, LABEL_AGREEMENT, Precision
@@ -154,7 +154,7 @@ def convert_graph(precision: Precision, conversion: Conversion) -> PrecisionRepo
         raise PrecisionError(
             f"{precision.name} does not hold the quality asked for",
             expected=f"{quality.metric.replace('_', ' ')} >= {bound:g}",
-            got=f"{quality.worst:.6g}",
+            got=format_apart(quality.worst, bound, 6),
             remedy="ask for less, or export with --precision fp32",
         )
     conversion.on_step("measuring speed beside fp32")

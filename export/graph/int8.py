@@ -21,7 +21,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from ..errors import PrecisionError
+from ..errors import PrecisionError, format_apart
 from .conversion import Conversion, Converted, Quality
 from .files import Feed, count_bytes, load_graph, open_session, run_feeds, save_graph
 
@@ -79,10 +79,11 @@ def write(conversion: Conversion) -> Converted:
         count = _find_fewest(len(ranking) - 1, holds)
         if count is None:
             best = max(qualities.values(), key=lambda quality: quality.worst)
+            bound = conversion.bounds[best.metric]
             raise PrecisionError(
                 f"int8 does not hold the quality asked for, whichever of {len(ranking)} nodes stay fp32",
-                expected=f"{best.metric.replace('_', ' ')} >= {conversion.bounds[best.metric]:g}",
-                got=f"{best.worst:.6g} at best",
+                expected=f"{best.metric.replace('_', ' ')} >= {bound:g}",
+                got=f"{format_apart(best.worst, bound, 6)} at best",
                 remedy="ask for less, or export with --precision fp16",
             )
         write_candidate(count, destination)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 # The drawing, in units of its view box, and the axes' corner in it.
-WIDTH, HEIGHT = 720.0, 230.0
-LEFT, RIGHT, TOP, BOTTOM = 52.0, WIDTH - 14.0, 26.0, HEIGHT - 44.0
+WIDTH, HEIGHT = 720.0, 240.0
+LEFT, RIGHT, TOP, BOTTOM = 58.0, WIDTH - 14.0, 28.0, HEIGHT - 54.0
 
 # The bar of what is equal to the bit stands apart: zero has no power of ten.
 _EQUAL_WIDTH, _EQUAL_GAP = 34.0, 22.0
@@ -132,7 +132,7 @@ def build_histogram(name: str, counted: Mapping[str, Any], bound: tuple[str, flo
         equal=axes.build_bar(LEFT + 4, _EQUAL_WIDTH, zeros, "equal to the bit") if zeros else None,
         x_ticks=_build_x_ticks(axes),
         y_ticks=[
-            Tick(position=axes.place_y(10**digits), label=group_digits(10**digits))
+            Tick(position=axes.place_y(10**digits), label=str(10**digits) if digits < 4 else f"1e{digits}")
             for digits in range(0, axes.top, 1 if axes.top <= 6 else 2)
         ],
         bound=Tick(position=axes.place_x(power), label=f"{bound[0].replace('_', ' ')} {bound[1]:.2g}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..artefacts import Artefacts, list_model
-from ..engines import ONNXRUNTIME
+from ..engines import ONNXRUNTIME, Engine
 from ..graph.conversion import Conversion, Measure, PrecisionReport, Quality, convert_graph
 from ..graph.files import Feed
 from ..graph.precisions import Precision
@@ -72,14 +72,15 @@ def list_quality_feeds(task: Task) -> list[Feed]:
     ]
 
 
-def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Measure:
+def build_measure(task: Task, cases: list[Case], key: str, target: Target, engine: Engine = ONNXRUNTIME) -> Measure:
     """Return how good a file is, by the task's own comparison with the checkpoint.
 
     Args:
         task: The source of truth.
         cases: What is asked.
         key: The error that counts, 1 where nothing is wrong.
-        target: Triton release whose ONNX Runtime runs the file.
+        target: Triton release that is to run the file.
+        engine: What runs it.
     """
     reference = Reference(task)
     names = [tensor.name for tensor in task.signature.outputs]
@@ -87,7 +88,7 @@ def build_measure(task: Task, cases: list[Case], key: str, target: Target) -> Me
     def measure(path: Path) -> Quality:
         expected: list[Outputs] = []
         got: list[Outputs] = []
-        with ONNXRUNTIME.open(path, target) as session:
+        with engine.open(path, target) as session:
             for case in cases:
                 for rows in case.batches:
                     batch = join_rows(rows, task.signature, task.padding_values, case.padding_side)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -17,17 +18,41 @@ PAGE_FILE = "verification.html"
 # What a case says besides its errors.
 _CASE_KEYS = ("name", "rows", "seq_len", "passed", "outputs")
 
+# The measure whose values the drawings count.
+_DRAWN = "max_abs_error"
+
+# Cases that passed and are shown at once; the others are folded.
+_MAX_PASSED = 5
+
 # What the table of a precision shows side by side; whatever else is recorded stands in a list below it.
 _PRECISION_KEYS = ("precision", "quality", "threshold", "model_bytes", "fp32_bytes", "size_ratio", "speed")
 
 
-def render_report_page(report: Mapping[str, Any], *, name: str, version: int | str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What was verified, for the head of the page.
+
+    Attributes:
+        facts: What → the same in words, such as the checkpoint, its hash, the date, the options.
+        before: The version that changes are told from, 0 where there is none that has a lock.
+        changes: What is otherwise than in that version.
+    """
+
+    facts: Mapping[str, str] = field(default_factory=dict)
+    before: int = 0
+    changes: Sequence[str] = ()
+
+
+def render_report_page(
+    report: Mapping[str, Any], *, name: str, version: int | str, subject: Subject | None = None
+) -> str:
     """Return the page. Every text is escaped, and what the report does not hold is left out.
 
     Args:
         report: Content of `verification.json`.
         name: Name of the model.
         version: Version of the model.
+        subject: What was verified; left out where None.
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(figure=format_figure, words=_to_words)
@@ -40,6 +65,9 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
         version=version,
         report=report,
         cases=cases,
+        shown=(ordered := _put_worst_first(cases, tolerances))[: _find_shown(ordered)],
+        folded=ordered[_find_shown(ordered) :],
+        subject=subject or Subject(),
         failed=sum(not case.get("passed") for case in cases),
         accepted=_mapping(report, "accepted_worse"),
         tolerances=tolerances,
@@ -47,7 +75,7 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
         is_broken=is_broken,
         worst=_find_worst(cases, tolerances),
         outputs=_collect_outputs(cases),
-        histograms=build_histograms(_mapping(report, "distribution"), tolerances),
+        histograms=build_histograms(_mapping(report, "distribution"), tolerances, cases),
         drawing_size=(histogram.WIDTH, histogram.HEIGHT),
         corners=(histogram.LEFT, histogram.TOP, histogram.RIGHT, histogram.BOTTOM),
         precision=_mapping(report, "precision"),
@@ -60,12 +88,13 @@ def render_report_page(report: Mapping[str, Any], *, name: str, version: int | s
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def format_figure(value: Any, name: str = "") -> str:
+def format_figure(value: Any, name: str = "", bound: Any = None) -> str:
     """Return a number as people read it: a share that is nearly 1 with seven digits, an error with two, None as a dash.
 
     Args:
         value: Whatever a report may hold.
         name: Name of the measure.
+        bound: What it is held to, which it must not be taken for.
     """
     if value is None:
         return "\N{EN DASH}"
@@ -77,7 +106,8 @@ def format_figure(value: Any, name: str = "") -> str:
         return "NaN"
     if math.isinf(value):
         return "infinite" if value > 0 else "-infinite"
-    return f"{value:.7g}" if "cosine" in name or "agreement" in name else format_error(name, value)
+    measure = f"min_{name}" if "cosine" in name or "agreement" in name else name
+    return format_error(measure, value, bound if isinstance(bound, int | float) else None)
 
 
 def is_broken(name: str, value: Any, tolerances: Mapping[str, Any]) -> bool:
@@ -88,19 +118,52 @@ def is_broken(name: str, value: Any, tolerances: Mapping[str, Any]) -> bool:
     return not Bound(name, bound).holds(value)
 
 
-def build_histograms(distribution: Mapping[str, Any], tolerances: Mapping[str, Any]) -> list[Histogram]:
-    """Return a drawing for each output, with the first tolerance marked that is the largest error allowed."""
-    bound = next(
-        (
-            (key, float(value))
-            for key, value in tolerances.items()
-            if not is_bounded_below(key) and isinstance(value, int | float) and 0 < value < math.inf
-        ),
-        None,
-    )
+def build_histograms(
+    distribution: Mapping[str, Any], tolerances: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]
+) -> list[Histogram]:
+    """Return a drawing for each output, with the bound marked that is one on the drawn differences themselves.
+
+    A task may count its error in parts of the largest value, or at length 1: such a bound stands on another scale.
+    """
+    value = tolerances.get(_DRAWN)
+    is_drawable = isinstance(value, int | float) and 0 < value < math.inf and _is_absolute(cases)
+    bound = (_DRAWN, float(value)) if is_drawable and value is not None else None
     return [
         build_histogram(name, counted, bound) for name, counted in distribution.items() if isinstance(counted, Mapping)
     ]
+
+
+def _is_absolute(cases: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether the error that is judged is the largest plain difference, up to rounding, in every case."""
+    for case in cases:
+        plain = [values.get(_DRAWN, 0.0) for values in _mapping(case, "outputs").values()]
+        judged = case.get(_DRAWN)
+        if plain and isinstance(judged, int | float) and not math.isclose(judged, max(plain), rel_tol=0.5):
+            return False
+    return True
+
+
+def _put_worst_first(cases: Sequence[Mapping[str, Any]], tolerances: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what failed, then the rest, each with the largest error in parts of its bound first."""
+
+    def rank(case: Mapping[str, Any]) -> tuple[bool, float]:
+        key = _find_judged(tolerances)
+        error, bound = case.get(key or ""), tolerances.get(key or "")
+        if not isinstance(error, int | float) or not isinstance(bound, int | float):
+            return bool(case.get("passed")), 0.0
+        return bool(case.get("passed")), -math.inf if math.isnan(error) else -float(error)
+
+    return sorted(cases, key=rank)
+
+
+def _find_shown(ordered: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many cases are shown at once: all that failed, and a few of the others, or all where few are left."""
+    count = sum(not case.get("passed") for case in ordered) + _MAX_PASSED
+    return count if len(ordered) > count + 2 else len(ordered)
+
+
+def _find_judged(tolerances: Mapping[str, Any]) -> str | None:
+    return next((key for key in tolerances if not is_bounded_below(key)), None)
 
 
 def _mapping(report: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -126,7 +189,7 @@ def _find_measures(cases: Iterable[Mapping[str, Any]], tolerances: Mapping[str, 
 
 def _find_worst(cases: Sequence[Mapping[str, Any]], tolerances: Mapping[str, Any]) -> tuple[str, str, Any] | None:
     """Return the case with the largest error of the first kind that is bounded from above, the kind and the error."""
-    key = next((key for key in tolerances if not is_bounded_below(key)), None)
+    key = _find_judged(tolerances)
     measured = [case for case in cases if key and isinstance(case.get(key), int | float)]
     if key is None or not measured:
         return None

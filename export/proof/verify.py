@@ -1,17 +1,15 @@
 """The parity gate: the ONNX file, run by the target's ONNX Runtime, against the module that the checkpoint gave."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..artefacts import Artefacts
+from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
 from ..engines.engine import Runner
 from ..errors import EngineError, RuntimeFailure, VerificationError
@@ -192,7 +190,7 @@ def require_passed(report: VerificationReport) -> None:
             f"the ONNX model is not equal to the checkpoint in {len(failed)} of {len(report.cases)} cases, "
             f"worst in {report.worst.name!r}",
             expected=describe_bounds(report.tolerances),
-            got=describe_errors(report.worst.errors),
+            got=describe_errors(report.worst.errors, report.tolerances),
             remedy="nothing was published; see every case in the table above",
         )
 
@@ -219,15 +217,6 @@ def _widen_golden(task: Task, bounds: Mapping[str, float], kept: Sequence[CaseRe
         for key, usual in golden["tolerances"].items()
     }
     return {**golden, "tolerances": tolerances}
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of the file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 class Reference:

@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import RepositoryError
@@ -19,8 +19,19 @@ PATIENCE_S = 120.0
 _POLL_S = 0.1
 
 
-def check_destination(repository: Path, name: str, patience_s: float = EARLY_PATIENCE_S) -> None:
+def check_destination(
+    repository: Path,
+    name: str,
+    tell: Callable[[str], None] = lambda sentence: None,
+    patience_s: float = EARLY_PATIENCE_S,
+) -> None:
     """Refuse, before anything is read, what a publication of `name` would be refused for at its end.
+
+    Args:
+        repository: Where it is to be published.
+        name: The public model.
+        tell: Told at once that another change is being waited for.
+        patience_s: How long.
 
     Raises:
         RepositoryError: The name cannot be used or is another model's, the repository cannot be written, or something
@@ -29,24 +40,30 @@ def check_destination(repository: Path, name: str, patience_s: float = EARLY_PAT
     check_name(name)
     _check_writable(repository)
     if repository.is_dir():
-        with hold(repository, patience_s):
+        with hold(repository, patience_s, tell):
             check_owners(repository, name, [name])
 
 
 @contextlib.contextmanager
-def hold(repository: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def hold(
+    repository: Path, patience_s: float = PATIENCE_S, tell: Callable[[str], None] = lambda sentence: None
+) -> Iterator[None]:
     """Hold the repository against every other change; the lock goes with the process and leaves no file.
 
     Args:
         repository: The repository, which exists.
         patience_s: How long another holder is waited for.
+        tell: Told at once that it is.
 
     Raises:
         RepositoryError: It is still held then, or was removed meanwhile.
     """
     descriptor = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if not _acquire(descriptor, patience_s):
+        is_free = _acquire(descriptor, 0)
+        if not is_free:
+            tell(f"another publication is at work in {repository}; waiting up to {patience_s:g} s for its end")
+        if not is_free and not _acquire(descriptor, patience_s):
             raise RepositoryError(
                 f"another publication is at work in {repository}",
                 expected=f"the repository for itself within {patience_s:g} s",

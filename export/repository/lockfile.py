@@ -94,11 +94,16 @@ def build_lock(
         "lock_version": _LOCK_VERSION,
         "target": asdict(target),
         "versions": dict(versions),
-        "sources": {name: {"files": dict(source.files), "sha256": source.sha256} for name, source in sources.items()},
-        "options": _make_plain(options),
+        "sources": record_sources(sources),
+        "options": make_plain(options),
         "seeds": dict(seeds),
         "artefacts": dict(artefacts),
     }
+
+
+def record_sources(sources: Mapping[str, SourceHash]) -> dict[str, Any]:
+    """Return what was read and its hashes, as a lock records them."""
+    return {name: {"files": dict(source.files), "sha256": source.sha256} for name, source in sources.items()}
 
 
 def render_lock(lock: Mapping[str, Any]) -> str:
@@ -128,14 +133,14 @@ def read_lock(path: Path) -> dict[str, Any]:
     return lock
 
 
-def _make_plain(value: Any) -> Any:
+def make_plain(value: Any) -> Any:
     """Return `value` as JSON would hold it."""
     if isinstance(value, Mapping):
-        return {str(key): _make_plain(item) for key, item in value.items()}
+        return {str(key): make_plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted(_make_plain(item) for item in value)
+        return sorted(make_plain(item) for item in value)
     if isinstance(value, list | tuple):
-        return [_make_plain(item) for item in value]
+        return [make_plain(item) for item in value]
     if isinstance(value, PurePath):
         return value.name
     assert value is None or isinstance(value, str | int | float | bool), f"Bug: {value!r} cannot be locked"

@@ -102,8 +102,8 @@ def _build_model(name: str, signature: ModelSignature, served: list[int], engine
         max_batch_size=MAX_BATCH_SIZE if signature.is_batched else 0,
         default_model_filename=engine.model_file,
         version_policy=_serve(served),
-        input=[_input(tensor) for tensor in signature.inputs],
-        output=[_output(tensor) for tensor in signature.outputs],
+        input=[_input(tensor, is_batched=signature.is_batched) for tensor in signature.inputs],
+        output=[_output(tensor, is_batched=signature.is_batched) for tensor in signature.outputs],
         model_warmup=_warmups(signature),
     )
     if signature.is_batched:
@@ -186,16 +186,22 @@ def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
     return {tensor.name: tensor.name for tensor in tensors}
 
 
-def _input(tensor: TensorSignature) -> pb.ModelInput:
+def _input(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelInput:
     return pb.ModelInput(
-        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor), optional=tensor.is_optional
+        name=tensor.name,
+        data_type=_TRITON_DTYPES[tensor.dtype],
+        dims=_dims(tensor, is_batched=is_batched),
+        optional=tensor.is_optional,
     )
 
 
-def _output(tensor: TensorSignature) -> pb.ModelOutput:
-    return pb.ModelOutput(name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor))
+def _output(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelOutput:
+    return pb.ModelOutput(
+        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor, is_batched=is_batched)
+    )
 
 
-def _dims(tensor: TensorSignature) -> list[int]:
-    """Return the dimensions without the batch, -1 where symbolic, as Triton counts them."""
-    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[tensor.dims[:1] == (BATCH,) :]]
+def _dims(tensor: TensorSignature, *, is_batched: bool) -> list[int]:
+    """Return the dimensions, -1 where symbolic, as Triton counts them: without the batch where it joins requests."""
+    has_batch = is_batched and tensor.dims[:1] == (BATCH,)
+    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[has_batch:]]

@@ -25,10 +25,10 @@ from typing import Literal
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..artefacts import Artefacts
+from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
 from ..errors import RepositoryError
-from ..proof.verify import VerificationReport, hash_file
+from ..proof.verify import VerificationReport
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
 from .activation import check_exchangeable, switch
@@ -148,7 +148,7 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
         raise RepositoryError(
             "a model that failed its verification is not published",
             expected="every case within the tolerances",
-            got=f"{describe_errors(report.worst.errors)} in {report.worst.name!r}",
+            got=f"{describe_errors(report.worst.errors, report.tolerances)} in {report.worst.name!r}",
         )
     hashes = {path.name: hash_file(path) for path in files}
     if hashes != report.sha256:

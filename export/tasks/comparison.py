@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import format_apart
+
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
 
@@ -58,7 +60,7 @@ class Bound:
 
     def __str__(self) -> str:
         sign = ">=" if self.is_below else "<="
-        return f"{self.name.replace('_', ' ')} {sign} {format_error(self.name, self.value)}"
+        return f"{self.name.replace('_', ' ')} {sign} {format_error(self.name, self.value, self.value)}"
 
 
 def choose_worse(name: str, first: float, second: float) -> float:
@@ -73,14 +75,22 @@ def is_within(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> b
     return all(Bound(name, value).holds(errors[name]) for name, value in tolerances.items())
 
 
-def format_error(name: str, value: float) -> str:
-    """Return an error as people read it: what is nearly 1 with seven digits, what is nearly 0 with two."""
-    return f"{value:.7g}" if is_bounded_below(name) else f"{value:.2g}"
+def format_error(name: str, value: float, bound: float | None = None) -> str:
+    """Return an error as people read it: what is nearly 1 with seven digits, what is nearly 0 with two.
+
+    Args:
+        name: Name of the error.
+        value: The error, or a bound, which then is its own.
+        bound: What it is held to; as many digits more are shown as tell the two apart.
+    """
+    digits = 7 if is_bounded_below(name) else 2
+    return f"{value:.{digits}g}" if bound is None else format_apart(value, bound, digits)
 
 
-def describe_errors(errors: Mapping[str, float]) -> str:
-    """Return errors in words, such as `max abs error 3e-07`."""
-    return ", ".join(f"{name.replace('_', ' ')} {format_error(name, value)}" for name, value in errors.items())
+def describe_errors(errors: Mapping[str, float], bounds: Mapping[str, float] | None = None) -> str:
+    """Return errors in words, such as `max abs error 3e-07`; those that have a bound cannot be taken for it."""
+    named = [(name, format_error(name, value, (bounds or {}).get(name))) for name, value in errors.items()]
+    return ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in named)
 
 
 def describe_bounds(tolerances: Mapping[str, float]) -> str:

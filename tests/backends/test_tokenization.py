@@ -42,6 +42,28 @@ def test_a_text_that_fails_the_whole_batch_is_refused_alone(tmp_path: Path) -> N
     assert tokenizer.stack([good, long])["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 0, 1]]
 
 
+def test_what_the_tokenizer_does_not_split_into_words_is_never_cut(tmp_path: Path) -> None:
+    tokenizer = tokenization.TextTokenizer(build_unigram_without_unknown(tmp_path / "tokenizer.json"), ["input_ids"])
+    whole, endless = tokenizer.encode([("ab" * 64,), ("ab" * 65,)])
+    assert whole.windows[0].ids == [0, 1, 0, 1]
+    assert str(endless).startswith("a text is too long: expected at most 128 characters, or more than the 4 tokens")
+
+
+def test_a_pair_is_cut_only_where_the_longer_text_stays_the_longer(exported: Exported) -> None:
+    tokenizer = Tokenizer.from_file(str(exported.tokenizer_file))
+    shortening = tokenization.Shortening(tokenizer)
+    tokens = tokenizer.truncation["max_length"]
+    short, long = "a cat " * 3, "a cat sleeps " * 8 * tokens
+    ((first, second),) = shortening.shorten([(short, long)])
+    assert first == short
+    assert second == long[: 8 * tokens]
+    assert shortening.shorten([(long[: 30 * tokens], long[: 32 * tokens])]) == [
+        (long[: 30 * tokens], long[: 32 * tokens])
+    ]
+    (refused,) = shortening.shorten([(long, long + "!")])
+    assert f"and at most {8 * tokens} characters in the other text" in str(refused)
+
+
 def test_decoding_names_the_row_and_the_byte() -> None:
     assert tokenization.decode_text("é".encode(), 0) == "é"
     with pytest.raises(tokenization.TextError, match="TEXT row 3 is not UTF-8: .* got 0xc3 at byte 1"):

@@ -141,6 +141,24 @@ def test_the_same_ids_on_thousands_of_texts(
     check(QuestionEncoder(tokenizers[kind], 128), [Question(text=text) for text in texts], tmp_path)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_ids_of_long_texts_that_are_cut_before_they_are_tokenised(
+    kind: str, texts: list[str], tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
+) -> None:
+    generator = random.Random(1)
+    encoder = QuestionEncoder(tokenizers[kind], 24)
+    shortening = tokenization.Shortening(encoder.build_server_tokenizer())
+    # For pairs, transformers takes time with the square of their lengths.
+    for count, pieces, is_paired in ((150, 40, False), (30, 8, True)):
+        made = [generator.choice(["", " "]).join(generator.sample(texts, pieces))[: 90 * pieces] for _ in range(count)]
+        cut = [row[0] for row in shortening.shorten([(text,) for text in made])]
+        assert sum(len(short) < len(text) for short, text in zip(cut, made, strict=True)) > 0.8 * count
+        pairs = [made[-index] if is_paired else None for index in range(count)]
+        check(encoder, [Question(text=text, pair=pair) for text, pair in zip(made, pairs, strict=True)], tmp_path)
+    pairs = [Question(text=question[:20], pair=text) for question, text in zip(texts[:30], made, strict=True)]
+    check(encoder, [*pairs, *(Question(text=q.pair or "", pair=q.text) for q in pairs)], tmp_path)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_ids_for_pairs_and_either_truncation(

@@ -31,3 +31,16 @@ def test_errors_and_bounds_are_written_for_people() -> None:
     values = {"max_abs_error": 1e-5, "min_label_agreement": 0.98}
     assert describe_errors(values) == "max abs error 1e-05, min label agreement 0.98"
     assert describe_bounds(values) == "max abs error <= 1e-05, min label agreement >= 0.98"
+
+
+def test_an_error_beyond_its_bound_never_reads_like_the_bound() -> None:
+    bounds = {"max_abs_error": 1e-4, "min_cosine": 0.999999, "max_relative_error": 1.05e-4}
+    errors = {"max_abs_error": 1.0004e-4, "min_cosine": 0.99999899999, "max_relative_error": 1.1e-4}
+    assert describe_errors(errors, bounds) == (
+        "max abs error 0.00010004, min cosine 0.99999899999, max relative error 0.00011"
+    )
+    assert describe_bounds(bounds) == (
+        "max abs error <= 0.0001, min cosine >= 0.999999, max relative error <= 0.000105"
+    )
+    assert describe_errors({"max_abs_error": 1e-4}, bounds) == "max abs error 0.0001"
+    assert describe_errors({"max_abs_error": float("nan")}, bounds) == "max abs error nan"

@@ -58,7 +58,7 @@ def test_run_again_it_publishes_nothing_new(copy: Path, repository: Path, export
     arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository), "--json")
     first = json.loads(export_cli(*arguments).out)
     before = fingerprint(repository)
-    second = json.loads(export_cli(*arguments).out)
+    second = json.loads(export_cli(*arguments, "--again").out)
     assert first["publication"]["outcome"] == "created"
     assert second["publication"] == first["publication"] | {"outcome": "unchanged"}
     assert fingerprint(repository) == before

@@ -9,8 +9,9 @@ from harness import Exported
 
 from export.graph.precisions import FP32
 from export.proof.histogram import BOTTOM, LEFT, RIGHT, TOP, build_histogram
-from export.proof.report_page import format_figure, is_broken, render_report_page
+from export.proof.report_page import Subject, format_figure, is_broken, render_report_page
 from export.proof.tolerances import choose_tolerances
+from export.repository.differences import describe_changes
 
 EDGES = [-12.0 + 0.5 * step for step in range(31)]
 
@@ -138,6 +139,60 @@ def test_the_distribution_is_drawn_with_the_bound() -> None:
         "1000 values, 0.9% of them equal to the bit. The largest differences, 1 of them, lie between 0.001 and 0.0032."
     )
     assert summary in page.text
+
+
+def test_a_bound_on_another_measure_is_not_drawn() -> None:
+    relative = copy.deepcopy(REPORT) | {"tolerances": {"max_relative_error": 1e-4, "min_cosine": 0.99}}
+    assert render(relative).count("line", class_="limit") == 0
+    # Counted in parts of the largest logit, which is 20.
+    scaled = copy.deepcopy(REPORT)
+    for case in scaled["cases"]:
+        case["outputs"]["embedding"]["max_abs_error"] *= 20
+    assert render(scaled).count("line", class_="limit") == 0
+
+
+def test_the_worst_case_comes_first_and_many_that_passed_are_folded() -> None:
+    passed = [REPORT["cases"][0] | {"name": f"case {n:02}", "max_abs_error": n * 1e-8} for n in range(20)]
+    page = render(REPORT | {"cases": [*passed, REPORT["cases"][1]]})
+    names = ["mixed lengths in one batch", *(f"case {n:02}" for n in reversed(range(20)))]
+    listed = page.text.split("The worst first.")[1]
+    assert sorted(names, key=listed.index) == names
+    assert listed.index("case 15") < listed.index("15 more cases, all passed") < listed.index("case 14")
+    assert page.count("details") == 1
+    assert render(REPORT).count("details") == 0
+
+
+def test_what_was_verified_and_what_changed_stand_above_the_figures() -> None:
+    lock = {
+        "sources": {"checkpoint": {"files": {"model.safetensors": "0" * 64}}},
+        "options": {"precision": "fp32", "added_tokens": []},
+        "target": {"release": "24.10"},
+        "versions": {"torch": "2.13.0"},
+    }
+    later = {
+        "sources": {"checkpoint": {"files": {"model.safetensors": "1" * 64}}, "adapter 1": {"files": {"a.bin": "2"}}},
+        "options": {"precision": "fp16", "added_tokens": [{"token": "[NEW]", "initializer": "mean"}]},
+        "target": {"release": "25.08"},
+        "versions": {"torch": "2.13.0"},
+    }
+    changes = describe_changes(lock, later)
+    assert changes == [
+        "adapter 1: now with a.bin",
+        "checkpoint: other bytes in model.safetensors",
+        "option added tokens: token [NEW], initializer mean, before none",
+        "option precision: fp16, before fp32",
+        "target: release: 25.08, before 24.10",
+    ]
+    assert describe_changes(lock, lock) == []
+    subject = Subject(facts={"checkpoint": "ZeRO stage 3, 2 ranks", "published": "today"}, before=2, changes=changes)
+    page = Page(render_report_page(REPORT, name="tickets", version=3, subject=subject))
+    text = page.text
+    assert "What was verified checkpoint ZeRO stage 3, 2 ranks published today Since version 2 adapter 1: now" in text
+    assert text.index("Since version 2") < text.index("How far the answers are off")
+    same = render_report_page(REPORT, name="t", version=3, subject=Subject(facts={"task": "x"}, before=2))
+    assert "Since version 2 Made of the same files, with the same options and tools." in Page(same).text
+    # Without a version before there is nothing to compare with.
+    assert "Since" not in Page(render_report_page(REPORT, name="t", version=1, subject=Subject(facts={"a": "b"}))).text
 
 
 def test_a_histogram_stays_inside_its_drawing() -> None:

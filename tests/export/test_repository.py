@@ -212,12 +212,14 @@ def test_a_config_that_nobody_can_read_is_not_overwritten(exported: Exported, tm
 
 
 def test_two_publications_at_once_do_not_mix(exported: Exported, tmp_path: Path) -> None:
+    told: list[str] = []
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(RepositoryError, match="another publication is at work .* within 0.2 s, got a lock; wait"):
         publish_files(exported, tmp_path, patience_s=0.2)
     with pytest.raises(RepositoryError, match="another publication is at work"):
-        check_destination(tmp_path, "tiny", patience_s=0.2)
+        check_destination(tmp_path, "tiny", told.append, patience_s=0.2)
+    assert told == [f"another publication is at work in {tmp_path}; waiting up to 0.2 s for its end"]
     release = threading.Timer(1.0, os.close, [descriptor])
     release.start()
     assert publish_files(exported, tmp_path).outcome == "created", "it waits for one that ends"

@@ -11,10 +11,10 @@ from harness import Exported, verify_files
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 
-from export.artefacts import Artefacts
+from export.artefacts import Artefacts, hash_file
 from export.errors import GraphError, VerificationError
 from export.graph.onnx_export import check_graph, export_onnx
-from export.proof.verify import hash_file, verify
+from export.proof.verify import verify
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.comparison import compare_embeddings

@@ -104,7 +104,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "certificate.pem"]
     subprocess.run(make, cwd=folder, check=True, capture_output=True)
-    (folder / "tokens.conf").write_text(f'"Bearer {TOKEN}" tester;\n')
+    (folder / "tokens.conf").write_text(f'"~^Bearer {TOKEN}$" tester;\n')
     (folder / "token.txt").write_text(f"Authorization: Bearer {TOKEN}\n")
     for path in (folder, *folder.iterdir()):
         os.chown(path, 10001, 10001)

@@ -259,7 +259,10 @@ def test_the_tolerances_are_those_of_the_table() -> None:
 def test_the_parameters_are_those_of_the_table(published: Published) -> None:
     rows = {words(name)[0]: (writer, reader) for name, writer, reader, _ in read_table("Parameters")}
     limits = {f"modelyard_{limit.name}" for limit in fields(Limits)}
-    assert rows.keys() == limits | {OWNER_PARAMETER, rollout._REVIVAL_PARAMETER}
+    backends = "".join(path.read_text() for path in (CHECKOUT / "backends").glob("*/*.py"))
+    read = set(re.findall(r'"(modelyard_\w+)"', backends))
+    assert read == {name for name, (_, reader) in rows.items() if reader == "backends"}
+    assert rows.keys() == limits | read | {OWNER_PARAMETER, rollout._REVIVAL_PARAMETER}
     config = read_config(published.repository / "sentence_embedding_model")
     assert config is not None
     assert {name for name in config.parameters if name.startswith("modelyard_")} == {

@@ -37,6 +37,7 @@ PRINTS = {
     "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
     "--factory model.py:build": "published  scores in my_models, version 1, new",
     "--precision int8": "times as fast on CPU",
+    "--name brisk": "OpenVINO 2026.4.1 against torch",
     "--name entities": "30524 rows (30522 before; added [ENT_START], [ENT_END])",
     "--name configured": "added [ENT_START], [USER], modelyard",
     '"A kitten naps." --json': '"results": [{"text": "A cat sleeps.", "EMBEDDING": [',

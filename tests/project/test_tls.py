@@ -1,6 +1,7 @@
 """TLS and tokens in front of the server: the nginx of `compose.yaml --profile tls`, with a certificate of today."""
 
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -36,7 +37,7 @@ class Proxy:
     key_file: Path
 
     def ask(self, path: str, body: object = None, **headers: str) -> int:
-        data = None if body is None else json.dumps(body).encode()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(
             f"https://localhost:{self.http}{path}",
             data=data,
@@ -69,7 +70,7 @@ def proxy(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Ite
             assert old in text
             text = text.replace(old, new)
         (folder / "nginx.conf").write_text(text)
-        (folder / "tokens.conf").write_text(f'"Bearer {TOKEN}" tester;\n')
+        (folder / "tokens.conf").write_text(f'"~^Bearer {TOKEN}$" tester;\n')
         make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
         make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "certificate.pem"]
         subprocess.run(make, cwd=folder, check=True, capture_output=True)
@@ -103,7 +104,10 @@ def test_a_caller_with_a_token_is_answered_over_http(proxy: Proxy) -> None:
     assert proxy.ask("/v2/models/sentence_embedding", Authorization=f"Bearer {TOKEN}") == 200
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}])
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN.upper()}"}],
+)
 def test_a_stranger_is_not(proxy: Proxy, headers: dict[str, str]) -> None:
     assert proxy.ask(INFER, GOOD, **headers) == 401
 
@@ -113,11 +117,32 @@ def test_nobody_controls_the_server_from_outside_not_even_with_the_key(proxy: Pr
     headers = {"Authorization": f"Bearer {TOKEN}", "modelyard_key": key}
     for path in ("/v2/repository/index", "/v2/logging", "/v2/models/sentence_embedding/trace/setting"):
         assert proxy.ask(path, {}, **headers) == 403
+    # To nginx these are paths of a model, to whoever decodes them otherwise the index.
+    for path in (
+        "/v2/repository/..%2fmodels/index",
+        "/v2/models/..%2Frepository/index",
+        "/v2/models/../repository/index",
+    ):
+        assert proxy.ask(path, {}, **headers) == 400
+
+
+def test_a_model_is_asked_by_its_friendlier_route(proxy: Proxy) -> None:
+    path = "/v2/models/sentence_embedding/generate"
+    assert proxy.ask(path, {"TEXT": "Hello"}, Authorization=f"Bearer {TOKEN}") == 200
+    # This one is of models that answer in several parts.
+    assert proxy.ask(f"{path}_stream", {"TEXT": "Hello"}, Authorization=f"Bearer {TOKEN}") == 200
+
+
+def test_a_packed_body_is_refused_whatever_it_unpacks_to(proxy: Proxy) -> None:
+    packed = gzip.compress(json.dumps(GOOD).encode())
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    for encoding in ("gzip", "deflate", "GZIP", "identity, gzip"):
+        assert proxy.ask(INFER, packed, **headers, Content_Encoding=encoding) == 415
+    assert proxy.ask(INFER, GOOD, **headers, Content_Encoding="identity") == 200
 
 
 def test_the_largest_good_request_passes(proxy: Proxy) -> None:
-    # One word each: a million characters of many words take a second to tokenise.
-    texts = ["x" * 1_000_000] * 32
+    texts = ["A cat sleeps. " * 2_300] * 32
     body = {"inputs": [GOOD["inputs"][0] | {"shape": [32, 1], "data": texts}]}
     assert proxy.ask(INFER, body, Authorization=f"Bearer {TOKEN}") == 200
 
@@ -142,6 +167,8 @@ def test_grpc_takes_the_same_tokens(proxy: Proxy) -> None:
         assert answer.as_numpy("EMBEDDING").shape == (1, 384)
         with pytest.raises(InferenceServerException, match="UNAUTHENTICATED"):
             client.infer("sentence_embedding", [tensor])
+        with pytest.raises(InferenceServerException, match="415"):
+            client.infer("sentence_embedding", [tensor], headers=headers, compression_algorithm="gzip")
         key = proxy.key_file.read_text().split()[1]
         with pytest.raises(InferenceServerException, match="PERMISSION_DENIED"):
             client.get_model_repository_index(headers=headers | {"triton-grpc-protocol-modelyard-key": key})

@@ -137,13 +137,18 @@ class Callers:
 
 def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: tuple[Running, Path]) -> None:
     server, repository = served
+    processes = len(server.find_stubs(f"{NAME}_model"))
     with Callers(server, repository) as callers:
         for version in (2, 1, 2):
             activate(repository, version)
             wait_for(server, lambda models: models[NAME]["served"] == version and models[NAME]["state"] == "served")  # noqa: B023
-        # One process dies while nothing is rolled out, and the next activation works all the same.
+        # One process dies while nothing is rolled out, and the next activation works all the same. What served the
+        # version before is still being ended for a moment, and its death would be none.
+        deadline = time.monotonic() + 60
+        while len(server.find_stubs(f"{NAME}_model")) > processes and time.monotonic() < deadline:
+            time.sleep(0.05)
         server.find_stubs(f"{NAME}_model")[0].kill()
-        server.wait_for_line("answers again", 30)
+        server.wait_for_line("answers again", 60)
         failures = list(callers.failures)
         activate(repository, 1)
         wait_for(server, lambda models: models[NAME]["served"] == 1 and models[NAME]["state"] == "served")
@@ -200,7 +205,7 @@ def test_a_model_that_appears_is_served_and_one_that_goes_is_unloaded(served: tu
     wait_for(server, lambda models: models.get(f"new{NAME}", {}).get("served") == 1)
     # It is watched like those that were there at the start.
     server.find_stubs(f"new{NAME}_model")[0].kill()
-    server.wait_for_line("answers again", 30)
+    server.wait_for_line("answers again", 60)
     for name in reversed(PARTS):
         shutil.rmtree(repository / f"new{name}")
     wait_for(server, lambda models: f"new{NAME}" not in models)
@@ -247,7 +252,7 @@ def test_a_model_whose_file_is_away_comes_back_with_it_and_what_still_answers_go
     graph.write_bytes(content[:5000])
     first, second = server.find_stubs(f"{NAME}_model")
     first.kill()
-    server.wait_for_line("cannot be loaded anew, and is tried again", 30)
+    server.wait_for_line("cannot be loaded anew, and is tried again", 60)
     # Longer than five attempts took, after which it used to be given up and unloaded.
     time.sleep(10)
     assert second.pid in {stub.pid for stub in server.find_stubs(f"{NAME}_model")}

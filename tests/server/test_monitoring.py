@@ -64,7 +64,7 @@ def ask(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Itera
             with Load(server, published.repository, clients=2):
                 time.sleep(4)
                 os.kill(server.find_stubs("sentence_embedding_preprocess")[0].pid, signal.SIGKILL)
-                server.wait_for_line("answers again", 10)
+                server.wait_for_line("answers again", 60)
                 time.sleep(4)
 
             def get(path: str, **parameters: str) -> Any:

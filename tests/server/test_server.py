@@ -24,6 +24,7 @@ from demo.serving import Addresses
 from server.errors import CheckError, NotFoundError
 from server.health import check_ensembles, measure_answer
 from server.installation import check_libpython, find_installation
+from server.orphans import PREFIX, own
 
 BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
 
@@ -282,6 +283,31 @@ def test_tritonserver_does_not_outlive_a_killed_parent(published: Published) -> 
                 return
             time.sleep(0.2)
     raise AssertionError("tritonserver still answers")
+
+
+def test_what_a_killed_launcher_left_behind_is_removed_and_nothing_else(published: Published, tmp_path: Path) -> None:
+    environment = {"TMPDIR": str(tmp_path)}
+    with running(published.repository, environment=environment) as server:
+        server.read_until("serving HTTP")
+        (left,) = tmp_path.glob(f"{PREFIX}*")
+        tritonserver, stubs = server.tritonserver, server.find_stubs("sentence_embedding_model")
+        # Stopped like this, they would stay for ever and hold the ports.
+        for pid in (tritonserver, *(stub.pid for stub in stubs)):
+            os.kill(pid, signal.SIGSTOP)
+        server.process.kill()
+        server.process.wait()
+        strange = tmp_path / f"{PREFIX}strange"
+        strange.mkdir()
+        held = tmp_path / f"{PREFIX}held"
+        held.mkdir()
+        with own(held), running(published.repository, *server.options, environment=environment) as second:
+            second.read_until(f"removed {left}, left behind by a launcher that was killed, and ended the")
+            second.read_until("serving HTTP")
+            assert not left.exists()
+            assert not any(Path(f"/proc/{pid}/exe").exists() for pid in (tritonserver, *(stub.pid for stub in stubs)))
+            # One without a lock may be of another program, and the lock of the other one is held.
+            assert strange.is_dir() and held.is_dir()
+            assert second.stop() == 0
 
 
 def test_it_listens_on_this_machine_alone_unless_told_otherwise(published: Published) -> None:

@@ -45,6 +45,16 @@ def connect(server: Running) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", server.http, timeout=30)
 
 
+def read_ready(server: Running) -> int:
+    """Return the code of /ready, 0 while nobody listens."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.status, timeout=5)) as connection:
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status
+        except ConnectionRefusedError:
+            return 0
+
+
 def wait_for(is_true: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not is_true():
@@ -137,11 +147,11 @@ def test_a_launcher_that_cannot_open_a_file_blames_nobody_for_it(published: Publ
         pid = server.tritonserver
         stubs = {stub.pid for stub in server.find_stubs("sentence_embedding_model")}
         with no_files_for(server.process.pid):
-            server.wait_for_line("cannot look after tritonserver for now", 10)
+            server.wait_for_line("cannot look after tritonserver for now", 60)
             for _ in range(10):
                 assert infer(connect(server)) == 200
                 time.sleep(0.5)
-        server.wait_for_line("can look after tritonserver again", 10)
+        server.wait_for_line("can look after tritonserver again", 60)
         assert server.tritonserver == pid
         assert {stub.pid for stub in server.find_stubs("sentence_embedding_model")} == stubs
         assert server.read_metrics()['modelyard_model_revivals_total{model="sentence_embedding_model"}'] == 0
@@ -156,7 +166,7 @@ def test_a_tritonserver_that_dies_while_none_can_be_started_comes_back_when_one_
         with no_files_for(server.process.pid):
             os.kill(pid, signal.SIGKILL)
             server.wait_for_line(
-                "tritonserver cannot be started: expected a process, a thread, memory and descriptors", 10
+                "tritonserver cannot be started: expected a process, a thread, memory and descriptors", 60
             )
             # Much longer than a tritonserver that fails to start is tried for.
             time.sleep(12)
@@ -202,7 +212,8 @@ def test_a_log_on_a_full_disk_holds_up_nothing_and_tells_what_is_missing(publish
     with running(published.repository, under=["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path)]) as server:
         # As the server's own mount namespace has it.
         folder = Path(f"/proc/{server.process.pid}/root{tmp_path}")
-        wait_for(lambda: server.check().code == 0)
+        # tritonserver answers a moment before the launcher has looked at its models.
+        wait_for(lambda: read_ready(server) == 200)
         pid = server.tritonserver
         # A page that is begun has room on a full disk as well.
         with (folder / "log").open("ab") as file:
