@@ -35,12 +35,14 @@ class TensorSignature:
         dtype: Its dtype, the same in every step of the ensemble; `STRING` for texts and encoded files.
         dims: All dimensions; a string is symbolic, and one such as `past_len+seq_len` the sum of others.
         is_optional: Whether a request, or an answer, may lack it.
+        label_file: File of the version, beside the graph, that names the values of an output, one a line; or none.
     """
 
     name: str
     dtype: torch.dtype | Literal["string"]
     dims: tuple[str | int, ...]
     is_optional: bool = False
+    label_file: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -74,9 +76,10 @@ class Contract:
         outputs: What they get. Without a postprocess step they are the graph's outputs under other names.
         preprocess: Triton backend of the step that makes the graph's inputs, and the carried tensors, of `inputs`; None
             where the backend that runs the model takes `inputs` itself, and no steps are around it.
-        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and
-            `inputs`; None where there is no such step.
+        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and,
+            where they are passed, `inputs`; None where there is no such step.
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
+        passes_inputs: Whether the postprocess step takes `inputs` as well.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -84,6 +87,12 @@ class Contract:
     preprocess: str | None
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
+    passes_inputs: bool = True
+
+    @property
+    def passed(self) -> tuple[TensorSignature, ...]:
+        """What passes the graph by on its way to the postprocess step."""
+        return self.carried + (self.inputs if self.passes_inputs else ())
 
 
 @dataclass(frozen=True, kw_only=True)
