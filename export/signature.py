@@ -74,6 +74,7 @@ class Contract:
         postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and
             `inputs`; None where there is no such step.
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
+        is_lean: Whether one process does what the steps of an ensemble would do.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -81,6 +82,7 @@ class Contract:
     preprocess: str
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
+    is_lean: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

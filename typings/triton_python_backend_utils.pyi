@@ -12,6 +12,7 @@ class Tensor:
     def as_numpy(self) -> np.ndarray[Any, np.dtype[Any]]: ...
 
 class TritonError:
+    CANCELLED: ClassVar[Any]
     INVALID_ARG: ClassVar[Any]
     UNAVAILABLE: ClassVar[Any]
     def __init__(self, message: str, code: Any = ...) -> None: ...

@@ -53,11 +53,13 @@ class Task(ABC):
         tolerances: Error → bound, which every case of the verification must keep in fp32.
         tokenizer_use: Whether it can make use of a tokenizer, or cannot be served without one.
         is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
+        has_lean: Whether `backends/python_lean` can do what these steps do.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
     tokenizer_use: ClassVar[Literal["none", "optional", "required"]] = "none"
     is_ensemble: ClassVar[bool] = False
+    has_lean: ClassVar[bool] = False
 
     name: str
     module: nn.Module
