@@ -11,6 +11,9 @@ POSTPROCESS = "postprocess"
 # What tells one process how to do all of it.
 LEAN = "lean"
 
+# The graph's own model, where something lies beside what the engine loads, such as the names of labels.
+MODEL = "model"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Artefacts:

@@ -44,6 +44,7 @@ class ExportRequest:
         checkpoint: Folder that a trainer or `save_pretrained` left; None where a factory builds the module.
         name: Name that clients will use.
         repository: The Triton model repository.
+        no_activate: Whether the version that is active stays so.
         task: What the checkpoint is served as; None finds it out.
         adapters: Folders of adapters, merged in this order.
         tag: Name of the checkpoint, where the folder holds several; the trainer's own choice where None.
@@ -67,6 +68,14 @@ class ExportRequest:
     repository: Path = declare(
         Option(name="repository", kind=PATH, help=f"Triton model repository (default: {REPOSITORY})"),
         default=REPOSITORY,
+    )
+    no_activate: bool = declare(
+        Option(
+            name="no_activate",
+            kind=FLAG,
+            help="only publish: servers go on serving the version that is active; `activate` makes this one active",
+        ),
+        default=False,
     )
     task: str | None = declare(
         Option(

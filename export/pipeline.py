@@ -21,6 +21,7 @@ from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
+from .repository.version import PUBLICATION_FILE, render_publication
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
 from .subject import describe_subject
@@ -163,8 +164,14 @@ def _publish(
             files=draft.files,
             report=report,
             engine=ENGINES[request.engine],
+            activates=not request.no_activate,
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),
+                PUBLICATION_FILE: render_publication(
+                    checkpoint=str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory),
+                    kind=source.origin,
+                    task=source.task.name,
+                ),
                 PAGE_FILE: render_report_page(
                     report.to_json(),
                     name=request.name,

@@ -34,11 +34,13 @@ class TensorSignature:
         name: Its name in the ONNX graph and in Triton.
         dtype: Its dtype, the same in every step of the ensemble; `STRING` for texts and encoded files.
         dims: All dimensions; a string is symbolic, and one such as `past_len+seq_len` the sum of others.
+        label_file: File of the version, beside the graph, that names the values of an output, one a line; or none.
     """
 
     name: str
     dtype: torch.dtype | Literal["string"]
     dims: tuple[str | int, ...]
+    label_file: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -71,10 +73,11 @@ class Contract:
         inputs: What clients send, the batch first.
         outputs: What they get. Without a postprocess step they are the graph's outputs under other names.
         preprocess: Triton backend of the step that makes the graph's inputs, and the carried tensors, of `inputs`.
-        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and
-            `inputs`; None where there is no such step.
+        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and,
+            where they are passed, `inputs`; None where there is no such step.
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
         is_lean: Whether one process does what the steps of an ensemble would do.
+        passes_inputs: Whether the postprocess step takes `inputs` as well.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -83,6 +86,12 @@ class Contract:
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
     is_lean: bool = False
+    passes_inputs: bool = True
+
+    @property
+    def passed(self) -> tuple[TensorSignature, ...]:
+        """What passes the graph by on its way to the postprocess step."""
+        return self.carried + (self.inputs if self.passes_inputs else ())
 
 
 @dataclass(frozen=True, kw_only=True)

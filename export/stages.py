@@ -159,8 +159,9 @@ def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool 
     export_onnx(task.module, task.signature, task.build_example(), model_file, target, is_traced=is_traced)
     steps: dict[str, tuple[Path, ...]] = {}
     for step, contents in task.step_files.items():
-        (directory / step).mkdir()
-        steps[step] = tuple(directory / step / name for name in contents)
+        folder = directory / "steps" / step
+        folder.mkdir(parents=True)
+        steps[step] = tuple(folder / name for name in contents)
         for path in steps[step]:
             path.write_bytes(contents[path.name])
     return Artefacts(model=list_model(model_file), steps=steps)

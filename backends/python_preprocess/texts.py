@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
+from request_values import read_values
 from tokenization import TextError, decode_text
 
 # Bytes of text in one request, unless its config says otherwise in this parameter. A text that is truncated costs
@@ -37,7 +37,7 @@ class RequestTexts:
         Raises:
             TextError: One cannot be read, a row lacks its partner, or there is more text than one request may hold.
         """
-        values = {name: read_values(request, name) for name in self.names}
+        values = {name: read_values(request, name, TextError) for name in self.names}
         size = sum(len(value) for column in values.values() for value in column)
         if size > self._max_bytes:
             raise TextError(
@@ -51,18 +51,6 @@ class RequestTexts:
             counts = ", ".join(f"{len(column)} in {name}" for name, column in zip(self.names, columns, strict=True))
             raise TextError(f"the inputs have different batches: expected a row of each for every pair, got {counts}")
         return list(zip(*columns, strict=True))
-
-
-def read_values(request: Any, name: str) -> Any:
-    """Return the bytes of one input of a request, one a row.
-
-    Raises:
-        TextError: There is none.
-    """
-    values = pb_utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1)
-    if not len(values):
-        raise TextError(f"{name} has no rows: expected shape [batch, 1] with a batch of at least 1")
-    return values
 
 
 def read_limit(config: Mapping[str, Any], usual: int) -> int:

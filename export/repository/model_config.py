@@ -63,7 +63,7 @@ def build_configs(
     if contract is not None and contract.is_lean:
         configs = {names.name: _build_lean(names.name, contract, served, engine)}
     else:
-        configs = {names.model: _build_model(names.model, signature, served, engine)}
+        configs = {names.model: _build_model(names.model, signature, served, engine, version)}
     if contract is not None and not contract.is_lean:
         configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
         if contract.postprocess is not None:
@@ -94,22 +94,24 @@ def _build_postprocess(name: str, signature: ModelSignature, contract: Contract,
         backend=contract.postprocess,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
-        input=[_input(tensor) for tensor in signature.outputs + contract.carried + contract.inputs],
+        input=[_input(tensor) for tensor in signature.outputs + contract.passed],
         output=[_output(tensor) for tensor in contract.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(0),
     )
 
 
-def _build_model(name: str, signature: ModelSignature, served: list[int], engine: Engine) -> pb.ModelConfig:
+def _build_model(
+    name: str, signature: ModelSignature, served: list[int], engine: Engine, version: int
+) -> pb.ModelConfig:
     config = pb.ModelConfig(
         name=name,
         backend=engine.backend,
         max_batch_size=MAX_BATCH_SIZE if signature.is_batched else 0,
         default_model_filename=engine.model_file,
         version_policy=_serve(served),
-        input=[_input(tensor) for tensor in signature.inputs],
-        output=[_output(tensor) for tensor in signature.outputs],
+        input=[_input(tensor, is_batched=signature.is_batched) for tensor in signature.inputs],
+        output=[_output(tensor, is_batched=signature.is_batched, version=version) for tensor in signature.outputs],
         model_warmup=_warmups(signature),
     )
     if signature.is_batched:
@@ -138,6 +140,7 @@ def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine
 
 def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Contract, version: int) -> pb.ModelConfig:
     asked, answered, carried = map(_same_names, (contract.inputs, contract.outputs, contract.carried))
+    passed = _same_names(contract.passed)
     inputs = _same_names(signature.inputs)
     # Without a postprocess step the graph's outputs are the answers, under the names that clients use.
     named = contract.outputs if contract.postprocess is None else signature.outputs
@@ -153,7 +156,7 @@ def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Cont
             pb.ModelEnsembling.Step(
                 model_name=names.postprocess,
                 model_version=version,
-                input_map=outputs | carried | asked,
+                input_map=outputs | passed,
                 output_map=answered,
             )
         )
@@ -210,14 +213,23 @@ def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
     return {tensor.name: tensor.name for tensor in tensors}
 
 
-def _input(tensor: TensorSignature) -> pb.ModelInput:
-    return pb.ModelInput(name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor))
+def _input(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelInput:
+    return pb.ModelInput(
+        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor, is_batched=is_batched)
+    )
 
 
-def _output(tensor: TensorSignature) -> pb.ModelOutput:
-    return pb.ModelOutput(name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor))
+def _output(tensor: TensorSignature, *, is_batched: bool = True, version: int = 0) -> pb.ModelOutput:
+    """Return an output; the file with its labels lies in the folder of `version`, seen from that of the model."""
+    return pb.ModelOutput(
+        name=tensor.name,
+        data_type=_TRITON_DTYPES[tensor.dtype],
+        dims=_dims(tensor, is_batched=is_batched),
+        label_filename=f"{version}/{tensor.label_file}" if tensor.label_file else "",
+    )
 
 
-def _dims(tensor: TensorSignature) -> list[int]:
-    """Return the dimensions without the batch, -1 where symbolic, as Triton counts them."""
-    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[tensor.dims[:1] == (BATCH,) :]]
+def _dims(tensor: TensorSignature, *, is_batched: bool) -> list[int]:
+    """Return the dimensions, -1 where symbolic, as Triton counts them: without the batch where it joins requests."""
+    has_batch = is_batched and tensor.dims[:1] == (BATCH,)
+    return [-1 if isinstance(dim, str) else dim for dim in tensor.dims[has_batch:]]

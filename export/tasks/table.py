@@ -14,7 +14,13 @@ IMAGES = ("pixel_values",)
 SOUNDS = ("input_values", "input_features")
 
 # What can be asked of some tasks; None is what the checkpoint says, or the task's default.
-TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text")
+TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text or a picture")
+PREPROCESS = Option(
+    name="preprocess",
+    kind=TEXT,
+    metavar="RECIPE",
+    help="what is done to pictures: imagenet, or a file (default: preprocessor_config.json)",
+)
 AGGREGATION = Option(
     name="aggregation",
     kind=TEXT,
@@ -115,10 +121,17 @@ TASKS: Mapping[str, TaskEntry] = {
         ),
         TaskEntry(
             name="image-classification",
+            help="labels and scores of a picture, sent as an encoded file",
+            place="images:ImageLabels",
+            inputs=IMAGES,
+            architectures=("ForImageClassification",),
+            options=(TOP_K, PREPROCESS),
+        ),
+        TaskEntry(
+            name="image-classification-tensors",
             help="tensors: the scores of an image's labels",
             place="signals:ImageClassification",
             inputs=IMAGES,
-            architectures=("ForImageClassification",),
         ),
         TaskEntry(
             name="image-feature-extraction",

@@ -13,9 +13,9 @@ from harness import CHECKOUT
 LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
-        "google", "tritonclient", "jinja2", "nncf", "openvino", "tensorrt", "zlib_ng", "platformdirs",
+        "google", "tritonclient", "jinja2", "nncf", "openvino", "tensorrt", "zlib_ng", "platformdirs", "PIL",
     },
-    "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
+    "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     # Made of what the steps of an ensemble are made of; their engines are imported where one is opened.
@@ -24,7 +24,7 @@ LIBRARIES = {
     },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
-    "client": {"tritonclient", "numpy", "platformdirs"},
+    "client": {"tritonclient", "numpy", "platformdirs", "PIL"},
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
