@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES, ONNXRUNTIME
+from .engines import ENGINES
 from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
@@ -53,7 +53,7 @@ class ExportRequest:
         lora_scaling: DeepSpeed-Chat's scaling of the low-rank updates inside a checkpoint that it left.
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
-        engine: Name of what runs it.
+        engine: Name of what runs it; None is the usual one of the task.
         steps: How the work around the graph is divided, one of `LAYOUTS`.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
@@ -154,14 +154,14 @@ class ExportRequest:
         default=FP32.name,
         group=_PROOF,
     )
-    engine: str = declare(
+    engine: str | None = declare(
         Option(
             name="engine",
             kind=TEXT,
             choices=tuple(ENGINES),
-            help=f"what runs it (default: {ONNXRUNTIME.name}); {_list_helps(ENGINES)}",
+            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}",
         ),
-        default=ONNXRUNTIME.name,
+        default=None,
         group=_PROOF,
     )
     steps: str = declare(
@@ -229,7 +229,7 @@ class ExportRequest:
             raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
         asked = [option for option in list_task_options() if self.task_options[option.name] is not None]
         _refuse_idle([*list_changed(self), *list_changed(self.vocabulary), *asked], self.checkpoint, self.factory)
-        if self.steps == LEAN and not ENGINES[self.engine].has_lean:
+        if self.steps == LEAN and self.engine is not None and not ENGINES[self.engine].has_lean:
             raise SettingsError(
                 f"--steps {LEAN} has no effect with --engine {self.engine}",
                 expected="one of " + ", ".join(name for name, engine in ENGINES.items() if engine.has_lean),

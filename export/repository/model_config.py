@@ -31,6 +31,7 @@ _TRITON_DTYPES = {
     torch.int16: pb.TYPE_INT16,
     torch.int32: pb.TYPE_INT32,
     torch.int64: pb.TYPE_INT64,
+    torch.uint32: pb.TYPE_UINT32,
     torch.float16: pb.TYPE_FP16,
     torch.float32: pb.TYPE_FP32,
     torch.float64: pb.TYPE_FP64,
@@ -41,7 +42,7 @@ _TRITON_DTYPES = {
 def name_models(name: str, signature: ModelSignature) -> ModelNames:
     """Return the names that a publication of a graph with this signature has."""
     contract = signature.contract
-    if contract is None or contract.is_lean:
+    if contract is None or contract.preprocess is None or contract.is_lean:
         return ModelNames(name=name, is_ensemble=False)
     return ModelNames(name=name, has_postprocess=contract.postprocess is not None)
 
@@ -63,8 +64,8 @@ def build_configs(
     if contract is not None and contract.is_lean:
         configs = {names.name: _build_lean(names.name, contract, served, engine)}
     else:
-        configs = {names.model: _build_model(names.model, signature, served, engine, version)}
-    if contract is not None and not contract.is_lean:
+        configs = {names.model: _build_model(names.model, signature.served, served, engine, version)}
+    if contract is not None and names.is_ensemble:
         configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
         if contract.postprocess is not None:
             configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
@@ -215,7 +216,10 @@ def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
 
 def _input(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelInput:
     return pb.ModelInput(
-        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor, is_batched=is_batched)
+        name=tensor.name,
+        data_type=_TRITON_DTYPES[tensor.dtype],
+        dims=_dims(tensor, is_batched=is_batched),
+        optional=tensor.is_optional,
     )
 
 
