@@ -17,6 +17,7 @@ from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 # One value of each option, on the command line and in a file.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "repository": (["--repository", "models"], "models"),
+    "no_activate": (["--no-activate"], True),
     "task": (["--task", "fill-mask"], "fill-mask"),
     "adapter": (["--adapter", "one", "two"], ["one", "two"]),
     "tag": (["--tag", "global_step1"], "global_step1"),

@@ -23,7 +23,7 @@ from export.repository.config_file import CONFIG_FILE, read_config
 from export.repository.contents import GOLDEN_FILE, REPORT_FILE
 from export.repository.lockfile import LOCK_FILE
 from export.repository.names import OWNER_PARAMETER, ModelNames
-from export.repository.version import CONFIGS_FOLDER, SUMS_FILE
+from export.repository.version import CONFIGS_FOLDER, PUBLICATION_FILE, SUMS_FILE
 from export.signature import STRING, Contract, TensorSignature
 from export.source import load_source
 from export.tasks.base import Task
@@ -89,7 +89,7 @@ def test_each_file_has_one_name_in_every_room() -> None:
     written = {CONFIG_FILE, GOLDEN_FILE, LOCK_FILE, PAGE_FILE, REPORT_FILE, POSTPROCESS_FILE, TOKENIZER_FILE}
     written |= {PICTURE_FILE, LABELS_FILE}
     rows = {words(file)[0]: (writer, reader) for file, writer, reader in read_table("The repository")}
-    assert set(rows) == written | {SUMS_FILE, f"{CONFIGS_FOLDER}/*.pbtxt"}
+    assert set(rows) == written | {PUBLICATION_FILE, SUMS_FILE, f"{CONFIGS_FOLDER}/*.pbtxt"}
     assert model_text.CONFIG_FILE == CONFIG_FILE
     assert repository_reader.GOLDEN_FILE == GOLDEN_FILE
     # What a backend opens, it opens by a name of its own.
