@@ -156,8 +156,8 @@ def wait_until_served(server: Running, version: int) -> None:
 def wound(server: Running, callers: Callers) -> None:
     """Kill a backend process, and wait until a new one is there in its place."""
     callers.is_wounded = True
-    killed = server.find_stubs(f"{NAME}_model")[0]
-    killed.kill()
+    # The newest: older ones may be of the version that is being unloaded, whose end is no death.
+    server.find_stubs(f"{NAME}_model")[-1].kill()
     server.wait_for_line("answers again", PATIENCE_S)
     # What it held is answered with an error by now; what comes after is none of its doing.
     time.sleep(1)
