@@ -16,7 +16,7 @@ _STAGED = "staging-"
 
 
 def _is_ours(name: str) -> bool:
-    """Tell whether a file beside the versions is a configuration, or one that is about to be: it is gone in a moment."""
+    """Tell whether a file beside the versions is a configuration or about to become one, and gone in a moment."""
     return name == CONFIG_FILE or name.startswith(_STAGED) or name == f"inactive-{CONFIG_FILE}"
 
 
