@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES, ONNXRUNTIME
+from .engines import ENGINES
 from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
@@ -45,7 +45,7 @@ class ExportRequest:
         lora_scaling: DeepSpeed-Chat's scaling of the low-rank updates inside a checkpoint that it left.
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
-        engine: Name of what runs it.
+        engine: Name of what runs it; None is the usual one of the task.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -145,14 +145,14 @@ class ExportRequest:
         default=FP32.name,
         group=_PROOF,
     )
-    engine: str = declare(
+    engine: str | None = declare(
         Option(
             name="engine",
             kind=TEXT,
             choices=tuple(ENGINES),
-            help=f"what runs it (default: {ONNXRUNTIME.name}); {_list_helps(ENGINES)}",
+            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}",
         ),
-        default=ONNXRUNTIME.name,
+        default=None,
         group=_PROOF,
     )
     tolerances: Mapping[str, float] = declare(

@@ -28,6 +28,7 @@ _TRITON_DTYPES = {
     torch.int16: pb.TYPE_INT16,
     torch.int32: pb.TYPE_INT32,
     torch.int64: pb.TYPE_INT64,
+    torch.uint32: pb.TYPE_UINT32,
     torch.float16: pb.TYPE_FP16,
     torch.float32: pb.TYPE_FP32,
     torch.float64: pb.TYPE_FP64,
@@ -38,7 +39,7 @@ _TRITON_DTYPES = {
 def name_models(name: str, signature: ModelSignature) -> ModelNames:
     """Return the names that a publication of a graph with this signature has."""
     contract = signature.contract
-    if contract is None:
+    if contract is None or contract.preprocess is None:
         return ModelNames(name=name, is_ensemble=False)
     return ModelNames(name=name, has_postprocess=contract.postprocess is not None)
 
@@ -56,8 +57,8 @@ def build_configs(
         engine: What runs the model.
     """
     served = sorted(set(served))
-    configs = {names.model: _build_model(names.model, signature, served, engine, version)}
-    if (contract := signature.contract) is not None:
+    configs = {names.model: _build_model(names.model, signature.served, served, engine, version)}
+    if (contract := signature.contract) is not None and names.is_ensemble:
         configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
         if contract.postprocess is not None:
             configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
@@ -190,7 +191,10 @@ def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
 
 def _input(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelInput:
     return pb.ModelInput(
-        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor, is_batched=is_batched)
+        name=tensor.name,
+        data_type=_TRITON_DTYPES[tensor.dtype],
+        dims=_dims(tensor, is_batched=is_batched),
+        optional=tensor.is_optional,
     )
 
 
