@@ -35,6 +35,8 @@ from export.tasks.table import TASKS
 from export.tasks.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
 from server import health, model_text, rollout
 from server import published as repository_reader
+from server.following import Following
+from server.status import Status
 from server.stubs import Limits
 
 PAGE = (CHECKOUT / "docs" / "contracts.md").read_text(encoding="utf-8")
@@ -103,6 +105,14 @@ def test_each_file_has_one_name_in_every_room() -> None:
         assert "backends" in rows[file][1]
 
 
+def test_the_status_port_says_what_is_drawn() -> None:
+    (drawn,) = re.findall(r"^```text\n(.*?)^```$", read_section("The status port"), re.MULTILINE | re.DOTALL)
+    status = Status(follows=True)
+    following = Following(active=2, served=1, state="failed", reason="version 2 of NAME cannot be served: ...")
+    status.follow("NAME", following)
+    assert json.loads(status.render_versions()) == json.loads(drawn)
+
+
 def describe(tensors: Any, hidden: int) -> list[str]:
     """Return tensors as the page writes them: a number that a task was asked for is K, that of the model hidden."""
     described = []
@@ -157,7 +167,8 @@ def test_the_postprocess_step_knows_the_kinds_and_keys_of_the_table(tasks: dict[
         given = [tensor.name for tensor in (*task.signature.outputs, *contract.passed)]
         assert set(takes) <= set(given)
         assert [tensor.name for tensor in contract.outputs] == makes
-    assert told == rows.keys()
+    # Keypoints are made for modules of one's own alone (tests/export/test_own_pictures.py).
+    assert told | {"keypoints"} == rows.keys()
 
 
 def test_a_recipe_of_pictures_has_the_keys_of_the_table() -> None:
@@ -199,6 +210,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "masks": (
         {"mask": "[MASK]", "top_k": 1, "tokens": ["a", "b"]},
         {"top_log_probabilities": np.zeros((1, 2, 2)), "top_token_ids": np.array([[[-1, -1], [1, 0]]])},
+    ),
+    "keypoints": (
+        {"labels": ["nose"], "size": [16, 16]},
+        {"heatmaps": np.eye(4)[None, None], "geometry": np.array([[1.0, 1.0, 0.0, 0.0, 16.0, 16.0]])},
     ),
 }
 
