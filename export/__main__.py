@@ -10,11 +10,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .commands import consolidate, inspect_checkpoint, run, verb
+from .commands import consolidate, inspect_checkpoint, lint, run, verb
 from .locations import PROGRAM
 
 # In the order of a checkpoint's life.
-_VERBS = (inspect_checkpoint, consolidate, run)
+_VERBS = (inspect_checkpoint, consolidate, run, lint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,6 +60,14 @@ VERBS = {
             extra="export",
             needs=(*_WEIGHTS, "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "tritonclient", "jinja2"),
         ),
+        Verb(
+            name="lint",
+            help="say what is wrong with any Triton repository, without a server",
+            module="modelyard.export",
+            words=("lint",),
+            extra="export",
+            needs=(*_WEIGHTS, "onnx", "tritonclient"),
+        ),
     ),
     "Serving": (
         Verb(

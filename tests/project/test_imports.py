@@ -45,6 +45,7 @@ FLOORS = {
     "export/options": ("engines", "errors", "graph", "locations", "option_kinds", "targets", "tasks", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
+    "export/lint": ("errors", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
     "export/source": ("checkpoints", "errors", "identity", "options", "progress", "repository", "tasks", "weights"),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
@@ -54,8 +55,8 @@ FLOORS = {
         *("source", "stages", "subject", "targets", "tasks"),
     ),
     "export/commands": (
-        *("checkpoints", "consolidation", "errors", "graph", "identity", "interruption", "locations", "options"),
-        *("pipeline", "progress", "proof", "repository", "signature", "stages", "targets", "tasks", "weights"),
+        *("checkpoints", "consolidation", "errors", "graph", "identity", "interruption", "lint", "locations"),
+        *("options", "pipeline", "progress", "proof", "repository", "signature", "stages", "targets", "tasks", "weights"),
     ),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
