@@ -56,7 +56,8 @@ FLOORS = {
     ),
     "export/commands": (
         *("checkpoints", "consolidation", "errors", "graph", "identity", "interruption", "lint", "locations"),
-        *("options", "pipeline", "progress", "proof", "repository", "signature", "stages", "targets", "tasks", "weights"),
+        *("options", "pipeline", "progress", "proof", "repository", "signature", "stages", "targets", "tasks"),
+        "weights",
     ),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),
