@@ -93,7 +93,7 @@ def serve(arguments: argparse.Namespace) -> int:
     check_open_files()
     check_threads()
     raise_limits()
-    status, log = Status(), Log()
+    status, log = Status(follows=arguments.follow == "on"), Log()
     with contextlib.closing(log), contextlib.ExitStack() as stack:
         stack.callback(serve_status(status, endpoints.host, endpoints.status_port))
         if arguments.wait and not wait_for_model(arguments.repository, log.say, stops):
@@ -149,11 +149,13 @@ def check(arguments: argparse.Namespace) -> int:
     """Ask the running server for the verified answer of every ensemble, as a container's health check does.
 
     Raises:
-        CheckError: It does not give it.
+        CheckError: It does not give it, or stays behind the repository.
     """
-    url = _read_endpoints(arguments).http_url
-    for name, error in check_ensembles(url, arguments.repository).items():
-        _say(f"{name} answers as verified within {error:.1e}")
+    endpoints = _read_endpoints(arguments)
+    for name, found in check_ensembles(endpoints.http_url, arguments.repository, endpoints.status_url).items():
+        changing = "" if found.served == found.active else ", which is being rolled out"
+        versions = f"version {found.served} is served, version {found.active} is active{changing}"
+        _say(f"{name} answers as verified within {found.error:.1e}; {versions}")
     return 0
 
 
@@ -241,7 +243,11 @@ def _add_check(commands: "_Commands") -> None:
         help="ask a running server for the answers that were verified",
         description="Ask a running server for the answers that were verified, as a container's health check does.",
         examples=("", "--repository /srv/models --http-port 9000"),
-        exit_codes={0: "every ensemble answers as verified", 1: "one does not", 2: "wrong usage"},
+        exit_codes={
+            0: "every ensemble answers as verified, from its active version or one that is just being replaced",
+            1: "one does not, or stays at another version than the active one",
+            2: "wrong usage",
+        },
     )
 
 

@@ -25,8 +25,9 @@ _HELP = {
 class Status:
     """Counters and the readiness, safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows: bool = True) -> None:
         self._lock = threading.Lock()
+        self._follows = follows
         self._followed: dict[str, Following] = {}
         self._is_welcoming = False
         self._values: dict[tuple[str, str], int] = {
@@ -119,13 +120,13 @@ class Status:
             self._add("modelyard_rollouts_total", _label(model=model, outcome=outcome))
 
     def render_versions(self) -> str:
-        """Return active and served version of every model, how far it is followed, and why it failed, as JSON."""
+        """Return whether the repository is followed, and of every model how far: versions, state, reason; as JSON."""
         with self._lock:
             models = {
                 name: {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
                 for name, item in sorted(self._followed.items())
             }
-        return json.dumps({"models": models}, indent=2) + "\n"
+        return json.dumps({"follows": self._follows, "models": models}, indent=2) + "\n"
 
     def render(self) -> str:
         """Return everything in Prometheus' text format."""

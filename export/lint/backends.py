@@ -10,12 +10,10 @@ class Backend:
     Attributes:
         name: What `backend` says.
         files: What it loads unless `default_model_filename` says otherwise, any of them; empty where that is not known.
-        is_ours: Whether it is modelyard's, and not in NVIDIA's images.
     """
 
     name: str
     files: tuple[str, ...] = ()
-    is_ours: bool = False
 
 
 BACKENDS = {
@@ -32,7 +30,9 @@ BACKENDS = {
         *(Backend(name=name) for name in ("dyna_sequence", "iterative_sequence", "implicit_state", "query")),
         *(Backend(name=name) for name in ("distributed_addsub", "hugectr", "hps", "stateful", "armnn_tflite")),
         *(Backend(name=name) for name in ("paddle", "redis", "rapids_identity", "nvtabular", "merlinmodels")),
-        *(Backend(name=f"python_{step}", is_ours=True) for step in ("preprocess", "postprocess", "openvino")),
+        # modelyard's own.
+        *(Backend(name=f"python_{step}") for step in ("preprocess", "postprocess", "openvino")),
+        Backend(name="openvino_generate"),
     )
 }
 

@@ -16,6 +16,7 @@ from harness import CHECKOUT, Published, run
 from launcher import find_ports
 from lint_repositories import SEEDS, add_step, tensor, write_good
 
+from export.lint.backends import BACKENDS
 from export.lint.finding import Finding, Level
 from export.lint.linter import UNKNOWN_SUPPRESSION, lint
 from export.lint.rules import RULES
@@ -38,6 +39,10 @@ def test_every_rule_has_a_seeded_mistake_and_a_row_on_the_page() -> None:
     for name, rule in RULES.items():
         right = f"`{rule.right}`" if rule.right else "none of it"
         assert written[name] == (WORDS[rule.level], rule.help, f"`{rule.wrong}`", right)
+
+
+def test_every_backend_of_ours_is_known() -> None:
+    assert {path.parent.name for path in CHECKOUT.glob("backends/*/model.py")} <= BACKENDS.keys()
 
 
 @pytest.mark.parametrize("rule", SEEDS)
