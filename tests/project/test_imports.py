@@ -20,6 +20,10 @@ LIBRARIES = {
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
+    # Made of what the steps of an ensemble are made of; their engines are imported where one is opened.
+    "backends/python_lean": {
+        "numpy", "onnxruntime", "triton_python_backend_utils", "answers", "compiled", "texts", "tokenization",
+    },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
     "client": {"tritonclient", "numpy", "platformdirs", "PIL"},
