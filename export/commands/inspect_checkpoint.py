@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..checkpoints import StoredCheckpoint, open_checkpoint
+from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
+from ..checkpoints.storage.paths import find_linked
 from ..errors import escape_controls
 from .verb import Verbs, add_verb
 
@@ -83,7 +84,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
         dtypes=dict(Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())),
         tied=list(groups.values()),
         missing=list(facts.missing),
-        files=[str(path) for path in checkpoint.weight_files],
+        files=[str(find_linked(path)) for path in checkpoint.weight_files],
         estimates=_estimate(checkpoint),
         tensors={
             name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
@@ -145,10 +146,21 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         run,
         help="say what a checkpoint is and holds, without reading its tensors",
         description="Say what a training checkpoint is and holds. Reads hardly any tensor data, runs nothing from it.",
-        examples=("./zero3_run", "./zero3_run --tag global_step1000", "./zero3_run --json | jq .missing"),
+        examples=(
+            "./zero3_run",
+            "./node0/run ./node1/run",
+            "./zero3_run --tag global_step1000",
+            "./zero3_run --json | jq .missing",
+        ),
         succeeded="told",
     )
-    parser.add_argument("directory", type=Path, help="folder or file of the checkpoint, as the trainer left it")
+    parser.add_argument(
+        "directories",
+        type=Path,
+        nargs="+",
+        metavar="DIRECTORY",
+        help="folder or file of the checkpoint, as the trainer left it; or the folders of all nodes",
+    )
     parser.add_argument(
         "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
     )
@@ -157,6 +169,7 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb and write what was found. Raises what `inspect_checkpoint` raises."""
-    found = inspect_checkpoint(args.directory, tag=args.tag)
+    found = inspect_checkpoint(join_folders(args.directories), tag=args.tag)
+    found = replace(found, directory=", ".join(map(str, args.directories)))
     sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else format_inspection(found))
     return 0
