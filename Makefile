@@ -11,8 +11,8 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-python test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills soak wheel lock clean
+.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
+	kills pictures soak soak-rollouts wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -85,6 +85,20 @@ $(OTHER)/installed: $(INSTALLED_FROM) | $(UV)
 test-python: $(OTHER)/installed ## Run what depends on the Python with another: make test-python PYTHON=python3.12
 	@$(OTHER)/bin/python -m pytest $(PYTHON_TESTS)
 
+LOWEST = .cache/lowest
+
+# The lowest release of each library that pyproject.toml allows; the newest are in the locks.
+$(LOWEST)/installed: pyproject.toml | $(UV)
+	@echo "installing into $(LOWEST)" >&2
+	@$(UV) venv --no-config --quiet --allow-existing --python $(PYTHON) $(LOWEST)
+	@$(UV) pip install --no-config --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+		"numpy<2" pytest==9.2.0 "setuptools>=77" "wheel>=0.45" ".[all]"
+	@touch $@
+
+test-lowest: $(LOWEST)/installed ## Export, prove and read with the lowest release of each library that is allowed
+	@$(LOWEST)/bin/python -m pytest -W default tests/export/test_architectures.py tests/export/test_precision.py \
+		tests/backends tests/checkpoints/test_huggingface.py tests/checkpoints/test_torch_file.py
+
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
 	@docker/podman/prepare.sh
 	@$(LOCKED) requirements/containers.txt
@@ -93,6 +107,9 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
+
+pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
+	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -119,6 +136,11 @@ SOAK_MINUTES ?= 20
 
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
 	@$(BENCH)soak --minutes $(SOAK_MINUTES)
+
+ACTIVATIONS ?= 100
+
+soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
+	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
 
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist

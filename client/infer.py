@@ -1,4 +1,4 @@
-"""Ask a running server about texts: `python client/infer.py --url localhost:8000 --text "Hello"`.
+"""Ask a running server about texts or pictures: `python client/infer.py --url localhost:8000 --text "Hello"`.
 
 One file without siblings, so that it runs from any folder and can be copied next to other code.
 """
@@ -7,16 +7,18 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import re
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 # gRPC would write its own account of a failure beside our sentence.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -49,6 +51,13 @@ _LOOK_BYTES = 1 << 16
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _HTTP2_SETTINGS = b"\x04"
 
+# What a model of pictures calls its input, and the files of a folder that are sent to it.
+_IMAGE = "IMAGE"
+_PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff")
+
+# What a model that generates text calls its input.
+PROMPT = "text_input"
+
 # RFC 9110, section 5: a token, and visible characters with blanks between.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):\s*([!-~]+(?: +[!-~]+)*)")
 
@@ -62,7 +71,10 @@ examples:
   {_COMMAND} --url localhost:8000 --text "A cat sleeps." "A kitten naps."
   {_COMMAND} --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
   {_COMMAND} --url localhost:8001 --protocol grpc --file sentences.txt
+  {_COMMAND} --model writer --prompt "Once upon a time" --stream
   printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
+  {_COMMAND} --model image_classification --image photo.jpg --output annotated.png
+  {_COMMAND} --model image_classification --image photos/ 'more/*.png' --json
   {_COMMAND} --url https://models.example:8443 --header @token.txt --text "Hello"
 
 A token is best kept in a file with a line such as "Authorization: Bearer TOKEN": what stands on a command line can be
@@ -75,7 +87,13 @@ exit codes: 0 answered, 1 refused or no answer (one sentence on stderr), 2 wrong
 
 
 class ClientError(Exception):
-    """Why there is no answer, in one sentence: what and where, expected, got, remedy."""
+    """Why there is no answer, in one sentence: what and where, expected, got, remedy.
+
+    Attributes:
+        is_refusal: Whether the server took the request and refused what it holds.
+    """
+
+    is_refusal = False
 
     def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
         facts = ", ".join(f"{word} {fact}" for word, fact in (("expected", expected), ("got", got)) if fact)
@@ -251,6 +269,109 @@ class Connection:
         result = self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
         return {name: result.as_numpy(name) for name in model.outputs}
 
+    def write(
+        self, name: str, inputs: Mapping[str, npt.NDArray[Any]], *, is_streamed: bool = True
+    ) -> Generator[str, None, None]:
+        """Yield what a model writes, in pieces as they come; a generator that is closed frees its place there.
+
+        Args:
+            name: Whom to ask, a model that generates text.
+            inputs: Name → its one value, as `text_input`.
+            is_streamed: Whether there are several pieces.
+
+        Raises:
+            ClientError: The server refuses or does not answer.
+        """
+        asked = {**inputs, "stream": np.array([is_streamed])}
+        with self._explained():
+            yield from (self._write_over_grpc if self.protocol == "grpc" else self._write_over_http)(name, asked)
+
+    def _write_over_grpc(self, name: str, inputs: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
+        tensors = []
+        for tensor_name, values in inputs.items():
+            tensors.append(self._library.InferInput(tensor_name, [1], np_to_triton_dtype(values.dtype)))
+            tensors[-1].set_data_from_numpy(values)
+        came: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        # Without that header an error comes with its sentence alone, and without its status.
+        headers = {**self._headers, "triton_grpc_error": "true"}
+        self._client.start_stream(lambda result, error: came.put((result, error)), headers=headers)
+        try:
+            self._client.async_stream_infer(name, tensors, enable_empty_final_response=True)
+            is_last = False
+            while not is_last:
+                try:
+                    result, error = came.get(timeout=self.timeout_s)
+                except queue.Empty:
+                    raise TimeoutError from None
+                if error is not None:
+                    raise error
+                is_last = result.get_response().parameters["triton_final_response"].bool_param
+                piece = result.as_numpy("text_output")
+                if piece is not None:
+                    yield _decode(piece[0])
+        finally:
+            self._client.stop_stream(cancel_requests=True)
+
+    def _write_over_http(self, name: str, inputs: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
+        # tritonclient knows no `generate`.
+        if self._tls:
+            trusted = ssl.create_default_context(cafile=self._ca)
+            connection: HTTPConnection = HTTPSConnection(self.url, timeout=self.timeout_s, context=trusted)
+        else:
+            connection = HTTPConnection(self.url, timeout=self.timeout_s)
+        ending = "generate_stream" if inputs["stream"][0] else "generate"
+        asked = {
+            key: _decode(values[0]) if values.dtype == object else values[0].item() for key, values in inputs.items()
+        }
+        try:
+            connection.request(
+                "POST",
+                f"/v2/models/{quote(name)}/{ending}",
+                json.dumps(asked).encode(),
+                {**self._headers, "Content-Type": "application/json"},
+            )
+            response = connection.getresponse()
+            for line in response:
+                if not (text := line.removeprefix(b"data: ").strip()):
+                    continue
+                event = json.loads(text)
+                if "error" in event:
+                    raise InferenceServerException(event["error"], status=str(response.status))
+                yield event["text_output"]
+        finally:
+            connection.close()
+
+    def _find_writer(self) -> str:
+        statistics = self._call("get_inference_statistics")["model_stats"]
+        names = sorted({entry["name"] for entry in statistics})
+        inputs = {name: self._call("get_model_metadata", name)["inputs"] for name in names}
+        writers = [name for name in names if any(tensor["name"] == PROMPT for tensor in inputs[name])]
+        if len(writers) == 1:
+            return str(writers[0])
+        raise ClientError(
+            f"there is not exactly one model that generates text at {self.url}",
+            expected="one",
+            got=", ".join(writers) or "none",
+            remedy="choose with --model",
+        )
+
+    def find_writer(self, name: str | None) -> str:
+        """Return the name of the model that generates text: the one named, or the one there is.
+
+        Raises:
+            ClientError: There is none, or not exactly one, or the one that is named takes no prompt.
+        """
+        found = name or self._find_writer()
+        inputs = self.describe_model(found).inputs
+        if PROMPT not in inputs:
+            raise ClientError(
+                f"{found} generates no text",
+                expected=f"an input {PROMPT}",
+                got=", ".join(inputs),
+                remedy="ask with --text",
+            )
+        return found
+
     def _find_ensemble(self) -> str:
         statistics = self._call("get_inference_statistics")["model_stats"]
         names = sorted({entry["name"] for entry in statistics})
@@ -265,14 +386,20 @@ class Connection:
         )
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of tritonclient and put every way in which it fails into one sentence."""
+        """Call a method of tritonclient."""
         options["headers"] = self._headers
         if self.protocol == "grpc":
             options["client_timeout"] = self.timeout_s
             if method != "infer":
                 options["as_json"] = True
-        try:
+        with self._explained():
             return getattr(self._client, method)(*arguments, **options)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Put every way in which asking fails into one sentence."""
+        try:
+            yield
         except InferenceServerException as exc:
             raise self._explain(exc) from exc
         except TimeoutError as exc:
@@ -310,7 +437,9 @@ class Connection:
             return ClientError(
                 message.rstrip("."), expected=f"a model that {self.url} serves", remedy="choose with --model"
             )
-        return ClientError(f"the server refused the request: {message.rstrip('.')}")
+        refusal = ClientError(f"the server refused the request: {message.rstrip('.')}")
+        refusal.is_refusal = status == "400" or "INVALID_ARGUMENT" in status
+        return refusal
 
     def _explain_timeout(self) -> ClientError:
         return ClientError(
@@ -414,27 +543,48 @@ def _join(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
+    if arguments.image:
+        return _run(lambda: _ask_pictures(arguments))
+    if arguments.prompt is not None:
+        return _run(lambda: _ask_writer(arguments))
+    return _run(lambda: _ask_texts(arguments))
+
+
+def _run(ask: Callable[[], int]) -> int:
     try:
-        texts = _collect_texts(arguments)
-        # One second text goes with every first one, such as one context with many questions.
-        pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
-        connection = Connection(
-            arguments.url or DEFAULT_URLS[arguments.protocol],
-            arguments.protocol,
-            arguments.timeout,
-            tls=arguments.tls,
-            ca=arguments.ca,
-            headers=_read_headers(arguments.header),
-        )
-        model = connection.find_model(arguments.model)
-        start = time.perf_counter()
-        answers = connection.infer(model, texts, pairs=pairs)
-        seconds = time.perf_counter() - start
+        return ask()
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _connect(arguments: argparse.Namespace) -> Connection:
+    return Connection(
+        arguments.url or DEFAULT_URLS[arguments.protocol],
+        arguments.protocol,
+        arguments.timeout,
+        tls=arguments.tls,
+        ca=arguments.ca,
+        headers=_read_headers(arguments.header),
+    )
+
+
+def _ask_texts(arguments: argparse.Namespace) -> int:
+    if arguments.output:
+        raise ClientError("--output has no effect", expected="--image", got="texts", remedy="leave it out")
+    if arguments.stream or arguments.parameters != "{}":
+        flag = "--stream" if arguments.stream else "--parameters"
+        raise ClientError(f"{flag} has no effect", expected="--prompt", got="texts", remedy="leave it out")
+    texts = _collect_texts(arguments)
+    # One second text goes with every first one, such as one context with many questions.
+    pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
+    connection = _connect(arguments)
+    model = connection.find_model(arguments.model)
+    start = time.perf_counter()
+    answers = connection.infer(model, texts, pairs=pairs)
+    seconds = time.perf_counter() - start
     shown = [_decode(text) for text in texts]
     shown_pairs = [_decode(text) for text in pairs]
     if arguments.json:
@@ -444,6 +594,173 @@ def main() -> int:
         print(f"{head}: {len(texts)} texts in {seconds * 1000:.1f} ms\n")  # noqa: T201
         print("\n".join(_to_table(shown, answers)))  # noqa: T201
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureAnswer:
+    """What became of one picture.
+
+    Attributes:
+        path: Its file.
+        answers: Output name → its values, without the batch.
+        refusal: Why there are none.
+    """
+
+    path: Path
+    answers: Mapping[str, npt.NDArray[Any]]
+    refusal: str = ""
+
+
+def _ask_pictures(arguments: argparse.Namespace) -> int:
+    """Ask about every picture, print the answers, and return 0 where none was refused."""
+    if arguments.text or arguments.pair or arguments.file:
+        raise ClientError("--image goes alone", expected="no texts beside it", got="--text, --pair or --file")
+    paths = _collect_images(arguments.image)
+    if arguments.output and len(paths) != 1:
+        raise ClientError("--output takes one picture", expected="one --image", got=str(len(paths)))
+    draw = _import_drawing() if arguments.output else None
+    connection = _connect(arguments)
+    model = connection.find_model(arguments.model)
+    if model.inputs != (_IMAGE,):
+        raise ClientError(
+            f"{model.name} takes no pictures",
+            expected=f"the input {_IMAGE}",
+            got=", ".join(model.inputs),
+            remedy="choose with --model",
+        )
+    start = time.perf_counter()
+    found: list[PictureAnswer] = []
+    for first in range(0, len(paths), model.max_batch_size):
+        found += _ask_batch(connection, model, paths[first : first + model.max_batch_size])
+        if len(paths) > model.max_batch_size:
+            print(f"{len(found)} of {len(paths)} pictures", file=sys.stderr)  # noqa: T201
+    seconds = time.perf_counter() - start
+    refused = [answer for answer in found if answer.refusal]
+    if arguments.json:
+        print(json.dumps(_to_picture_json(model, found), ensure_ascii=False))  # noqa: T201
+    else:
+        head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
+        print(f"{head}: {len(paths)} pictures in {seconds * 1000:.1f} ms\n")  # noqa: T201
+        answered = [answer for answer in found if not answer.refusal]
+        if answered:
+            columns = {name: _join([answer.answers[name][None] for answer in answered]) for name in model.outputs}
+            print("\n".join(_to_table([str(answer.path) for answer in answered], columns)))  # noqa: T201
+    for answer in refused:
+        print(f"error: {answer.path}: {answer.refusal}", file=sys.stderr)  # noqa: T201
+    if draw and not refused:
+        draw(found[0], Path(arguments.output))
+    return 1 if refused else 0
+
+
+def _ask_batch(connection: Connection, model: Model, paths: list[Path]) -> list[PictureAnswer]:
+    """Return what became of pictures that are asked about in one request; one by one where one of them is refused."""
+    pictures = np.empty((len(paths), 1), dtype=np.object_)
+    for row, path in enumerate(paths):
+        try:
+            pictures[row, 0] = path.read_bytes()
+        except OSError as exc:
+            raise ClientError(
+                f"{path} cannot be read", expected="a picture", got=f"'{exc.strerror}'", remedy="correct --image"
+            ) from exc
+    try:
+        answers = connection.infer_tensors(model, {_IMAGE: pictures})
+    except ClientError as exc:
+        if not exc.is_refusal:
+            raise
+        if len(paths) > 1:
+            return [answer for path in paths for answer in _ask_batch(connection, model, [path])]
+        return [PictureAnswer(path=paths[0], answers={}, refusal=str(exc))]
+    return [
+        PictureAnswer(path=path, answers={name: values[row] for name, values in answers.items()})
+        for row, path in enumerate(paths)
+    ]
+
+
+def _collect_images(given: list[str]) -> list[Path]:
+    """Return the files that are named, lie in a folder that is named, or match a pattern, in order."""
+    found: list[Path] = []
+    for text in given:
+        path = Path(text)
+        if path.is_dir():
+            found += sorted(entry for entry in path.iterdir() if entry.suffix.lower() in _PICTURE_SUFFIXES)
+        elif path.exists() or not set("*?[") & set(text):
+            found.append(path)
+        else:
+            root = Path(path.anchor)
+            found += sorted(entry for entry in root.glob(str(path.relative_to(root))) if entry.is_file())
+    if not found:
+        raise ClientError(
+            "there is no picture to send",
+            expected="files of " + ", ".join(_PICTURE_SUFFIXES),
+            got=f"none in {', '.join(given)}",
+            remedy="correct --image",
+        )
+    return found
+
+
+def _import_drawing() -> Callable[[PictureAnswer, Path], None]:
+    """Return what draws answers onto a picture; the one thing that needs Pillow, which the client goes without.
+
+    Raises:
+        ClientError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageDraw, ImageFont, ImageOps
+    except ImportError as exc:
+        raise ClientError(
+            "--output cannot draw", expected="Pillow", got="none for this Python", remedy="pip install pillow"
+        ) from exc
+
+    def draw(answer: PictureAnswer, path: Path) -> None:
+        image: Any = ImageOps.exif_transpose(Image.open(answer.path)).convert("RGB")
+        canvas = ImageDraw.Draw(image)
+        size = max(12, min(image.size) // 24)
+        font = ImageFont.load_default(size)
+        if "LABEL" in answer.answers:
+            values = zip(answer.answers["LABEL"], answer.answers["SCORE"], strict=True)
+            text = "\n".join(f"{score:.3f} {_decode(label)}" for label, score in values)
+            place = (size // 2, size // 2)
+            canvas.rectangle(canvas.multiline_textbbox(place, text, font=font), fill="black")
+            canvas.multiline_text(place, text, fill="white", font=font)
+        try:
+            image.save(path)
+        except (OSError, ValueError) as exc:
+            raise ClientError(
+                f"{path} cannot be written", expected="a name such as annotated.png", got=f"'{exc}'"
+            ) from exc
+
+    return draw
+
+
+def _ask_writer(arguments: argparse.Namespace) -> int:
+    others = [flag for flag in ("text", "pair", "file", "output") if getattr(arguments, flag)]
+    if others:
+        raise ClientError(f"--{others[0]} has no effect", expected="--prompt alone", got="both", remedy="leave it out")
+    connection = _connect(arguments)
+    name = connection.find_writer(arguments.model)
+    inputs = {PROMPT: [_encode(arguments.prompt)], "sampling_parameters": [_encode(arguments.parameters)]}
+    asked: dict[str, Any] = {key: np.array(value, dtype=np.object_) for key, value in inputs.items()}
+    pieces = []
+    with contextlib.closing(
+        connection.write(name, asked | {"exclude_input_in_output": np.array([True])}, is_streamed=arguments.stream)
+    ) as written:
+        for piece in written:
+            pieces.append(piece)
+            if not arguments.json:
+                print(piece, end="", flush=True)  # noqa: T201
+    content = {"model": name, "prompt": arguments.prompt, "text": "".join(pieces)}
+    print(json.dumps(content, ensure_ascii=False) if arguments.json else "")  # noqa: T201
+    return 0
+
+
+def _to_picture_json(model: Model, found: list[PictureAnswer]) -> dict[str, Any]:
+    rows = [
+        {"image": str(answer.path)}
+        | ({"error": answer.refusal} if answer.refusal else {})
+        | {name: _to_plain(values) for name, values in answer.answers.items()}
+        for answer in found
+    ]
+    return {"model": model.name, "version": model.version, "results": rows}
 
 
 def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
@@ -608,7 +925,7 @@ def _shorten(text: str) -> str:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_COMMAND,
-        description="Ask a running server about texts.",
+        description="Ask a running server about texts or pictures.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -636,6 +953,23 @@ def _build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="T",
         help="the second text of each, such as the context of a question; one alone goes with every text",
+    )
+    parser.add_argument(
+        "--image",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="encoded pictures: files, folders or patterns; they are sent as they are",
+    )
+    parser.add_argument("--output", metavar="FILE", help="draw the answers onto the one picture, and save that")
+    parser.add_argument("--prompt", metavar="T", help="a text to go on from, of a model that generates text")
+    parser.add_argument("--stream", action="store_true", help="print what is written as it comes")
+    parser.add_argument(
+        "--parameters",
+        default="{}",
+        metavar="JSON",
+        help='how it is written, such as \'{"max_tokens": 100, "temperature": 0.7}\' (default: as the model has it)',
     )
     parser.add_argument("--file", help="file with one text a line; - reads standard input")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (default: %(default)s)")
