@@ -9,7 +9,7 @@ import numpy.typing as npt
 from . import answers
 from .answers import Answer, Entity, Label, Ranked
 from .model import Model
-from .options import make_options
+from .options import Words, make_options
 from .pieces import Text
 from .session import Arrays, Session
 
@@ -31,6 +31,7 @@ class Asking:
         token: Sent as `Authorization: Bearer TOKEN`.
         headers: Further headers of every request.
         compression: `gzip` or `deflate`, of requests and answers.
+        words: What the reader of an error calls these options; without it their names here.
 
     Raises:
         UsageError: An option has a value that cannot be used.
@@ -50,6 +51,7 @@ class Asking:
         token: str | None = None,
         headers: Mapping[str, str] | None = None,
         compression: str | None = None,
+        words: Words | None = None,
     ) -> None:
         self._session = Session(
             make_options(
@@ -64,6 +66,7 @@ class Asking:
                 token=token,
                 headers=headers,
                 compression=compression,
+                words=words,
             )
         )
 

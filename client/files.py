@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
+from .display import to_plain
 from .errors import ClientError, RefusedError, UsageError
 from .session import Arrays
 from .synchronous import Client
@@ -65,13 +64,6 @@ def answer_file(
             done += len(chunk)
             on_progress(done)
         return done - start
-
-
-def to_plain(values: Any) -> Any:
-    """Return an array's values as JSON knows them, and its strings as text."""
-    if isinstance(values, np.ndarray):
-        return [to_plain(value) for value in values] if values.dtype.kind == "O" else values.tolist()
-    return values.decode("utf-8", errors="replace") if isinstance(values, bytes) else values
 
 
 def _ask(client: Client, rows: list[dict[str, Any]], model: str | None, where: str) -> Arrays:

@@ -1,8 +1,11 @@
 """One server, asked over HTTP or gRPC: a pool of connections, a bound on what is in flight, and what is sent again."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import random
 import ssl
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +30,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 # Between two attempts: a random time up to a bound that doubles, so that many clients do not come back at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,18 +103,13 @@ class Session:
         self._protocol = _PROTOCOLS[options.protocol]
         self._client: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._slots = asyncio.Semaphore(options.in_flight)
         self._models: dict[str | None, Model] = {}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are connections to close."""
-        return self._client is not None
 
     async def close(self) -> None:
         """Close the connections; whoever asks again opens new ones."""
         client, self._client = self._client, None
         if client is not None:
+            self._forget.detach()
             await client.close()
 
     async def find_model(self, name: str | None = None) -> Model:
@@ -120,13 +119,16 @@ class Session:
             ClientError: There is no such model, or not exactly one ensemble, or no answer.
         """
         name = name or self.options.model
-        if name not in self._models:
-            found = name or await self._find_ensemble()
-            metadata, config = await gather(
-                [self._describe("get_model_metadata", found), self._describe("get_model_config", found)]
-            )
-            self._models[name] = read_model(found, metadata, config)
-        return self._models[name]
+        self._open()
+        # Many tasks that begin at the same time ask once.
+        async with self._finding:
+            if name not in self._models:
+                found = name or await self._find_ensemble()
+                metadata, config = await gather(
+                    [self._describe("get_model_metadata", found), self._describe("get_model_config", found)]
+                )
+                self._models[name] = read_model(found, metadata, config)
+            return self._models[name]
 
     async def infer(
         self,
@@ -224,6 +226,9 @@ class Session:
         loop = asyncio.get_running_loop()
         if self._client is None:
             self._client, self._loop = self._protocol.open(self.options), loop
+            self._slots, self._finding = asyncio.Semaphore(self.options.in_flight), asyncio.Lock()
+            # Whoever forgets to close it, as scripts do, would get a complaint of aiohttp's at the end.
+            self._forget = weakref.finalize(self, _close_forgotten, self._client, loop)
         if self._loop is not loop:
             raise UsageError(
                 f"the client of {self.options.url} is asked in another event loop than before",
@@ -232,6 +237,18 @@ class Session:
                 remedy="make a client for each loop, or close it in between",
             )
         return self._client
+
+
+def _close_forgotten(client: Any, loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_running():
+        return
+    closed = asyncio.run_coroutine_threadsafe(client.close(), loop)
+    with contextlib.suppress(RuntimeError):
+        # Inside of the loop it cannot be waited for.
+        if asyncio.get_running_loop() is loop:
+            return
+    with contextlib.suppress(concurrent.futures.TimeoutError):
+        closed.result(_CLOSE_TIMEOUT_S)
 
 
 async def gather(questions: Iterable[Awaitable[T]]) -> list[T]:

@@ -20,7 +20,8 @@ LIBRARIES = {
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
-    "client": {"tritonclient", "numpy", "platformdirs"},
+    # aiohttp comes with tritonclient[http], which raises its errors.
+    "client": {"tritonclient", "aiohttp", "numpy", "platformdirs"},
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
