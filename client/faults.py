@@ -26,6 +26,8 @@ FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.Time
 
 # 502: a proxy could not reach the server, or lost it.
 _FOR_NOW = ("502", "503", "StatusCode.UNAVAILABLE")
+# A model that is loaded again, or a server that drains: NOT_FOUND, as for a name that it never had.
+_NOT_READY = re.compile("has no available versions|is not at ready state")
 _NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED")
 
 
@@ -72,14 +74,15 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     # gRPC reports a server that is not there as it reports one that refuses for now.
     if status == "StatusCode.UNAVAILABLE" and re.search("connect|socket closed", message, re.IGNORECASE):
         return _explain_unreachable(message.rsplit(": ", 1)[-1], options)
+    is_for_now = status in _FOR_NOW or _NOT_READY.search(message) is not None
     if "unknown model" in message:
-        return (UnavailableError if status in _FOR_NOW else ModelError)(
+        return (UnavailableError if is_for_now else ModelError)(
             message,
             expected=f"a model that {options.url} serves",
             remedy=f"choose with {options.words.model}",
         )
     for_good = GarbledError if is_garbled else RefusedError
-    return (UnavailableError if status in _FOR_NOW else for_good)(f"the server refused the request: {message}")
+    return (UnavailableError if is_for_now else for_good)(f"the server refused the request: {message}")
 
 
 def _explain_deadline(options: Options) -> ClientError:
