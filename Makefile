@@ -11,7 +11,7 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-python test-containers architectures lint bench bench-consolidate targets fuzz \
+.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
 	kills soak wheel lock clean
 
 help: ## List the targets
@@ -84,6 +84,20 @@ $(OTHER)/installed: $(INSTALLED_FROM) | $(UV)
 
 test-python: $(OTHER)/installed ## Run what depends on the Python with another: make test-python PYTHON=python3.12
 	@$(OTHER)/bin/python -m pytest $(PYTHON_TESTS)
+
+LOWEST = .cache/lowest
+
+# The lowest release of each library that pyproject.toml allows; the newest are in the locks.
+$(LOWEST)/installed: pyproject.toml | $(UV)
+	@echo "installing into $(LOWEST)" >&2
+	@$(UV) venv --no-config --quiet --allow-existing --python $(PYTHON) $(LOWEST)
+	@$(UV) pip install --no-config --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+		"numpy<2" pytest==9.2.0 "setuptools>=77" "wheel>=0.45" ".[all]"
+	@touch $@
+
+test-lowest: $(LOWEST)/installed ## Export, prove and read with the lowest release of each library that is allowed
+	@$(LOWEST)/bin/python -m pytest -W default tests/export/test_architectures.py tests/export/test_precision.py \
+		tests/backends tests/checkpoints/test_huggingface.py tests/checkpoints/test_torch_file.py
 
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
 	@docker/podman/prepare.sh

@@ -79,9 +79,11 @@ class RefusedError(ClientError):
 
     Attributes:
         rows: Rows of the list, from 0, that were in the request; None where all were.
+        is_content: Whether it is refused for what it holds, not because the model failed.
     """
 
     rows: range | None = None
+    is_content = False
 
 
 class GarbledError(RefusedError):

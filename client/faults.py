@@ -28,6 +28,7 @@ FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.Time
 _FOR_NOW = ("502", "503", "StatusCode.UNAVAILABLE")
 # A model that is loaded again, or a server that drains: NOT_FOUND, as for a name that it never had.
 _NOT_READY = re.compile("has no available versions|is not at ready state")
+_CONTENT = ("400", "StatusCode.INVALID_ARGUMENT")
 _NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED")
 
 
@@ -81,8 +82,12 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
             expected=f"a model that {options.url} serves",
             remedy=f"choose with {options.words.model}",
         )
-    for_good = GarbledError if is_garbled else RefusedError
-    return (UnavailableError if is_for_now else for_good)(f"the server refused the request: {message}")
+    sentence = f"the server refused the request: {message}"
+    if is_for_now:
+        return UnavailableError(sentence)
+    refusal = (GarbledError if is_garbled else RefusedError)(sentence)
+    refusal.is_content = status in _CONTENT
+    return refusal
 
 
 def _explain_deadline(options: Options) -> ClientError:

@@ -1,4 +1,4 @@
-"""Ask a running server about texts: `python client/infer.py --url localhost:8000 --text "Hello"`.
+"""Ask a running server about texts or pictures: `python client/infer.py --url localhost:8000 --text "Hello"`.
 
 Runs from any folder as a file, as a module, and as the installed `modelyard infer`.
 """
@@ -26,6 +26,7 @@ try:
     from .errors import ClientError, UsageError
     from .files import answer_file
     from .options import DEFAULT_URLS
+    from .pictures import ask_pictures
     from .synchronous import Client
 except ImportError as missing:
     if __name__ != "__main__":
@@ -53,6 +54,8 @@ examples:
   {_COMMAND} --url localhost:8001 --protocol grpc --file sentences.txt
   {_COMMAND} --url localhost:8000 --file texts.jsonl --output answers.jsonl
   printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
+  {_COMMAND} --model image_classification --image photo.jpg --output annotated.png
+  {_COMMAND} --model image_classification --image photos/ 'more/*.png' --json
   {_COMMAND} --url https://models.example:8443 --header @token.txt --text "Hello"
 
 A token is best kept in a file with a line such as "Authorization: Bearer TOKEN": what stands on a command line can be
@@ -71,28 +74,38 @@ def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
     try:
+        if arguments.image:
+            return ask_pictures(arguments, lambda: _connect(arguments))
         if arguments.output:
             return _answer_file(arguments)
-        texts = _collect_texts(arguments)
-        # One second text goes with every first one, such as one context with many questions.
-        pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
-        connection = Connection(
-            arguments.url or DEFAULT_URLS[arguments.protocol],
-            arguments.protocol,
-            arguments.timeout,
-            tls=arguments.tls,
-            ca=arguments.ca,
-            headers=_read_headers(arguments.header),
-        )
-        model = connection.find_model(arguments.model)
-        start = time.perf_counter()
-        answers = connection.infer(model, texts, pairs=pairs)
-        seconds = time.perf_counter() - start
+        return _ask_texts(arguments)
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _connect(arguments: argparse.Namespace) -> Connection:
+    return Connection(
+        arguments.url or DEFAULT_URLS[arguments.protocol],
+        arguments.protocol,
+        arguments.timeout,
+        tls=arguments.tls,
+        ca=arguments.ca,
+        headers=_read_headers(arguments.header),
+    )
+
+
+def _ask_texts(arguments: argparse.Namespace) -> int:
+    texts = _collect_texts(arguments)
+    # One second text goes with every first one, such as one context with many questions.
+    pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
+    connection = _connect(arguments)
+    model = connection.find_model(arguments.model)
+    start = time.perf_counter()
+    answers = connection.infer(model, texts, pairs=pairs)
+    seconds = time.perf_counter() - start
     shown = [decode(text) for text in texts]
     shown_pairs = [decode(text) for text in pairs]
     if arguments.json:
@@ -219,7 +232,7 @@ def _encode(text: str) -> bytes:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_COMMAND,
-        description="Ask a running server about texts.",
+        description="Ask a running server about texts or pictures.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -250,10 +263,18 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--file", help="file with one text a line; - reads standard input")
     parser.add_argument(
+        "--image",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="encoded pictures: files, folders or patterns; they are sent as they are",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="where the answers to --file go, one JSON object a line; appended to",
+        help="with --file, where the answers go, one JSON object a line; with --image, draw them onto the one picture",
     )
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")

@@ -163,14 +163,14 @@ async def _ask_pieces(
                 got=exc.got,
                 remedy=exc.remedy,
             )
-            error.rows = rows
+            error.rows, error.is_content = rows, exc.is_content
             raise error from exc
 
     answers = await gather(ask(rows) for rows in pieces)
-    return {name: _join([answer[name] for answer in answers]) for name in names}
+    return {name: join_rows([answer[name] for answer in answers]) for name in names}
 
 
-def _join(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def join_rows(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Return the rows of all requests, each filled up to the most answers that one has."""
     shape = np.array([array.shape[1:] for array in arrays]).max(axis=0)
     filling: Any = {"O": b"", "f": 0.0}.get(arrays[0].dtype.kind, -1)

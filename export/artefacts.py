@@ -9,6 +9,9 @@ from pathlib import Path
 PREPROCESS = "preprocess"
 POSTPROCESS = "postprocess"
 
+# The graph's own model, where something lies beside what the engine loads, such as the names of labels.
+MODEL = "model"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Artefacts:

@@ -12,7 +12,8 @@ ExportError                 exit code 1, one line on stderr
 ├── VerificationError       the ONNX file does not compute what the checkpoint does
 ├── TargetError             there is no Triton release of that name, or it cannot load the file
 ├── RuntimeFailure          the target's ONNX Runtime cannot be fetched, or cannot load or run the file, or dies of it
-└── RepositoryError         the version cannot be published
+├── RepositoryError         the version cannot be published, activated or removed
+└── ServingError            a running server does not serve what became active; exit code 3
 """
 
 import reprlib
@@ -88,7 +89,11 @@ class RuntimeFailure(ExportError):  # noqa: N818
 
 
 class RepositoryError(ExportError):
-    """The version cannot be published."""
+    """The version cannot be published, activated or removed."""
+
+
+class ServingError(ExportError):
+    """A running server does not serve what became active."""
 
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES, ONNXRUNTIME
+from .engines import ENGINES
 from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
@@ -36,6 +36,7 @@ class ExportRequest:
         checkpoint: Folder that a trainer or `save_pretrained` left; None where a factory builds the module.
         name: Name that clients will use.
         repository: The Triton model repository.
+        no_activate: Whether the version that is active stays so.
         task: What the checkpoint is served as; None finds it out.
         adapters: Folders of adapters, merged in this order.
         tag: Name of the checkpoint, where the folder holds several; the trainer's own choice where None.
@@ -44,7 +45,7 @@ class ExportRequest:
         lora_scaling: DeepSpeed-Chat's scaling of the low-rank updates inside a checkpoint that it left.
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
-        engine: Name of what runs it.
+        engine: Name of what runs it; None is the usual one of the task.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -58,6 +59,14 @@ class ExportRequest:
     repository: Path = declare(
         Option(name="repository", kind=PATH, help=f"Triton model repository (default: {REPOSITORY})"),
         default=REPOSITORY,
+    )
+    no_activate: bool = declare(
+        Option(
+            name="no_activate",
+            kind=FLAG,
+            help="only publish: servers go on serving the version that is active; `activate` makes this one active",
+        ),
+        default=False,
     )
     task: str | None = declare(
         Option(
@@ -136,14 +145,14 @@ class ExportRequest:
         default=FP32.name,
         group=_PROOF,
     )
-    engine: str = declare(
+    engine: str | None = declare(
         Option(
             name="engine",
             kind=TEXT,
             choices=tuple(ENGINES),
-            help=f"what runs it (default: {ONNXRUNTIME.name}); {_list_helps(ENGINES)}",
+            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}",
         ),
-        default=ONNXRUNTIME.name,
+        default=None,
         group=_PROOF,
     )
     tolerances: Mapping[str, float] = declare(

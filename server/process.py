@@ -60,6 +60,11 @@ class Endpoints:
         return f"http://{self._local_host}:{self.metrics_port}"
 
     @property
+    def status_url(self) -> str:
+        """The URL of the launcher's own port, likewise."""
+        return f"http://{self._local_host}:{self.status_port}"
+
+    @property
     def _local_host(self) -> str:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]" if ":" in host else host

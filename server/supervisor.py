@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .control import Control, ModelState
 from .control_key import ControlKey, hide_key
-from .draining import drain
+from .draining import Retirement, drain
 from .errors import ControlError, GaveUpError, ShortageError, StartError
 from .following import Follower
 from .healing import Healer
@@ -339,12 +339,15 @@ class Supervisor:
         self._follower.end()
         self._pulse.end()
         all_stubs = self._runs_in_stubs()
+        public = [item.name for item in self._follower.published]
+        retirement = Retirement(self._settings.endpoints, self._settings.key, public)
         asked = self._stops()
         self._say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
         return drain(
             self._server,
             self._settings.endpoints,
             self._healer.table,
+            retirement,
             all_stubs=all_stubs,
             hurry=lambda: self._stops() > asked,
         )

@@ -97,7 +97,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         publication = {
             "name": version.name,
             "version": version.number,
-            "active": version.number,
+            "active": same.active,
             "outcome": same.outcome,
             "report_file": str(version.folder / REPORT_FILE),
         }
@@ -109,6 +109,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
+    is_active = same.active == version.number
     written = {
         "unchanged": "already holds exactly this; nothing was written (--again exports anyway)",
         "switched": "holds exactly this and is served again (--again exports anyway)",
@@ -118,8 +119,10 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         "missing": "; ".join(same.missing),
         "unchanged": "checkpoint, tokenizer, options and tools are those of the lock, by their hashes",
         "published": f"{version.name} in {version.repository}, version {version.number} {written}",
+        "active": "" if is_active else f"not this version but {same.active}" if same.active else "no version yet",
         "report": str(version.folder / PAGE_FILE),
     }
     lines = [f"{label:>11}  {text}" for label, text in facts.items() if text]
-    lines += ["", f"Next: {name_command('serve')} --repository {version.repository}"]
+    activates = f"{name_command('activate')} {version.name} {version.number}"
+    lines += ["", f"Next: {name_command('serve') if is_active else activates} --repository {version.repository}"]
     sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)

@@ -52,11 +52,13 @@ class Task(ABC):
         unused_tensors: Names of the tensors that the checkpoint holds and the module has no place for.
         tolerances: Error → bound, which every case of the verification must keep in fp32.
         tokenizer_use: Whether it can make use of a tokenizer, or cannot be served without one.
+        form: What an engine is given of it: an ONNX graph of the module, or the decoder.
         is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
     tokenizer_use: ClassVar[Literal["none", "optional", "required"]] = "none"
+    form: ClassVar[Literal["graph", "decoder"]] = "graph"
     is_ensemble: ClassVar[bool] = False
 
     name: str

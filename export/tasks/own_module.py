@@ -74,16 +74,10 @@ class FactoryTask(TensorTask):
         self.tensors = spec.tensors
         self.module = FlatModule(module.requires_grad_(False), spec.outputs).eval()
         _check_finite(self.module)
-        inputs = spec.inputs
-        self.signature = self._build_signature(inputs, spec.outputs)
+        self.signature = self._build_signature(spec)
         self._check_determinism()
         if self.signature.is_batched and not self._rows_are_independent():
-            self.notes.append("rows of a batch change one another's answers, so requests are never joined")
-            inputs = tuple(
-                replace(tensor, dims=tuple(_ROWS if dim == BATCH else dim for dim in tensor.dims)) for tensor in inputs
-            )
-            self.tensors = replace(self.tensors, sizes={_ROWS: SizeRange(largest=32), **self.tensors.sizes}, padded=())
-            self.signature = self._build_signature(inputs, spec.outputs)
+            self.signature = self._build_apart(spec, "rows of a batch change one another's answers")
         if self.tensors.padded and not self._padding_is_harmless():
             axes = ", ".join(self.tensors.padded)
             self.notes.append(f"padding changes the answers in spite of the mask, so {axes} must not be padded")
@@ -97,8 +91,26 @@ class FactoryTask(TensorTask):
         facts = [f"{len(self.signature.inputs)} inputs, {len(self.signature.outputs)} outputs", *self.notes]
         return "; ".join(facts)
 
-    def _build_signature(self, inputs: tuple[TensorSignature, ...], outputs: tuple[str, ...]) -> ModelSignature:
-        return ModelSignature(inputs=inputs, outputs=infer_outputs(self.module, inputs, outputs, self.tensors))
+    def _build_signature(self, spec: InputSpec) -> ModelSignature:
+        with_batch = [tensor.dims[:1] == (BATCH,) for tensor in spec.inputs]
+        if not all(with_batch):
+            named = any(BATCH in tensor.dims for tensor in spec.inputs)
+            return self._build_apart(spec, "not every input begins with the batch" if named else "")
+        outputs = infer_outputs(self.module, spec.inputs, spec.outputs, self.tensors)
+        if any(tensor.dims[:1] != (BATCH,) for tensor in outputs):
+            return self._build_apart(spec, "not every output begins with the batch")
+        return ModelSignature(inputs=spec.inputs, outputs=outputs)
+
+    def _build_apart(self, spec: InputSpec, why: str) -> ModelSignature:
+        """Return the signature of a graph whose requests are never joined: its batch is an axis like any other."""
+        inputs = spec.inputs
+        if why:
+            self.notes.append(f"{why}, so requests are never joined")
+            inputs = tuple(
+                replace(tensor, dims=tuple(_ROWS if dim == BATCH else dim for dim in tensor.dims)) for tensor in inputs
+            )
+            self.tensors = replace(self.tensors, sizes={_ROWS: SizeRange(largest=32), **self.tensors.sizes}, padded=())
+        return ModelSignature(inputs=inputs, outputs=infer_outputs(self.module, inputs, spec.outputs, self.tensors))
 
     def _check_determinism(self) -> None:
         """Refuse a module that answers the same input in two ways, or that remembers what it was asked."""

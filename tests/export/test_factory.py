@@ -11,6 +11,8 @@ from harness import Finished, fingerprint
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.errors import ModelError, SettingsError
+from export.repository.model_config import build_configs, name_models
+from export.signature import BATCH, ModelSignature, TensorSignature
 from export.tasks.own_module import FactoryTask, build_factory_task, read_spec
 
 MODULES = '''
@@ -35,6 +37,18 @@ class Frames(nn.Module):
 class Centred(nn.Module):
     def forward(self, values):
         return values - values.mean(0)
+
+
+class Shared(nn.Module):
+    """All rows are weighed alike."""
+
+    def forward(self, values, weights):
+        return (values * weights).sum(-1, keepdim=True), weights * 2
+
+
+class Summary(nn.Module):
+    def forward(self, values):
+        return values * 2, values.new_ones(3)
 
 
 class Noisy(nn.Module):
@@ -200,6 +214,30 @@ def test_rows_that_change_one_another_are_never_joined(export_cli: Callable[...,
     assert config.max_batch_size == 0
     assert not config.HasField("dynamic_batching")
     assert list(config.input[0].dims) == [-1, -1]
+
+
+def test_tensors_of_which_some_have_no_batch_keep_theirs_as_an_axis(module_file: Path) -> None:
+    four = {"inputs": {"values": {"shape": ["batch", 4]}, "weights": {"shape": [4]}}, "outputs": ["sums", "twice"]}
+    shared = build(module_file, "Shared", four)
+    summary = build(module_file, "Summary", {"inputs": {"values": {"shape": ["batch", 4]}}, "outputs": ["a", "b"]})
+    for task, why, dims in (
+        (shared, "not every input begins with the batch, so", {"values": [-1, 4], "weights": [4], "sums": [-1, 1]}),
+        (summary, "not every output begins with the batch, so", {"values": [-1, 4], "a": [-1, 4], "b": [3]}),
+    ):
+        assert any(note.startswith(why) for note in task.notes)
+        assert list(task.build_cases())
+        names = name_models("x", task.signature)
+        config = build_configs(names, task.signature, version=1, served=[1])["x"]
+        assert config.max_batch_size == 0
+        found = {tensor.name: list(tensor.dims) for tensor in (*config.input, *config.output)}
+        assert dims.items() <= found.items()
+    # And of any signature, so that no reader of a config is told of less than there is.
+    values, weights = (
+        TensorSignature(name=name, dtype=torch.float32, dims=dims) for name, dims in (("v", (BATCH, 4)), ("w", (4,)))
+    )
+    mixed = ModelSignature(inputs=(values, weights), outputs=(values,))
+    config = build_configs(name_models("x", mixed), mixed, version=1, served=[1])["x"]
+    assert [list(tensor.dims) for tensor in (*config.input, *config.output)] == [[-1, 4], [4], [-1, 4]]
 
 
 def test_what_answers_differently_each_time_is_refused(module_file: Path) -> None:

@@ -256,11 +256,12 @@ def test_the_exporter_publishes_from_a_container(checkpoint: Path, tmp_path: Pat
     build("docker/Dockerfile.export", EXPORT_IMAGE)
     repository = tmp_path / "models"
     repository.mkdir()
-    os.chown(repository, 10001, 10001)
+    os.chown(repository, 12345, 54321)
     environment = {"MODELYARD_CHECKPOINTS": str(checkpoint.parent), "MODELYARD_REPOSITORY": str(repository)}
     command = ["run", f"/checkpoints/{checkpoint.name}", "--name", "boxed", "--repository", "/models"]
     podman(
         "--profile", "export", "run", "--rm", "--no-deps", "export", *command, program="podman-compose", **environment
     )
-    assert (repository / "boxed" / "1" / "verification.json").is_file()
+    published = (repository / "boxed" / "1" / "verification.json").stat()
+    assert (published.st_uid, published.st_gid) == (12345, 54321)
     assert {path.name for path in repository.iterdir()} >= {"boxed", "boxed_model", "boxed_preprocess"}

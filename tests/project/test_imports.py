@@ -13,15 +13,17 @@ from harness import CHECKOUT
 LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
-        "google", "tritonclient", "jinja2", "nncf", "openvino", "tensorrt", "zlib_ng", "platformdirs",
+        "google", "tritonclient", "jinja2", "nncf", "openvino", "openvino_genai", "tensorrt", "zlib_ng", "platformdirs",
+        "PIL",
     },
-    "backends/python_preprocess": {"numpy", "tokenizers", "triton_python_backend_utils"},
+    "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
+    "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
-    # aiohttp comes with tritonclient[http], which raises its errors.
-    "client": {"tritonclient", "aiohttp", "numpy", "platformdirs"},
+    # aiohttp comes with tritonclient[http], which raises its errors; PIL draws, where it is installed.
+    "client": {"tritonclient", "aiohttp", "numpy", "platformdirs", "PIL"},
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip

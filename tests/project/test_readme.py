@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import CHECKOUT, Published, run
+from trainers.architectures import ARCHITECTURES, save_model
 from trainers.task_checkpoints import build_adapted
 
 from demo.checkpoint import fetch_checkpoint
@@ -35,6 +36,7 @@ PRINTS = {
     "--name trained": "DeepSpeed ZeRO stage 3, 2 ranks",
     "modelyard inspect": "ZeRO stage   3",
     "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
+    "my_vit --name image_classification": "labels, softmax, best 2; pictures by ViTImageProcessor at 32 x 32",
     "--factory model.py:build": "published  scores in my_models, version 1, new",
     "--precision int8": "times as fast on CPU",
     "--name brisk": "OpenVINO 2026.4.1 against torch",
@@ -69,6 +71,7 @@ def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory:
     (directory / "model_repository").symlink_to(published.repository)
     (directory / "my_base").symlink_to(tiny_checkpoint)
     build_adapted(directory / "my_classifier", fetch_checkpoint())
+    save_model(ARCHITECTURES["vit classification"], directory / "my_vit")
     (directory / "my_adapter").symlink_to(directory / "my_classifier" / "adapter")
     trained = run(
         str(CHECKOUT / "tests" / "trainers" / "train_bert.py"), str(tiny_checkpoint), str(directory / "training")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from demo.serving import Addresses
 from server.errors import CheckError, NotFoundError
 from server.health import check_ensembles, measure_answer
 from server.installation import check_libpython, find_installation
+from server.orphans import PREFIX, own
 
 BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
 
@@ -63,6 +65,27 @@ def test_a_missing_or_empty_repository_is_refused(tmp_path: Path) -> None:
     assert code == 1
     assert error.count("\n") == 1
     assert "holds nothing to serve: expected a model with config.pbtxt and a numbered version, got none" in error
+
+
+def test_it_waits_for_a_first_model_where_it_is_asked_to(published: Published, tmp_path: Path) -> None:
+    repository, coming = tmp_path / "models", tmp_path / "coming"
+    # A fresh checkout has configurations without a version.
+    shutil.copytree(CHECKOUT / "model_repository", repository, ignore=shutil.ignore_patterns("[0-9]*"))
+    with running(repository, "--wait") as server:
+        server.read_until(f"{repository} holds nothing to serve yet; waiting for what `python -m export run` publishes")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.status}/ready", timeout=10)
+        assert server.stop(signal.SIGTERM) == 0
+    with running(repository, "--wait") as server:
+        server.read_until("waiting for what")
+        shutil.copytree(published.repository, coming)
+        # The ensemble last: before it, its steps are nothing to serve.
+        for folder in sorted(coming.iterdir(), reverse=True):
+            shutil.rmtree(repository / folder.name, ignore_errors=True)
+            folder.rename(repository / folder.name)
+        server.read_until("sentence_embedding ")
+        server.read_until("serving HTTP")
+        assert server.stop() == 0
 
 
 def test_without_any_tritonserver_it_says_where_it_looked(published: Published) -> None:
@@ -282,6 +305,31 @@ def test_tritonserver_does_not_outlive_a_killed_parent(published: Published) -> 
                 return
             time.sleep(0.2)
     raise AssertionError("tritonserver still answers")
+
+
+def test_what_a_killed_launcher_left_behind_is_removed_and_nothing_else(published: Published, tmp_path: Path) -> None:
+    environment = {"TMPDIR": str(tmp_path)}
+    with running(published.repository, environment=environment) as server:
+        server.read_until("serving HTTP")
+        (left,) = tmp_path.glob(f"{PREFIX}*")
+        tritonserver, stubs = server.tritonserver, server.find_stubs("sentence_embedding_model")
+        # Stopped like this, they would stay for ever and hold the ports.
+        for pid in (tritonserver, *(stub.pid for stub in stubs)):
+            os.kill(pid, signal.SIGSTOP)
+        server.process.kill()
+        server.process.wait()
+        strange = tmp_path / f"{PREFIX}strange"
+        strange.mkdir()
+        held = tmp_path / f"{PREFIX}held"
+        held.mkdir()
+        with own(held), running(published.repository, *server.options, environment=environment) as second:
+            second.read_until(f"removed {left}, left behind by a launcher that was killed, and ended the")
+            second.read_until("serving HTTP")
+            assert not left.exists()
+            assert not any(Path(f"/proc/{pid}/exe").exists() for pid in (tritonserver, *(stub.pid for stub in stubs)))
+            # One without a lock may be of another program, and the lock of the other one is held.
+            assert strange.is_dir() and held.is_dir()
+            assert second.stop() == 0
 
 
 def test_it_listens_on_this_machine_alone_unless_told_otherwise(published: Published) -> None:
