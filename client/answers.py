@@ -75,6 +75,19 @@ async def classify(
     return [[Label(label.decode(), score) for label, score in zip(*row, strict=True)] for row in rows]
 
 
+async def image(session: Session, pictures: Sequence[bytes], model: str | None) -> list[list[Label]]:
+    """Return the labels of each encoded picture, best first."""
+    found = await session.find_model(model)
+    if found.inputs != ("IMAGE",):
+        raise ModelError(
+            f"{found.name} takes no pictures",
+            expected="the input IMAGE",
+            got=", ".join(found.inputs),
+            remedy=f"choose with {session.options.words.model}",
+        )
+    return await classify(session, pictures, None, model)
+
+
 async def entities(session: Session, texts: Sequence[Text], model: str | None) -> list[list[Entity]]:
     """Return what each text names, in the order of the text."""
     arrays = await _ask(session, texts, (), model, makes=("LABEL", "SCORE", "START", "END"))

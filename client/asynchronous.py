@@ -97,6 +97,10 @@ class AsyncClient(Asking):
         """Return each text's labels, best first; `pairs` has the second text of each where the model takes pairs."""
         return await answers.classify(self._session, texts, pairs, model)
 
+    async def image(self, pictures: Sequence[bytes], *, model: str | None = None) -> list[list[Label]]:
+        """Return the labels of each picture, best first; pictures are whole files, of JPEG or PNG say."""
+        return await answers.image(self._session, pictures, model)
+
     async def entities(self, texts: Sequence[Text], *, model: str | None = None) -> list[list[Entity]]:
         """Return what each text names, in the order of the text."""
         return await answers.entities(self._session, texts, model)

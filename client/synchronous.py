@@ -63,6 +63,10 @@ class Client(Asking):
         """Return each text's labels, best first; `pairs` has the second text of each where the model takes pairs."""
         return wait_for(answers.classify(self._session, texts, pairs, model))
 
+    def image(self, pictures: Sequence[bytes], *, model: str | None = None) -> list[list[Label]]:
+        """Return the labels of each picture, best first; pictures are whole files, of JPEG or PNG say."""
+        return wait_for(answers.image(self._session, pictures, model))
+
     def entities(self, texts: Sequence[Text], *, model: str | None = None) -> list[list[Entity]]:
         """Return what each text names, in the order of the text."""
         return wait_for(answers.entities(self._session, texts, model))
