@@ -1,12 +1,13 @@
 """The client for asyncio."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import answers
+from . import answers, streams
 from .answers import Answer, Entity, Label, Ranked
 from .model import Model
 from .options import Words, make_options
@@ -123,6 +124,18 @@ class AsyncClient(Asking):
             model: Whom to ask.
         """
         return await answers.rerank(self._session, query, documents, label, model)
+
+    def generate(self, prompt: Text, *, model: str | None = None, **parameters: Any) -> AsyncGenerator[str, None]:
+        """Return what a model writes after a prompt, piece by piece as it comes.
+
+        Whoever stops early closes the iterator (`aclose`, or `contextlib.aclosing`): that cancels the request.
+
+        Args:
+            prompt: As it is: a chat's template is not applied.
+            model: Whom to ask; needed where the client has none.
+            **parameters: Such as `max_tokens` and `temperature`; docs/generation.md has them all.
+        """
+        return streams.generate(self._session, prompt, model, parameters)
 
     async def ask(
         self, texts: Sequence[Text], pairs: Sequence[Text] | None = None, *, model: str | None = None

@@ -58,8 +58,13 @@ def _open_http(options: Options) -> Any:
         conn_limit=options.in_flight,
         conn_timeout=options.timeout_s,
         ssl=options.tls,
-        ssl_context=ssl.create_default_context(cafile=options.ca) if options.tls else True,
+        ssl_context=make_trust(options),
     )
+
+
+def make_trust(options: Options) -> ssl.SSLContext | bool:
+    """Return what aiohttp is to take for a server's proof of its name."""
+    return ssl.create_default_context(cafile=options.ca) if options.tls else True
 
 
 def _open_grpc(options: Options) -> Any:
@@ -169,7 +174,7 @@ class Session:
             )
             return {name: result.as_numpy(name) for name in names}
 
-        return await self._repeat(ask)
+        return await self.repeat(ask)
 
     async def _describe(self, method: str, *arguments: str) -> dict[str, Any]:
         as_json = {} if self._protocol.has_json else {"as_json": True}
@@ -180,7 +185,7 @@ class Session:
             )
             return answer
 
-        return await self._repeat(ask)
+        return await self.repeat(ask)
 
     async def _find_ensemble(self) -> str:
         statistics = (await self._describe("get_inference_statistics"))["model_stats"]
@@ -196,7 +201,7 @@ class Session:
             remedy=f"choose with {self.options.words.model}",
         )
 
-    async def _repeat(self, ask: Callable[[Any], Awaitable[T]]) -> T:
+    async def repeat(self, ask: Callable[[Any], Awaitable[T]]) -> T:
         """Ask, and ask again what may be repeated while there is time for it; a pause keeps its place in flight."""
         client = self._open()
         loop = asyncio.get_running_loop()

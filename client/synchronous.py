@@ -2,14 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from . import answers
+from . import answers, streams
 from .answers import Answer, Entity, Label, Ranked
 from .asynchronous import Asking
 from .model import Model
@@ -82,6 +82,19 @@ class Client(Asking):
     ) -> list[Ranked]:
         """Return the documents, best first, as `AsyncClient.rerank` does."""
         return wait_for(answers.rerank(self._session, query, documents, label, model))
+
+    def generate(self, prompt: Text, *, model: str | None = None, **parameters: Any) -> Generator[str, None, None]:
+        """Yield what a model writes after a prompt, as `AsyncClient.generate` does; closed early, it is cancelled."""
+        pieces = streams.generate(self._session, prompt, model, parameters)
+
+        async def read() -> str | None:
+            return await anext(pieces, None)
+
+        try:
+            while (piece := wait_for(read())) is not None:
+                yield piece
+        finally:
+            wait_for(pieces.aclose())
 
     def ask(self, texts: Sequence[Text], pairs: Sequence[Text] | None = None, *, model: str | None = None) -> Arrays:
         """Return output name → values, one row a text, of a model of texts of any task; strings are bytes."""

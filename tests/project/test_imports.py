@@ -22,8 +22,8 @@ LIBRARIES = {
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
-    # aiohttp comes with tritonclient[http], which raises its errors; PIL draws, where it is installed.
-    "client": {"tritonclient", "aiohttp", "numpy", "platformdirs", "PIL"},
+    # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
+    "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
