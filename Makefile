@@ -12,7 +12,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills soak wheel lock clean
+	kills pictures soak wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -107,6 +107,9 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
+
+pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
+	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary

@@ -1,6 +1,6 @@
 """What the commands ask through: texts and tensors as bytes, on the clients' loop, in the words of a command line."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from .model import Model
 from .options import Words, make_options
 from .pieces import ask_texts
 from .session import Arrays, Session
-from .synchronous import wait_for
+from .streams import find_writer, write
+from .synchronous import hear, wait_for
 
 COMMAND_WORDS = Words(
     url="--url",
@@ -88,3 +89,17 @@ class Connection:
     def infer_tensors(self, model: Model, inputs: Mapping[str, npt.NDArray[Any]], *, binary: bool = True) -> Arrays:
         """Return output name → values, in one request, as `Session.infer` does."""
         return wait_for(self._session.infer(model, inputs, binary=binary))
+
+    def find_writer(self, name: str | None) -> str:
+        """Return the name of the model that generates text: the one named, or the one there is.
+
+        Raises:
+            ClientError: There is none, or not exactly one, or the one that is named takes no prompt.
+        """
+        return wait_for(find_writer(self._session, name))
+
+    def write(
+        self, name: str, inputs: Mapping[str, npt.NDArray[Any]], *, is_streamed: bool = True
+    ) -> Generator[str, None, None]:
+        """Yield what a model writes, in pieces as they come, as `streams.write` does."""
+        return hear(write(self._session, name, inputs, is_streamed=is_streamed))

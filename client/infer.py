@@ -27,6 +27,7 @@ try:
     from .files import answer_file
     from .options import DEFAULT_URLS
     from .pictures import ask_pictures
+    from .prompts import ask_writer
     from .synchronous import Client
 except ImportError as missing:
     if __name__ != "__main__":
@@ -53,6 +54,7 @@ examples:
   {_COMMAND} --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
   {_COMMAND} --url localhost:8001 --protocol grpc --file sentences.txt
   {_COMMAND} --url localhost:8000 --file texts.jsonl --output answers.jsonl
+  {_COMMAND} --model writer --prompt "Once upon a time" --stream
   printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
   {_COMMAND} --model image_classification --image photo.jpg --output annotated.png
   {_COMMAND} --model image_classification --image photos/ 'more/*.png' --json
@@ -76,6 +78,11 @@ def main() -> int:
     try:
         if arguments.image:
             return ask_pictures(arguments, lambda: _connect(arguments))
+        if arguments.prompt is not None:
+            return ask_writer(arguments, lambda: _connect(arguments))
+        if arguments.stream or arguments.parameters != "{}":
+            flag = "--stream" if arguments.stream else "--parameters"
+            raise UsageError(f"{flag} has no effect", expected="--prompt", got="texts", remedy="leave it out")
         if arguments.output:
             return _answer_file(arguments)
         return _ask_texts(arguments)
@@ -260,6 +267,14 @@ def _build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="T",
         help="the second text of each, such as the context of a question; one alone goes with every text",
+    )
+    parser.add_argument("--prompt", metavar="T", help="a text to go on from, of a model that generates text")
+    parser.add_argument("--stream", action="store_true", help="print what is written as it comes")
+    parser.add_argument(
+        "--parameters",
+        default="{}",
+        metavar="JSON",
+        help='how it is written, such as \'{"max_tokens": 100, "temperature": 0.7}\' (default: as the model has it)',
     )
     parser.add_argument("--file", help="file with one text a line; - reads standard input")
     parser.add_argument(

@@ -135,6 +135,15 @@ class Session:
                 self._models[name] = read_model(found, metadata, config)
             return self._models[name]
 
+    async def list_models(self) -> list[str]:
+        """Return the names of all models that the server has loaded, steps included.
+
+        Raises:
+            ClientError: The server does not answer.
+        """
+        statistics = (await self._describe("get_inference_statistics"))["model_stats"]
+        return sorted({str(entry["name"]) for entry in statistics})
+
     async def infer(
         self,
         model: Model,
@@ -188,8 +197,7 @@ class Session:
         return await self.repeat(ask)
 
     async def _find_ensemble(self) -> str:
-        statistics = (await self._describe("get_inference_statistics"))["model_stats"]
-        names = sorted({str(entry["name"]) for entry in statistics})
+        names = await self.list_models()
         metadata = await gather([self._describe("get_model_metadata", name) for name in names])
         ensembles = [name for name, one in zip(names, metadata, strict=True) if one["platform"] == "ensemble"]
         if len(ensembles) == 1:

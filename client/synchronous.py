@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -35,6 +35,19 @@ def wait_for(question: Coroutine[Any, Any, T]) -> T:
     except BaseException:
         future.cancel()
         raise
+
+
+def hear(pieces: AsyncGenerator[str, None]) -> Generator[str, None, None]:
+    """Yield what comes on the clients' loop."""
+
+    async def read() -> str | None:
+        return await anext(pieces, None)
+
+    try:
+        while (piece := wait_for(read())) is not None:
+            yield piece
+    finally:
+        wait_for(pieces.aclose())
 
 
 class Client(Asking):
@@ -84,17 +97,8 @@ class Client(Asking):
         return wait_for(answers.rerank(self._session, query, documents, label, model))
 
     def generate(self, prompt: Text, *, model: str | None = None, **parameters: Any) -> Generator[str, None, None]:
-        """Yield what a model writes after a prompt, as `AsyncClient.generate` does; closed early, it is cancelled."""
-        pieces = streams.generate(self._session, prompt, model, parameters)
-
-        async def read() -> str | None:
-            return await anext(pieces, None)
-
-        try:
-            while (piece := wait_for(read())) is not None:
-                yield piece
-        finally:
-            wait_for(pieces.aclose())
+        """Return what a model writes after a prompt, as `AsyncClient.generate` does; closed early, it is cancelled."""
+        return hear(streams.generate(self._session, prompt, model, parameters))
 
     def ask(self, texts: Sequence[Text], pairs: Sequence[Text] | None = None, *, model: str | None = None) -> Arrays:
         """Return output name → values, one row a text, of a model of texts of any task; strings are bytes."""

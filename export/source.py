@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
@@ -14,6 +15,8 @@ from .repository.names import ModelNames
 from .tasks.base import Task, TaskSource
 from .tasks.building import build_task, find_task_name, is_ensemble, may_read_text, must_read_text
 from .tasks.own_module import build_factory_task
+from .tasks.own_pictures import FactoryPictures
+from .tasks.picture_recipe import read_preparation
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
 from .weights.torch_model import load_config
@@ -70,7 +73,9 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
             checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
             weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.files
             missing = checkpoint.facts.missing
-        task = build_factory_task(entry, spec_file, weights)
+        recipe = request.task_options["preprocess"]
+        build = partial(FactoryPictures, preparation=read_preparation(recipe)) if recipe else None
+        task = build_factory_task(entry, spec_file, weights, build=build)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
     return Source(origin=origin, files=files, task=task, parameters=parameters, missing=missing)

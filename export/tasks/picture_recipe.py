@@ -25,6 +25,10 @@ PROCESSOR_FILE = "preprocessor_config.json"
 # [3, height, width], fp32.
 Pixels = npt.NDArray[np.float32]
 
+# x and y scale, x and y offset, width and height of the upright picture: a place in the picture is the place in the
+# pixels times the scale, plus the offset.
+Geometry = tuple[float, float, float, float, float, float]
+
 # How far the server's pixels may be from the reference, in levels of 255 before they are normalised.
 MAX_LEVELS = 1.0
 
@@ -115,6 +119,14 @@ class Recipe:
         normal = (scaled - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)
         return np.ascontiguousarray(normal.transpose(2, 0, 1))
 
+    def find_geometry(self, image: Image.Image) -> Geometry:
+        """Return where the pixels lie in an upright picture."""
+        height, width = self._find_size(image)
+        want_height, want_width = self.height_and_width
+        top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
+        x, y = image.width / width, image.height / height
+        return (x, y, left * x, top * y, float(image.width), float(image.height))
+
     def _find_size(self, image: Image.Image) -> tuple[int, int]:
         if self.mode == "exact":
             return self.size[0], self.size[1]
@@ -165,6 +177,10 @@ class Preparation:
     def read(self, content: bytes) -> Pixels:
         """Return what the graph is given of an encoded picture."""
         return self.reference(load_image(Image.open(io.BytesIO(content))))
+
+    def find_geometry(self, content: bytes) -> Geometry:
+        """Return where these pixels lie in the upright picture."""
+        return self.recipe.find_geometry(load_image(Image.open(io.BytesIO(content))))
 
     def check(self, contents: Sequence[bytes]) -> None:
         """Refuse a recipe that does not say what the reference does, tried on these pictures.

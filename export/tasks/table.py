@@ -186,8 +186,9 @@ def list_task_options() -> list[Option]:
     return [
         replace(
             option,
-            help=f"{option.help}; for {', '.join(owners[name])}",
-            needs=Needs.ARCHITECTURE,
+            # A module of the user's own is given pictures by the same option.
+            help=f"{option.help}; for {', '.join(owners[name] + ['--factory'] * (option is PREPROCESS))}",
+            needs=Needs.NOTHING if option is PREPROCESS else Needs.ARCHITECTURE,
             group="task options",
         )
         for name, option in options.items()

@@ -1,5 +1,6 @@
 """A model of pictures through the whole line: proven, served by the real tritonserver, asked about photographs."""
 
+import io
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ import torch
 import tritonclient.http
 from harness import CHECKOUT, run
 from launcher import running
+from PIL import Image
 from sklearn.datasets import load_sample_images
 from trainers.architectures import ARCHITECTURES, save_model
 from transformers import AutoImageProcessor, AutoModelForImageClassification
@@ -36,6 +38,27 @@ TOLERANCE = 1e-4
 LABELS = {0: "tench", 1: "crane", 2: "crane", 3: "water jug", 4: "café", 5: "x" * 80, 6: "g", 7: "h"}
 
 
+# The brightness of each colour around a place, at a quarter of the size: its top is where a picture is brightest.
+POSE = """
+import torch
+
+
+class Pose(torch.nn.Module):
+    def forward(self, pixels):
+        small = torch.nn.functional.avg_pool2d(pixels, 4)
+        return torch.nn.functional.avg_pool2d(small, 3, 1, 1)
+
+
+def build():
+    return Pose()
+"""
+POSE_INPUTS = {
+    "inputs": {"image": {"shape": ["batch", 3, 64, 48]}},
+    "outputs": ["heatmaps"],
+    "answers": {"answers": "keypoints", "labels": ["reddest", "greenest", "bluest"]},
+}
+
+
 @dataclass(frozen=True)
 class Served:
     """The checkpoint, and the server that answers for it."""
@@ -44,10 +67,10 @@ class Served:
     repository: Path
     addresses: Addresses
 
-    def ask(self, *contents: bytes, protocol: str = "http") -> dict[str, Any]:
+    def ask(self, *contents: bytes, protocol: str = "http", name: str = NAME) -> dict[str, Any]:
         connection = Connection(getattr(self.addresses, protocol), protocol, 60.0)
         rows = np.array([[content] for content in contents], dtype=np.object_)
-        return connection.infer_tensors(connection.describe_model(NAME), {"IMAGE": rows})
+        return connection.infer_tensors(connection.describe_model(name), {"IMAGE": rows})
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +91,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (directory / "vit" / "preprocessor_config.json").write_text(json.dumps(processor))
     what = ["run", str(directory / "vit"), "--name", NAME, "--repository", str(directory / "models"), "--json"]
     assert run_export_cli(what) == 0
+    (directory / "pose.py").write_text(POSE)
+    (directory / "pose.json").write_text(json.dumps(POSE_INPUTS))
+    (directory / "recipe.json").write_text(json.dumps({"mode": "letterbox", "size": [64, 48], "scale": 1.0}))
+    what = ["run", "--factory", f"{directory / 'pose.py'}:build", "--inputs", str(directory / "pose.json")]
+    what += ["--preprocess", str(directory / "recipe.json"), "--name", "pose"]
+    assert run_export_cli([*what, "--repository", str(directory / "models"), "--json"]) == 0
     with running(directory / "models") as server:
-        server.read_until(f"{NAME} ")
-        assert "ready, answers as verified" in server.lines[-1]
         server.read_until("serving HTTP")
+        proven = [line.split()[0] for line in server.lines if "ready, answers as verified" in line]
+        assert proven == [NAME, "pose"]
         server.follow()
         addresses = Addresses(
             http=f"127.0.0.1:{server.http}",
@@ -126,6 +155,24 @@ def test_malformed_pictures_are_refused_and_their_neighbours_answered(served: Se
         served.ask(good, b"")
     with urllib.request.urlopen(f"http://{served.addresses.status}/metrics") as response:
         assert re.search(r"modelyard_backend_deaths_total\S* [1-9]", response.read().decode()) is None
+
+
+def test_keypoints_lie_where_they_are_in_the_original_picture(served: Served) -> None:
+    """Soft spots drawn at places that are known, in pictures of another shape and turned by their EXIF."""
+    spots = [[(90.0, 40.0), (300.0, 120.0), (200.0, 75.0)], [(80.0, 111.0), (211.0, 50.0), (330.0, 135.0)]]
+    turned = Image.Exif()
+    turned[0x0112] = 3
+    for places in spots:
+        y, x = np.mgrid[0:180, 0:400] + 0.5
+        levels = [250 * np.exp(-((x - left) ** 2 + (y - top) ** 2) / 1800) for left, top in places]
+        image = Image.fromarray(np.stack(levels, axis=2).astype(np.uint8))
+        files = [io.BytesIO(), io.BytesIO()]
+        image.save(files[0], "PNG")
+        image.transpose(Image.Transpose.ROTATE_180).save(files[1], "JPEG", quality=95, exif=turned)
+        answers = served.ask(*(file.getvalue() for file in files), name="pose")
+        assert answers["LABEL"].tolist() == [[b"reddest", b"greenest", b"bluest"]] * 2
+        # One pixel of what the graph sees is 8 of the picture, and one of its heatmaps 33.
+        assert np.abs(answers["KEYPOINT"] - np.array(places)).max() < 4
 
 
 def test_parity_holds_over_the_transports_that_carry_bytes(served: Served) -> None:
