@@ -12,7 +12,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills soak wheel lock clean
+	kills pictures soak soak-rollouts wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -108,6 +108,9 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
 
+pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
+	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
+
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 	@# One run each: Triton loads the files of every backend as modules at the top, and each has a `model`.
@@ -133,6 +136,11 @@ SOAK_MINUTES ?= 20
 
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
 	@$(BENCH)soak --minutes $(SOAK_MINUTES)
+
+ACTIVATIONS ?= 100
+
+soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
+	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
 
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist

@@ -10,11 +10,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .commands import consolidate, inspect_checkpoint, run, verb
+from .commands import (
+    activate,
+    consolidate,
+    inspect_checkpoint,
+    lint,
+    promote,
+    prune,
+    remove,
+    run,
+    verb,
+    verify_repository,
+    versions,
+)
 from .locations import PROGRAM
 
 # In the order of a checkpoint's life.
-_VERBS = (inspect_checkpoint, consolidate, run)
+_VERBS = (inspect_checkpoint, consolidate, run, versions, activate, promote, prune, remove, verify_repository, lint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

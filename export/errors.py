@@ -12,7 +12,8 @@ ExportError                 exit code 1, one line on stderr
 ├── VerificationError       the ONNX file does not compute what the checkpoint does
 ├── TargetError             there is no Triton release of that name, or it cannot load the file
 ├── RuntimeFailure          the target's ONNX Runtime cannot be fetched, or cannot load or run the file, or dies of it
-└── RepositoryError         the version cannot be published
+├── RepositoryError         the version cannot be published, activated or removed
+└── ServingError            a running server does not serve what became active; exit code 3
 """
 
 import reprlib
@@ -88,7 +89,11 @@ class RuntimeFailure(ExportError):  # noqa: N818
 
 
 class RepositoryError(ExportError):
-    """The version cannot be published."""
+    """The version cannot be published, activated or removed."""
+
+
+class ServingError(ExportError):
+    """A running server does not serve what became active."""
 
 
 T = TypeVar("T")
@@ -99,6 +104,15 @@ _MAX_NAME_CHARS = 200
 # What a name may consist of beside text: a key of a pickle may be a tuple of anything, however long.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
+
+
+# Path → what sentences call it.
+_SHOWN: dict[str, str] = {}
+
+
+def show_path_as(path: str, name: str) -> None:
+    """Have sentences say `name` for `path`, which the reader did not type."""
+    _SHOWN[path] = name
 
 
 def list_some(names: Iterable[T], limit: int = 10) -> str:
@@ -129,6 +143,8 @@ def escape_controls(text: str) -> str:
 
 def _fit(part: str) -> str:
     """Return `part` of a sentence on one line, bounded, and safe to print."""
+    for path, name in _SHOWN.items():
+        part = part.replace(path, name)
     # Bounded first: splitting ten million characters would take as many times their memory.
     return shorten(escape_controls(" ".join(shorten(part, 2 * _MAX_PART_CHARS).split())), _MAX_PART_CHARS)
 

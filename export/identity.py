@@ -34,20 +34,22 @@ class SameVersion:
     """A published version that the same export led to.
 
     Attributes:
-        version: The version, which is active now.
+        version: The version.
+        active: The version that is active now, 0 where none is.
         origin: What was read, in words.
         missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
-        outcome: Whether it was active, or is so again.
+        outcome: Whether it became active again.
     """
 
     version: Version
+    active: int
     origin: str
     missing: tuple[str, ...]
     outcome: Literal["unchanged", "switched"]
 
 
 def find_same_version(request: ExportRequest) -> SameVersion | None:
-    """Return the version that an export would find to be the same, after making it the active one; None without one.
+    """Return the version that an export would find to be the same, and make it active if asked to; None without one.
 
     It has the same files to read, options, target and tools, this code among them, and its own files are as they were
     written. The module of a factory may import anything, so its export is never known to be the same.
@@ -68,7 +70,7 @@ def find_same_version(request: ExportRequest) -> SameVersion | None:
         return None
     same = (each for each in versions if each.read_lock()["sources"] == sources and _is_as_written(each))
     version = next(same, None)
-    return _make_active(version, checkpoint) if version else None
+    return _settle(version, checkpoint, activates=not request.no_activate) if version else None
 
 
 def list_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[str, Sequence[Path]]:
@@ -98,9 +100,9 @@ def hash_files(files: Mapping[str, Sequence[Path]]) -> dict[str, SourceHash]:
 
 
 def describe_options(request: ExportRequest) -> dict[str, Any]:
-    """Return the options as a lock records them: not where it is published nor where it was read from."""
+    """Return the options as a lock records them: not where it is published, whether it is active, nor its source."""
     options = asdict(request)
-    del options["repository"], options["checkpoint"]
+    del options["repository"], options["checkpoint"], options["no_activate"]
     if request.factory:
         options["factory"] = Path(request.factory).name
     return options
@@ -141,15 +143,17 @@ def _is_as_written(version: Version) -> bool:
     return bool(sums) and all(path.is_file() and hash_file(path) == digest for path, digest in sums.items())
 
 
-def _make_active(version: Version, checkpoint: StoredCheckpoint) -> SameVersion:
-    is_active = find_active_version(version.repository, version.name) == version.number
-    if not is_active:
+def _settle(version: Version, checkpoint: StoredCheckpoint, *, activates: bool) -> SameVersion:
+    active = find_active_version(version.repository, version.name)
+    switches = activates and active != version.number
+    if switches:
         activate(version.repository, version.name, version.number)
     return SameVersion(
         version=version,
+        active=version.number if switches else active,
         origin=checkpoint.format_name,
         missing=checkpoint.facts.missing,
-        outcome="unchanged" if is_active else "switched",
+        outcome="switched" if switches else "unchanged",
     )
 
 

@@ -26,4 +26,5 @@ PROGRAM = "modelyard" if _IS_INSTALLED else "python -m export"
 
 def name_command(verb: str) -> str:
     """Return what the reader types for `verb`, which may be one of the server's."""
-    return "python -m server" if verb == "serve" and not _IS_INSTALLED else f"{PROGRAM} {verb}"
+    ours = {"serve": "python -m server", "check": "python -m server check"}
+    return ours[verb] if verb in ours and not _IS_INSTALLED else f"{PROGRAM} {verb}"

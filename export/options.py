@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES, ONNXRUNTIME
+from .engines import ENGINES
 from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
@@ -22,6 +22,14 @@ from .tasks.table import TASKS, list_task_options
 from .weights.vocabulary_options import VocabularyOptions
 
 _PROOF = "graph and proof options"
+
+
+# How the work around the graph is divided: name → what it is good for.
+ENSEMBLE, LEAN = "ensemble", "lean"
+LAYOUTS = {
+    ENSEMBLE: "each step is a model of its own, and requests of one length are joined",
+    LEAN: "one process tokenises, runs and answers; for texts on CPUs",
+}
 
 
 def _list_helps(choices: Mapping[str, Any]) -> str:
@@ -36,6 +44,7 @@ class ExportRequest:
         checkpoint: Folder that a trainer or `save_pretrained` left; None where a factory builds the module.
         name: Name that clients will use.
         repository: The Triton model repository.
+        no_activate: Whether the version that is active stays so.
         task: What the checkpoint is served as; None finds it out.
         adapters: Folders of adapters, merged in this order.
         tag: Name of the checkpoint, where the folder holds several; the trainer's own choice where None.
@@ -44,7 +53,8 @@ class ExportRequest:
         lora_scaling: DeepSpeed-Chat's scaling of the low-rank updates inside a checkpoint that it left.
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
-        engine: Name of what runs it.
+        engine: Name of what runs it; None is the usual one of the task.
+        steps: How the work around the graph is divided, one of `LAYOUTS`.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -58,6 +68,14 @@ class ExportRequest:
     repository: Path = declare(
         Option(name="repository", kind=PATH, help=f"Triton model repository (default: {REPOSITORY})"),
         default=REPOSITORY,
+    )
+    no_activate: bool = declare(
+        Option(
+            name="no_activate",
+            kind=FLAG,
+            help="only publish: servers go on serving the version that is active; `activate` makes this one active",
+        ),
+        default=False,
     )
     task: str | None = declare(
         Option(
@@ -136,14 +154,26 @@ class ExportRequest:
         default=FP32.name,
         group=_PROOF,
     )
-    engine: str = declare(
+    engine: str | None = declare(
         Option(
             name="engine",
             kind=TEXT,
             choices=tuple(ENGINES),
-            help=f"what runs it (default: {ONNXRUNTIME.name}); {_list_helps(ENGINES)}",
+            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}",
         ),
-        default=ONNXRUNTIME.name,
+        default=None,
+        group=_PROOF,
+    )
+    steps: str = declare(
+        Option(
+            name="steps",
+            kind=TEXT,
+            choices=tuple(LAYOUTS),
+            help="what stands around it (default: ensemble); "
+            + "; ".join(f"{name}: {text}" for name, text in LAYOUTS.items()),
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=ENSEMBLE,
         group=_PROOF,
     )
     tolerances: Mapping[str, float] = declare(
@@ -199,6 +229,13 @@ class ExportRequest:
             raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
         asked = [option for option in list_task_options() if self.task_options[option.name] is not None]
         _refuse_idle([*list_changed(self), *list_changed(self.vocabulary), *asked], self.checkpoint, self.factory)
+        if self.steps == LEAN and self.engine is not None and not ENGINES[self.engine].has_lean:
+            raise SettingsError(
+                f"--steps {LEAN} has no effect with --engine {self.engine}",
+                expected="one of " + ", ".join(name for name, engine in ENGINES.items() if engine.has_lean),
+                got=self.engine,
+                remedy="leave it out",
+            )
         if self.factory is not None and self.inputs is None:
             raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
 

@@ -7,20 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
-from .engines import ENGINES
+from .engines import ENGINES, Engine, choose_engine
 from .errors import GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
-from .graph.precisions import PRECISIONS
+from .graph.precisions import PRECISIONS, Precision
 from .identity import describe_options, hash_files, list_tools
 from .options import ExportRequest
 from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
-from .proof.verify import VerificationReport, require_passed, verify
+from .proof.verify import VerificationReport, require_passed
 from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
+from .repository.version import PUBLICATION_FILE, render_publication
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
 from .subject import describe_subject
@@ -72,14 +73,17 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         ExportError: The export is refused.
     """
     check_destination(request.repository, request.name)
-    target, precision, engine = find_target(request.target), PRECISIONS[request.precision], ENGINES[request.engine]
-    stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
+    target, precision = find_target(request.target), PRECISIONS[request.precision]
     # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
-    for stage in reversed(stages):
-        stage.engine.check(precision.name, target)
+    usual = choose_engine(None, "graph") if request.engine is None else ENGINES[request.engine]
+    stages = _plan(request, precision, usual, target)
     progress.expect(2 * len(stages) + 2)
     source = load_source(request, progress)
     task = source.task
+    engine = choose_engine(request.engine, task.form)
+    if engine is not usual:
+        others, stages = stages, _plan(request, precision, engine, target)
+        progress.expect(2 * len(stages) - 2 * len(others))
     check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
@@ -87,7 +91,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         draft = Draft(files=Artefacts(model=()))
         for number, stage in enumerate(stages):
             draft, report = _run_stage(stage, job, draft, Path(folder, str(number)), progress, on_report)
-        publication = _publish(request, source, target, draft, report, progress)
+        publication = _publish(request, source, target, engine, draft, report, progress)
         model_bytes = sum(path.stat().st_size for path in draft.files.model)
     return ExportResult(
         source=source,
@@ -101,6 +105,14 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         notes=draft.notes,
         peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
+
+
+def _plan(request: ExportRequest, precision: Precision, engine: Engine, target: Target) -> list[Stage]:
+    """Return the stages, having refused what cannot be built here or would not be loaded there."""
+    stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
+    for stage in reversed(stages):
+        stage.engine.check(precision.name, target)
+    return stages
 
 
 def _run_stage(
@@ -139,7 +151,7 @@ def _run_stage(
 def _prove(stage: Stage, job: Job, draft: Draft, progress: Progress) -> VerificationReport:
     """Return how the files of a stage compare with the checkpoint. Does not judge."""
     with progress.step(stage.proving) as tell:
-        report = verify(
+        report = stage.prove(
             task=job.task,
             files=draft.files,
             target=job.target,
@@ -151,7 +163,13 @@ def _prove(stage: Stage, job: Job, draft: Draft, progress: Progress) -> Verifica
 
 
 def _publish(
-    request: ExportRequest, source: Source, target: Target, draft: Draft, report: VerificationReport, progress: Progress
+    request: ExportRequest,
+    source: Source,
+    target: Target,
+    engine: Engine,
+    draft: Draft,
+    report: VerificationReport,
+    progress: Progress,
 ) -> Publication:
     with progress.step("hashing what was read"):
         lock = _build_lock(request, source, target, report)
@@ -162,14 +180,20 @@ def _publish(
             signature=source.task.signature,
             files=draft.files,
             report=report,
-            engine=ENGINES[request.engine],
+            engine=engine,
+            activates=not request.no_activate,
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),
+                PUBLICATION_FILE: render_publication(
+                    checkpoint=str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory),
+                    kind=source.origin,
+                    task=source.task.name,
+                ),
                 PAGE_FILE: render_report_page(
                     report.to_json(),
                     name=request.name,
                     version=version.number,
-                    subject=describe_subject(request, source, lock, version),
+                    subject=describe_subject(request, source, engine.name, lock, version),
                 ),
             },
         )

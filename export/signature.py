@@ -34,11 +34,15 @@ class TensorSignature:
         name: Its name in the ONNX graph and in Triton.
         dtype: Its dtype, the same in every step of the ensemble; `STRING` for texts and encoded files.
         dims: All dimensions; a string is symbolic, and one such as `past_len+seq_len` the sum of others.
+        is_optional: Whether a request, or an answer, may lack it.
+        label_file: File of the version, beside the graph, that names the values of an output, one a line; or none.
     """
 
     name: str
     dtype: torch.dtype | Literal["string"]
     dims: tuple[str | int, ...]
+    is_optional: bool = False
+    label_file: str = ""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -70,17 +74,27 @@ class Contract:
     Attributes:
         inputs: What clients send, the batch first.
         outputs: What they get. Without a postprocess step they are the graph's outputs under other names.
-        preprocess: Triton backend of the step that makes the graph's inputs, and the carried tensors, of `inputs`.
-        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and
-            `inputs`; None where there is no such step.
+        preprocess: Triton backend of the step that makes the graph's inputs, and the carried tensors, of `inputs`; None
+            where the backend that runs the model takes `inputs` itself, and no steps are around it.
+        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and,
+            where they are passed, `inputs`; None where there is no such step.
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
+        is_lean: Whether one process does what the steps of an ensemble would do.
+        passes_inputs: Whether the postprocess step takes `inputs` as well.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
-    preprocess: str
+    preprocess: str | None
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
+    is_lean: bool = False
+    passes_inputs: bool = True
+
+    @property
+    def passed(self) -> tuple[TensorSignature, ...]:
+        """What passes the graph by on its way to the postprocess step."""
+        return self.carried + (self.inputs if self.passes_inputs else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +105,7 @@ class ModelSignature:
         inputs: In the order of the module's `forward`.
         outputs: In the order of the tuple that `forward` returns.
         longest: Symbol → the largest size that is served, where whoever makes the inputs keeps to one.
-        contract: Of the ensemble around the graph; None where clients send the graph's own inputs.
+        contract: What clients see; None where they send the graph's own inputs.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -106,3 +120,10 @@ class ModelSignature:
     def is_batched(self) -> bool:
         """Whether every tensor's first dimension is the batch, so that requests can be joined."""
         return all(tensor.dims[:1] == (BATCH,) for tensor in self)
+
+    @property
+    def served(self) -> "ModelSignature":
+        """The tensors of the Triton model that runs it: the graph's, or clients' where no step is around it."""
+        if self.contract is None or self.contract.preprocess is not None:
+            return self
+        return ModelSignature(inputs=self.contract.inputs, outputs=self.contract.outputs)

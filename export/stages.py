@@ -11,15 +11,19 @@ import torch
 from .artefacts import Artefacts, hash_file, list_model
 from .engines import ONNXRUNTIME, Engine
 from .engines.engine import AxisRange, VerifiedGraph
+from .engines.openvino_generation import OpenVINOGeneration
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
 from .graph.precisions import FP32, PRECISIONS, Precision
 from .progress import Detail
+from .proof.generation import verify_generation
 from .proof.quality import build_measure, convert, list_quality_cases, list_quality_feeds
 from .proof.tolerances import QUALITY_KEYS, Tolerances, find_quality_key, list_tolerances
+from .proof.verify import VerificationReport, verify
 from .targets import Target
 from .tasks.base import Task
 from .tasks.tensors import TensorTask
+from .tasks.text_generation import TextGeneration
 
 # A size that axes of no known use have most often.
 _USUAL_SIZE = 32
@@ -91,12 +95,14 @@ class Stage:
         proving: What is then being done, for the progress.
         precision: Precision of the files.
         engine: What runs them for the proof.
+        prove: Function that compares them with the checkpoint; takes what `verify` takes.
     """
 
     ways: tuple[Way, ...]
     proving: str
     precision: Precision
     engine: Engine
+    prove: Callable[..., VerificationReport] = verify
 
 
 def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) -> list[Stage]:
@@ -110,6 +116,8 @@ def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) ->
     Raises:
         EngineError: The engine cannot serve that precision.
     """
+    if isinstance(engine, OpenVINOGeneration):
+        return [_plan_decoder(precision, engine)]
     graph_precision = PRECISIONS[engine.find_graph_precision(precision.name)]
     export = Stage(
         ways=_EXPORTS if is_own_module else _EXPORTS[:1],
@@ -138,6 +146,20 @@ def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) ->
     return [export, *([conversion] if graph_precision.converts else []), *([build] if engine.builds else [])]
 
 
+def _plan_decoder(precision: Precision, engine: OpenVINOGeneration) -> Stage:
+    """Return the one stage of a decoder: no graph of ONNX lies between the module and the file."""
+    convert = Way(
+        name="converted", making=f"converting for {engine.title}", make=partial(_convert_decoder, engine=engine)
+    )
+    return Stage(
+        ways=(convert,),
+        proving="verifying scores and texts against the checkpoint",
+        precision=precision,
+        engine=engine,
+        prove=verify_generation,
+    )
+
+
 @contextlib.contextmanager
 def restored_fast_path() -> Iterator[None]:
     """Leave torch's fast path for attention, which is one for the whole process, as it was."""
@@ -159,8 +181,9 @@ def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool 
     export_onnx(task.module, task.signature, task.build_example(), model_file, target, is_traced=is_traced)
     steps: dict[str, tuple[Path, ...]] = {}
     for step, contents in task.step_files.items():
-        (directory / step).mkdir()
-        steps[step] = tuple(directory / step / name for name in contents)
+        folder = directory / "steps" / step
+        folder.mkdir(parents=True)
+        steps[step] = tuple(folder / name for name in contents)
         for path in steps[step]:
             path.write_bytes(contents[path.name])
     return Artefacts(model=list_model(model_file), steps=steps)
@@ -222,6 +245,15 @@ def _build(job: Job, draft: Draft, directory: Path, tell: Detail, *, engine: Eng
     )
     engine.build(graph, directory)
     return replace(draft, files=replace(draft.files, model=list_model(directory / engine.model_file)))
+
+
+def _convert_decoder(job: Job, draft: Draft, directory: Path, tell: Detail, *, engine: OpenVINOGeneration) -> Draft:
+    task = job.task
+    assert isinstance(task, TextGeneration), "Bug: an engine takes what the task does not hand over"
+    for name, content in task.model_files.items():
+        (directory / name).write_bytes(content)
+    engine.write(task.model, task.cache_shapes, directory / engine.model_file)
+    return Draft(files=Artefacts(model=list_model(directory / engine.model_file)))
 
 
 def _list_axis_ranges(task: Task) -> dict[str, AxisRange]:

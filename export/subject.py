@@ -17,12 +17,15 @@ from .source import Source
 _TOLD = {"name", "target", "precision", "engine", "task", "factory", "inputs"}
 
 
-def describe_subject(request: ExportRequest, source: Source, lock: Mapping[str, Any], version: Version) -> Subject:
+def describe_subject(
+    request: ExportRequest, source: Source, engine: str, lock: Mapping[str, Any], version: Version
+) -> Subject:
     """Return what is published as `version`.
 
     Args:
         request: What was asked for.
         source: What was exported.
+        engine: Name of what runs it.
         lock: The lock of the new version.
         version: Where it is being published.
     """
@@ -32,7 +35,7 @@ def describe_subject(request: ExportRequest, source: Source, lock: Mapping[str, 
         **{f"SHA-256 of {what}": _describe_hash(content) for what, content in lock["sources"].items()},
         "published": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "task": f"{source.task.name}: {source.task.description}",
-        "precision": f"{request.precision}, run by {request.engine} of Triton {request.target}",
+        "precision": f"{request.precision}, run by {engine} of Triton {request.target}",
         "options": _describe_options(request),
         "tokens added": ", ".join(source.rows.added) if source.rows else "",
     }

@@ -33,6 +33,13 @@ class Verb:
 _WEIGHTS = ("rich", "zlib_ng")
 _CLIENT = ("numpy", "tritonclient", "platformdirs")
 
+
+def _name_repository_verb(name: str, help: str) -> Verb:  # noqa: A002
+    """Return a verb on what is published already, which needs no torch."""
+    needs = (*_WEIGHTS, "tritonclient", "jinja2")
+    return Verb(name=name, help=help, module="modelyard.export", words=(name,), extra="export", needs=needs)
+
+
 # Heading → the verbs below it, in the order of a model's life.
 VERBS = {
     "From a checkpoint to a repository": (
@@ -60,6 +67,22 @@ VERBS = {
             extra="export",
             needs=(*_WEIGHTS, "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "tritonclient", "jinja2"),
         ),
+        Verb(
+            name="lint",
+            help="say what is wrong with any Triton repository, without a server",
+            module="modelyard.export",
+            words=("lint",),
+            extra="export",
+            needs=(*_WEIGHTS, "onnx", "tritonclient"),
+        ),
+    ),
+    "Versions": (
+        _name_repository_verb("versions", "list published versions, show one, or tell how two differ"),
+        _name_repository_verb("activate", "make a published version the one that is served, forth or back"),
+        _name_repository_verb("promote", "copy a proven version into another repository"),
+        _name_repository_verb("prune", "remove old versions; never the active one, nor one that is served"),
+        _name_repository_verb("remove", "remove a model with all its versions; running servers unload it"),
+        _name_repository_verb("verify-repository", "hash every published file and compare it with what was proven"),
     ),
     "Serving": (
         Verb(
@@ -154,7 +177,7 @@ def describe_verbs() -> str:
     """Return the help: the verbs in their groups, then examples."""
     lines = ["usage: modelyard VERB [options]", "", "From a trained checkpoint to a verified Triton server.", ""]
     for heading, group in VERBS.items():
-        lines += [f"{heading}:", *(f"  {verb.name:<13}{verb.help}" for verb in group), ""]
+        lines += [f"{heading}:", *(f"  {verb.name:<19}{verb.help}" for verb in group), ""]
     return "\n".join([*lines, "options:", "  --version    print the version", "", _EXAMPLES]).rstrip()
 
 

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 
 from .control_key import open_key
 from .doctor import examine, render
+from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError, ShortageError
 from .health import check_ensembles
 from .installation import Installation, assemble_backends, find_installation
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
-from .models import list_models
+from .models import list_models, wait_for_model
 from .orphans import PREFIX, own, remove_orphans
 from .passed_options import check_passed_options
-from .process import Endpoints, check_ports_free
+from .settings import Settings
 from .status import Status
 from .status_port import serve_status
-from .supervisor import Settings, Supervisor
+from .supervisor import Supervisor
 
 _DESCRIPTION = """
 Serve a model repository with the real tritonserver. Without a command, it serves.
@@ -84,7 +85,8 @@ def serve(arguments: argparse.Namespace) -> int:
     stops, endpoints = StopSignals(), _read_endpoints(arguments)
     check_passed_options(arguments.passed_options)
     installation = find_installation()
-    models = list_models(arguments.repository)
+    if not arguments.wait:
+        list_models(arguments.repository)
     key = open_key(arguments.key_file)
     check_open_files()
     check_threads()
@@ -92,8 +94,14 @@ def serve(arguments: argparse.Namespace) -> int:
     for told in remove_orphans():
         _say(told)
     check_ports_free(endpoints)
-    status, log = Status(models), Log()
-    with contextlib.closing(log), _make_run_directory(installation) as directory:
+    status, log = Status(follows=arguments.follow == "on"), Log()
+    with contextlib.closing(log), contextlib.ExitStack() as stack:
+        stack.callback(serve_status(status, endpoints.host, endpoints.status_port))
+        if arguments.wait and not wait_for_model(arguments.repository, log.say, stops):
+            log.say("stopped")
+            return 0
+        status.expect(list_models(arguments.repository))
+        directory = stack.enter_context(_make_run_directory(installation))
         log.say(f"starting {installation.executable} ({installation.source}) on {arguments.repository}")
         settings = Settings(
             installation=installation,
@@ -105,11 +113,7 @@ def serve(arguments: argparse.Namespace) -> int:
             passed_options=tuple(arguments.passed_options),
             follows=arguments.follow == "on",
         )
-        stop_status = serve_status(status, endpoints.host, endpoints.status_port)
-        try:
-            answered = Supervisor(settings, status, stops, log).run()
-        finally:
-            stop_status()
+        answered = Supervisor(settings, status, stops, log).run()
         log.say("stopped" if answered else "stopped before everything in flight was answered")
     return 0 if answered else _EXIT_UNANSWERED
 
@@ -146,11 +150,13 @@ def check(arguments: argparse.Namespace) -> int:
     """Ask the running server for the verified answer of every ensemble, as a container's health check does.
 
     Raises:
-        CheckError: It does not give it.
+        CheckError: It does not give it, or stays behind the repository.
     """
-    url = _read_endpoints(arguments).http_url
-    for name, error in check_ensembles(url, arguments.repository).items():
-        _say(f"{name} answers as verified within {error:.1e}")
+    endpoints = _read_endpoints(arguments)
+    for name, found in check_ensembles(endpoints.http_url, arguments.repository, endpoints.status_url).items():
+        changing = "" if found.served == found.active else ", which is being rolled out"
+        versions = f"version {found.served} is served, version {found.active} is active{changing}"
+        _say(f"{name} answers as verified within {found.error:.1e}; {versions}")
     return 0
 
 
@@ -224,6 +230,9 @@ def _add_serve(commands: "_Commands") -> None:
         default="on",
         help="whether what becomes active in the repository is served without a restart (default: %(default)s)",
     )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for a first model where the repository holds none, instead of ending"
+    )
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
 
 
@@ -235,7 +244,11 @@ def _add_check(commands: "_Commands") -> None:
         help="ask a running server for the answers that were verified",
         description="Ask a running server for the answers that were verified, as a container's health check does.",
         examples=("", "--repository /srv/models --http-port 9000"),
-        exit_codes={0: "every ensemble answers as verified", 1: "one does not", 2: "wrong usage"},
+        exit_codes={
+            0: "every ensemble answers as verified, from its active version or one that is just being replaced",
+            1: "one does not, or stays at another version than the active one",
+            2: "wrong usage",
+        },
     )
 
 

@@ -1,22 +1,31 @@
 """The end of a tritonserver: what is in flight is answered, the rest is refused, and nothing is waited for in vain.
 
 After SIGTERM tritonserver 2.51 refuses new connections, answers on those that are open, and stays the whole exit
-timeout for a client that merely keeps a connection open. So it is watched, and ended once nothing is in flight.
+timeout for a client that merely keeps a connection open; then it crashes if that client still sends. So it is watched,
+and ended once nothing is in flight. Clients that never stop sending are refused from some moment on, by unloading what
+they ask for: tritonserver answers first what it has accepted.
 """
 
 import http.client
+import json
 import re
 import time
+import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .control_key import ControlKey
+from .endpoints import Endpoints
+from .process import EXIT_TIMEOUT_S, TritonServer
 from .stubs import StubTable
 
 # Between two steps of an ensemble a request is nowhere to be seen, for well under a millisecond.
 _QUIET_S = 0.3
 _INTERVAL_S = 0.03
+
+# Balancers have this long to see that we are not ready any more; the rest is for what is accepted until then.
+_GRACE_S = EXIT_TIMEOUT_S / 2
 
 _PENDING = re.compile(r"^nv_inference_pending_request_count\{[^}]*\} (\S+)$", re.MULTILINE)
 
@@ -24,28 +33,84 @@ _PENDING = re.compile(r"^nv_inference_pending_request_count\{[^}]*\} (\S+)$", re
 _ESTABLISHED = "01"
 
 
+class Retirement:
+    """Unloads what clients ask for, over a connection that is opened while connections are still let in.
+
+    Args:
+        endpoints: Where tritonserver listens.
+        key: Opens its control endpoints.
+        models: What clients ask for.
+    """
+
+    def __init__(self, endpoints: Endpoints, key: ControlKey, models: Iterable[str]) -> None:
+        url = urllib.parse.urlsplit(endpoints.http_url)
+        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=EXIT_TIMEOUT_S)
+        self._headers = {"Content-Type": "application/json", **key.headers}
+        self._models = set(models)
+        # Asked once, or tritonserver might not have let it in yet when it lets nobody in any more.
+        self.is_done()
+
+    def begin(self) -> bool:
+        """Have every further request refused, and return whether that was understood."""
+        return all(
+            self._ask(f"models/{urllib.parse.quote(model)}/unload") is not None for model in sorted(self._models)
+        )
+
+    def is_done(self) -> bool:
+        """Tell whether everything that was accepted before is answered."""
+        states = self._ask("index")
+        return states is not None and not any(
+            entry["name"] in self._models and entry.get("state") in ("READY", "UNLOADING") for entry in states
+        )
+
+    def _ask(self, path: str) -> "list[dict[str, str]] | None":
+        """Return the answer to an order, an empty list where it has none; None if there was no good one."""
+        try:
+            self._connection.request("POST", f"/v2/repository/{path}", b"{}", self._headers)
+            response = self._connection.getresponse()
+            answer = response.read()
+            return (json.loads(answer) if answer else []) if response.status == 200 else None
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
+
+
 def drain(
-    server: TritonServer, endpoints: Endpoints, table: StubTable, *, all_stubs: bool, hurry: Callable[[], bool]
+    server: TritonServer,
+    endpoints: Endpoints,
+    table: StubTable,
+    retirement: Retirement,
+    *,
+    all_stubs: bool,
+    hurry: Callable[[], bool],
 ) -> bool:
-    """Stop `server` and return whether everything that was in flight was answered.
+    """Stop `server` and return whether everything that was accepted was answered.
 
     Args:
         server: The tritonserver that serves.
         endpoints: Where it listens.
         table: Its backend processes.
-        all_stubs: Whether every model runs in such a process. Of others nobody can see whether they are at work, so
-            tritonserver's own exit is awaited.
+        retirement: Has clients refused that go on sending on open connections.
+        all_stubs: Whether every model runs in such a process. Of others nobody can see whether they are at work, until
+            they are retired.
         hurry: Returns whether to end at once.
     """
     server.terminate()
     start = quiet_since = time.monotonic()
+    is_retired = False
+    unsent: set[str] | None = None
     while server.poll() is None:
         now = time.monotonic()
+        if is_retired and retirement.is_done():
+            # Of what is refused meanwhile there is always something unread; of each answer there is an end to it.
+            sending = list_sending(endpoints)
+            unsent = sending if unsent is None else unsent & sending
+            if not unsent:
+                server.kill()
+                return True
         if not all_stubs or is_busy(endpoints, table):
             quiet_since = now
-        elif now - quiet_since >= _QUIET_S:
-            server.kill()
-            return True
+        if not is_retired and (now - quiet_since >= _QUIET_S or now - start >= _GRACE_S):
+            is_retired = retirement.begin()
         # The second is for tritonserver's own way out after its own timeout.
         if hurry() or now - start > EXIT_TIMEOUT_S + 1:
             server.kill()
@@ -64,18 +129,23 @@ def is_busy(endpoints: Endpoints, table: StubTable) -> bool:
             metrics = response.read().decode()
         if any(float(value) > 0 for value in _PENDING.findall(metrics)):
             return True
-        return any(_has_bytes_under_way(port) for port in (endpoints.http_port, endpoints.grpc_port))
+        return any(sending or receiving for _, sending, receiving in _read_queues(endpoints))
     # Who cannot ask does not know.
     except (OSError, http.client.HTTPException):
         return True
 
 
-def _has_bytes_under_way(port: int) -> bool:
+def list_sending(endpoints: Endpoints) -> set[str]:
+    """Return the clients' ends of connections with bytes that the client has not received yet."""
+    return {client for client, sending, _ in _read_queues(endpoints) if sending}
+
+
+def _read_queues(endpoints: Endpoints) -> Iterator[tuple[str, int, int]]:
+    """Yield client's end, bytes on the way to it and bytes from it that nobody has read, of every connection."""
+    ends = tuple(f":{port:04X}" for port in (endpoints.http_port, endpoints.grpc_port))
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        if not table.is_file():
-            continue
-        for line in table.read_text().splitlines()[1:]:
-            _, local, _, state, queues, *_ = line.split()
-            if state == _ESTABLISHED and local.endswith(f":{port:04X}") and queues != "00000000:00000000":
-                return True
-    return False
+        for line in table.read_text().splitlines()[1:] if table.is_file() else []:
+            _, local, remote, state, queues, *_ = line.split()
+            if state == _ESTABLISHED and local.endswith(ends):
+                sending, receiving = queues.split(":")
+                yield remote, int(sending, 16), int(receiving, 16)

@@ -2,7 +2,8 @@
 
 ServerError                 exit code 1, one line on stderr
 ├── UsageError              exit code 2: an option of tritonserver's that is not handed on
-├── NotFoundError           no tritonserver, no repository, or nothing in it to serve
+├── NotFoundError           no tritonserver, no repository, or one that cannot be read
+│   └── EmptyError          a repository with nothing in it to serve
 ├── PortTakenError          another program listens where we would
 ├── KeyFileError            the file of the control key cannot be used, or is open to others
 ├── ShortageError           this machine has no descriptor, process, thread, memory or space left for it
@@ -43,6 +44,10 @@ class UsageError(ServerError):
 
 class NotFoundError(ServerError):
     """No tritonserver, no repository, or nothing in it to serve."""
+
+
+class EmptyError(NotFoundError):
+    """A repository holds nothing to serve."""
 
 
 class PortTakenError(ServerError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from .errors import RolloutError
+from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, read_repository
 from .rollout import Roller
@@ -67,6 +68,7 @@ class Follower:
         self._roller = roller
         self._tell = tell
         self._say = say
+        self._holdings = Holdings(repository)
         self._served: dict[str, Published] = {}
         self._failures: dict[str, _Failure] = {}
         self._seen: object = None
@@ -93,6 +95,7 @@ class Follower:
         """Take a model that was shown at the start for one that cannot be served; it is tried again like any other."""
         published = self._served.pop(name)
         self._roller.remove(published)
+        self._holdings.release(published)
         self._failures[name] = _Failure(
             wanted=published, reason=reason, retry_at=time.monotonic() + _FIRST_RETRY_S, delay_s=_FIRST_RETRY_S
         )
@@ -102,6 +105,7 @@ class Follower:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen = self._fingerprint()
         for published in read_repository(self._repository).values():
+            self._hold(published)
             self._roller.show(published)
             self._settle(published)
 
@@ -161,6 +165,7 @@ class Follower:
         self._failures.pop(name, None)
         self._tell(name, Following(active=0, served=published.version, state="rolling"))
         self._roller.remove(published)
+        self._holdings.release(published)
         self._say(f"{name}: is no longer in the repository; unloaded")
         self._tell(name, Following(active=0, served=0, state="served"))
 
@@ -174,18 +179,28 @@ class Follower:
         start = time.monotonic()
         served = old.version if old else 0
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
+        self._hold(wanted)
         try:
             if old:
                 self._roller.roll(old, wanted)
             else:
                 self._roller.add(wanted)
         except RolloutError as exc:
+            if served != wanted.version:
+                self._holdings.release(wanted)
             if not self._ended:
                 self._fail(wanted, served, str(exc))
             return
+        if old and served != wanted.version:
+            self._holdings.release(old)
         self._settle(wanted)
         before = f", version {served} before" if old and served != wanted.version else ""
         self._say(f"{wanted.name}: version {wanted.version} is served{before}, {time.monotonic() - start:.1f} s")
+
+    def _hold(self, published: Published) -> None:
+        if reason := self._holdings.hold(published):
+            what = f"version {published.version} of {published.name}"
+            self._say(f"warning: {what} cannot be locked: {reason}; `prune` does not see that it is served")
 
     def _settle(self, published: Published) -> None:
         self._served[published.name] = published

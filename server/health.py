@@ -9,11 +9,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .agreement import find_disagreement, read_following
 from .errors import CheckError, GoldenError
 from .locations import name_command
+from .model_text import CONFIG_FILE
+from .published import read_repository
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
@@ -43,10 +47,27 @@ def check_answer(url: str, repository: Path, name: str, version: str, *, served_
     golden = read_golden(path)
     # The first of them: an answer with numbers in it.
     sample = golden["samples"][0]
+    ask = _generate if golden.get("decoupled") else _infer
+    answered = ask(f"{url}/v2/models/{served_as or name}/versions/{version}", sample)
+    return measure_answer(sample["outputs"], answered, golden["tolerances"])
+
+
+def _infer(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tensors that a sample's request is answered with."""
     outputs = [{"name": tensor["name"]} for tensor in sample["outputs"]]
-    body = _build_request(sample["inputs"], outputs)
-    answer = _post(f"{url}/v2/models/{served_as or name}/versions/{version}/infer", body)
-    return measure_answer(sample["outputs"], answer["outputs"], golden["tolerances"])
+    answered: list[dict[str, Any]] = _post(f"{url}/infer", _build_request(sample["inputs"], outputs))["outputs"]
+    return answered
+
+
+def _generate(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the same of a decoupled model, which tritonserver answers for under another address alone.
+
+    There a tensor of one value is that value, under its name.
+    """
+    asked = {tensor["name"]: tensor["data"][0] for tensor in sample["inputs"]}
+    headers = {"Content-Type": "application/json"}
+    answered = _post(f"{url}/generate", (json.dumps(asked).encode(), headers))
+    return [{**tensor, "data": [answered.get(tensor["name"])]} for tensor in sample["outputs"]]
 
 
 def read_golden(path: Path) -> dict[str, Any]:
@@ -110,37 +131,65 @@ def measure_answer(expected: list[dict[str, Any]], got: list[dict[str, Any]], to
     return worst
 
 
-def check_ensembles(url: str, repository: Path) -> dict[str, float]:
-    """Ask every published model of `repository`, ensembles and lone graphs, for its verified answer.
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What came of asking a model.
+
+    Attributes:
+        error: The largest difference to the verified answer.
+        served: The version that answered.
+        active: The version that is active in the repository.
+    """
+
+    error: float
+    served: int
+    active: int
+
+
+def check_ensembles(url: str, repository: Path, status_url: str | None = None) -> dict[str, Checked]:
+    """Ask every active model of `repository`, ensembles and lone graphs, for its verified answer.
+
+    Args:
+        url: Of the server's HTTP port.
+        repository: Where the models are published.
+        status_url: Of its status port, which tells how far it follows the repository.
 
     Returns:
-        Name to the largest difference.
+        Name to what came of it.
 
     Raises:
-        CheckError: One of them does not answer, or otherwise, or there is none to ask.
+        CheckError: One of them does not answer, or otherwise, or another version than the active one for longer than
+            a rollout takes, or there is none to ask.
     """
-    names = sorted({path.parent.parent.name for path in repository.glob("*/*/golden.json")})
-    errors, failures, remedy = {}, [], "see the server's log"
+    folders = {path.parent.parent for path in repository.glob("*/*/golden.json")}
+    # One of which no version is active has no configuration.
+    names = sorted(folder.name for folder in folders if (folder / CONFIG_FILE).exists())
+    wanted = read_repository(repository)
+    following = read_following(status_url) if status_url else {}
+    checked, failures, remedy = {}, [], "see the server's log"
     for name in names:
         try:
             version = _read_version(url, name)
             error = check_answer(url, repository, name, version)
             if error is None:
                 raise ValueError(f"version {version} has no golden.json")
-            errors[name] = error
+            active = wanted[name].version if name in wanted else 0
+            if reason := find_disagreement(repository, name, active, int(version), following):
+                raise ValueError(reason)
+            checked[name] = Checked(error=error, served=int(version), active=active)
         except GoldenError as exc:
             failures.append(f"{name}: {exc.fault}")
             remedy = exc.remedy
         except (OSError, ValueError, KeyError) as exc:
             failures.append(f"{name}: {exc}")
-    if failures or not errors:
+    if failures or not checked:
         raise CheckError(
             f"{url} does not serve {repository} as verified",
             expected="an answer of every ensemble",
             got="; ".join(failures) or "no ensemble with a golden.json",
             remedy=remedy,
         )
-    return errors
+    return checked
 
 
 def _read_version(url: str, name: str) -> str:

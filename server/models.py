@@ -1,9 +1,15 @@
 """What a model repository holds, as far as a server must know before it starts."""
 
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from .errors import NotFoundError
+from .errors import EmptyError, NotFoundError
 from .locations import name_command
+from .published import read_repository
+
+_INTERVAL_S = 0.5
 
 
 def list_models(repository: Path) -> list[str]:
@@ -12,7 +18,8 @@ def list_models(repository: Path) -> list[str]:
     A model with a configuration alone is one that was never published here, such as the demo's in a fresh checkout.
 
     Raises:
-        NotFoundError: There is no repository, or nothing in it to serve.
+        NotFoundError: There is no repository, or it cannot be read.
+        EmptyError: There is nothing in it to serve.
     """
     if not repository.is_dir():
         raise NotFoundError(
@@ -21,15 +28,49 @@ def list_models(repository: Path) -> list[str]:
             got="a file" if repository.exists() else "nothing",
             remedy=f"publish a model with `{name_command('run')}`, or pass --repository",
         )
-    models = sorted(entry.name for entry in repository.iterdir() if _has_version(entry))
-    if not models:
+    try:
+        models = sorted(entry.name for entry in repository.iterdir() if _has_version(entry))
+    except PermissionError as exc:
         raise NotFoundError(
+            f"{exc.filename} cannot be read",
+            expected="a folder that this user may read",
+            got=f"'{exc.strerror}' for user {os.geteuid()}",
+            remedy=f"open it, as in chmod -R a+rX {repository}, or serve it as its owner",
+        ) from exc
+    if not models:
+        raise EmptyError(
             f"{repository} holds nothing to serve",
             expected="a model with config.pbtxt and a numbered version",
             got="none",
             remedy=f"publish one with `{name_command('run')}`",
         )
     return models
+
+
+def wait_for_model(repository: Path, say: Callable[[str], None], stops: Callable[[], int]) -> bool:
+    """Wait until there is a whole model to serve, and return whether there is; False if we are asked to stop before.
+
+    Args:
+        repository: The model repository.
+        say: Called with a line, once, if there is something to wait for.
+        stops: Tells how often we were asked to stop.
+
+    Raises:
+        NotFoundError: There is no such folder, or it cannot be read.
+    """
+    told = False
+    while not stops():
+        try:
+            list_models(repository)
+            if read_repository(repository):
+                return True
+        except EmptyError:
+            pass
+        if not told:
+            told = True
+            say(f"{repository} holds nothing to serve yet; waiting for what `{name_command('run')}` publishes there")
+        time.sleep(_INTERVAL_S)
+    return False
 
 
 def _has_version(directory: Path) -> bool:

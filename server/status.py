@@ -25,8 +25,9 @@ _HELP = {
 class Status:
     """Counters and the readiness, safe to use from several threads."""
 
-    def __init__(self, models: list[str]) -> None:
+    def __init__(self, *, follows: bool = True) -> None:
         self._lock = threading.Lock()
+        self._follows = follows
         self._followed: dict[str, Following] = {}
         self._is_welcoming = False
         self._values: dict[tuple[str, str], int] = {
@@ -35,11 +36,15 @@ class Status:
             ("modelyard_models_served", ""): 0,
             ("modelyard_tritonserver_restarts_total", ""): 0,
         }
-        for model in models:
-            for reason in ("died", "hung"):
-                self._values["modelyard_backend_deaths_total", _label(model=model, reason=reason)] = 0
-            self._values["modelyard_model_revivals_total", _label(model=model)] = 0
-            self._values["modelyard_model_given_up", _label(model=model)] = 0
+
+    def expect(self, models: list[str]) -> None:
+        """Begin to count for these models, from zero: what is not there yet cannot be seen to rise."""
+        with self._lock:
+            for model in models:
+                for reason in ("died", "hung"):
+                    self._values["modelyard_backend_deaths_total", _label(model=model, reason=reason)] = 0
+                self._values["modelyard_model_revivals_total", _label(model=model)] = 0
+                self._values["modelyard_model_given_up", _label(model=model)] = 0
 
     @property
     def ready(self) -> bool:
@@ -107,6 +112,8 @@ class Status:
                 self._followed[model] = following
                 self._values[active, _label(model=model)] = following.active
                 self._values[served, _label(model=model)] = following.served
+                for outcome in ("done", "failed"):
+                    self._values.setdefault(("modelyard_rollouts_total", _label(model=model, outcome=outcome)), 0)
             else:
                 for metric in (active, served):
                     self._values.pop((metric, _label(model=model)), None)
@@ -115,13 +122,13 @@ class Status:
             self._add("modelyard_rollouts_total", _label(model=model, outcome=outcome))
 
     def render_versions(self) -> str:
-        """Return active and served version of every model, how far it is followed, and why it failed, as JSON."""
+        """Return whether the repository is followed, and of every model how far: versions, state, reason; as JSON."""
         with self._lock:
             models = {
                 name: {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
                 for name, item in sorted(self._followed.items())
             }
-        return json.dumps({"models": models}, indent=2) + "\n"
+        return json.dumps({"follows": self._follows, "models": models}, indent=2) + "\n"
 
     def render(self) -> str:
         """Return everything in Prometheus' text format."""

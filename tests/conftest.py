@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +118,24 @@ def published(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pub
     done = run("-m", "export", "run", str(checkpoint), *options, "--add-special-token", *ADDED_TOKENS)
     assert done.code == 0, done.err
     return Published(repository, json.loads(done.out), done.err)
+
+
+@pytest.fixture(scope="session")
+def two_versions(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a repository with two versions of the model `tickets`, of other weights, of which the first is active."""
+    folder = tmp_path_factory.mktemp("versions")
+    other = Path(shutil.copytree(tiny_checkpoint, folder / "other"))
+    model = BertModel.from_pretrained(other)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight.mul_(-1)
+    model.save_pretrained(other)
+    for source, *more in ((tiny_checkpoint,), (other, "--no-activate")):
+        options = ["--name", "tickets", "--repository", str(folder / "models"), *more]
+        done = run("-m", "export", "run", str(source), *options)
+        assert done.code == 0, done.err
+    assert "active  not this version but 1" in done.out
+    assert done.out.rstrip().endswith(f"activate tickets 2 --repository {folder / 'models'}")
+    return folder / "models"
 
 
 @pytest.fixture(scope="session")

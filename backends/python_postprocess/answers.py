@@ -19,7 +19,17 @@ ABSENT: Place = ("", 0.0, -1, -1)
 
 
 class AnswerError(ValueError):
-    """A request that has no answer; the message is for the caller who sent it."""
+    """A row that has no answer; the message is for the caller who sent it.
+
+    Args:
+        row: Its place in the request.
+        fault: What is wrong with it.
+    """
+
+    def __init__(self, row: int, fault: str) -> None:
+        super().__init__(f"TEXT row {row} {fault}")
+        self.row = row
+        self.fault = fault
 
 
 def build_postprocess(settings: Mapping[str, Any]) -> Callable[[Tensors], dict[str, Array]]:
@@ -210,8 +220,9 @@ def fill_masks(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Array
     for row, count in enumerate(is_mask.sum(axis=1)):
         if not count:
             raise AnswerError(
-                f"TEXT row {row} has no mask: expected {settings['mask']} in it, within the length that the model "
-                f"reads, got none; write it where a token is missing"
+                row,
+                f"has no mask: expected {settings['mask']} in it, within the length that the model reads, got none; "
+                f"write it where a token is missing",
             )
     masks = int(is_mask.sum(axis=1).max())
     tokens = np.full((len(ids), masks, top_k), "", dtype=np.object_)
@@ -222,6 +233,47 @@ def fill_masks(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Array
         tokens[row, :count] = [[names[token_id] for token_id in best] for best in ids[row, places]]
         probabilities[row, :count] = np.exp(scores[row, places])
     return {"TOKEN": tokens, "SCORE": probabilities}
+
+
+def find_keypoints(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Array]:
+    """Return LABEL and SCORE, [rows, keypoints], and KEYPOINT, [rows, keypoints, 2]: x and y in the picture.
+
+    The top of the parabola through the largest value of a heatmap and its two neighbours, along each axis. Places are
+    counted from the upper left corner in widths of a pixel.
+    """
+    heatmaps = tensors["heatmaps"].astype(np.float64)
+    geometry = tensors["geometry"].astype(np.float64)
+    rows, count, height, width = heatmaps.shape
+    best = heatmaps.reshape(rows, count, -1).argmax(axis=2)
+    y, x = np.divmod(best, width)
+    row, point = np.ogrid[:rows, :count]
+    down = refine(heatmaps[row, point, :, x], y)
+    right = refine(heatmaps[row, point, y], x)
+    places = np.stack(
+        [(x + 0.5 + right) * settings["size"][1] / width, (y + 0.5 + down) * settings["size"][0] / height], axis=2
+    )
+    scale, offset = geometry[:, None, 0:2], geometry[:, None, 2:4]
+    labels = np.array(settings["labels"], dtype=np.object_)
+    return {
+        "LABEL": np.broadcast_to(labels, (rows, count)).copy(),
+        "SCORE": heatmaps[row, point, y, x].astype(np.float32),
+        "KEYPOINT": (places * scale + offset).astype(np.float32),
+    }
+
+
+def refine(lines: Array, places: Array) -> Array:
+    """Return how far the top of a parabola lies from the middle one of three values, at most half a step.
+
+    Args:
+        lines: Values along one axis, [rows, keypoints, size].
+        places: Where the largest lies, [rows, keypoints]; at an end it stays there.
+    """
+    size = lines.shape[2]
+    inside = np.clip(places, 1, max(size - 2, 1))[..., None] + np.array([-1, 0, 1])
+    left, middle, right = np.moveaxis(np.take_along_axis(lines, np.minimum(inside, size - 1), axis=2), 2, 0)
+    curve = 2 * middle - left - right
+    shift = np.clip(np.divide(0.5 * (right - left), curve, out=np.zeros_like(curve), where=curve > 0), -0.5, 0.5)
+    return np.where((places > 0) & (places < size - 1), shift, 0.0)
 
 
 def stack_places(rows: Sequence[Sequence[Place]], width: int, label_name: str) -> dict[str, Array]:
@@ -239,4 +291,5 @@ KINDS: Mapping[str, Callable[[Tensors, Mapping[str, Any]], dict[str, Array]]] = 
     "entities": find_entities,
     "spans": find_spans,
     "masks": fill_masks,
+    "keypoints": find_keypoints,
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ..checkpoints import join_folders
 from ..errors import escape_controls
 from ..locations import name_command
 from ..options import add_options, build_request, read_options
@@ -28,6 +29,7 @@ _EXAMPLES = (
     "./checkpoint --name tickets --precision int8 --target 25.08",
     "--factory model.py:build --inputs inputs.json --name scores",
     "./checkpoint --name tickets --json > result.json",
+    "./node0/run ./node1/run --base ./model --name tickets",
 )
 
 
@@ -44,11 +46,11 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         more="\n".join(["tasks:", *(f"  {entry.name:<29} {entry.help}" for entry in TASKS.values())]),
     )
     parser.add_argument(
-        "checkpoint",
+        "checkpoints",
         type=Path,
-        nargs="?",
+        nargs="*",
         metavar="CHECKPOINT",
-        help="folder that a trainer or save_pretrained left (optional with --factory)",
+        help="folder that a trainer or save_pretrained left, or the folders of all nodes (optional with --factory)",
     )
     parser.add_argument("--name", required=True, help="name that clients will use")
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
@@ -59,7 +61,10 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
-    request = build_request(vars(arguments), read_options(arguments.config) if arguments.config else {})
+    checkpoint = join_folders(arguments.checkpoints) if arguments.checkpoints else None
+    request = build_request(
+        vars(arguments) | {"checkpoint": checkpoint}, read_options(arguments.config) if arguments.config else {}
+    )
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     console = Console(stderr=True)
     check_destination(request.repository, request.name, partial(_tell, console))
@@ -97,7 +102,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         publication = {
             "name": version.name,
             "version": version.number,
-            "active": version.number,
+            "active": same.active,
             "outcome": same.outcome,
             "report_file": str(version.folder / REPORT_FILE),
         }
@@ -109,6 +114,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return
+    is_active = same.active == version.number
     written = {
         "unchanged": "already holds exactly this; nothing was written (--again exports anyway)",
         "switched": "holds exactly this and is served again (--again exports anyway)",
@@ -118,8 +124,10 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         "missing": "; ".join(same.missing),
         "unchanged": "checkpoint, tokenizer, options and tools are those of the lock, by their hashes",
         "published": f"{version.name} in {version.repository}, version {version.number} {written}",
+        "active": "" if is_active else f"not this version but {same.active}" if same.active else "no version yet",
         "report": str(version.folder / PAGE_FILE),
     }
     lines = [f"{label:>11}  {text}" for label, text in facts.items() if text]
-    lines += ["", f"Next: {name_command('serve')} --repository {version.repository}"]
+    activates = f"{name_command('activate')} {version.name} {version.number}"
+    lines += ["", f"Next: {name_command('serve') if is_active else activates} --repository {version.repository}"]
     sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)

@@ -14,6 +14,7 @@ from ..locations import name_command
 from ..pipeline import ExportResult
 from ..proof.report_page import PAGE_FILE
 from ..proof.verify import VerificationReport
+from ..repository.publication import Publication
 from ..signature import SEQ_LEN
 from ..stages import Stage
 from ..tasks.comparison import describe_bounds, describe_errors, format_error
@@ -66,6 +67,7 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "equal to": f"the checkpoint in {len(report.cases)} cases, at worst "
         f"{describe_errors(report.worst.errors, report.tolerances)}",
         "published": f"{publication.name} in {repository}, {written}",
+        "active": _describe_active(publication),
         "report": str(publication.report_file.with_name(PAGE_FILE)),
         "memory": _describe_memory(result),
     }
@@ -77,7 +79,7 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         console.print(f"\n[bold yellow]Warning:[/] {escape(warning)}")
     for note in result.notes:
         console.print(f"\nNote: {note}", markup=False)
-    console.print(f"\nNext: {name_command('serve')} --repository {repository}", markup=False)
+    console.print(f"\nNext: {_name_next(publication, repository)}", markup=False)
 
 
 def to_json(result: ExportResult) -> dict[str, Any]:
@@ -121,6 +123,18 @@ def to_json(result: ExportResult) -> dict[str, Any]:
             "sha256": rows.sha256,
         }
     return content
+
+
+def _describe_active(publication: Publication) -> str:
+    if publication.active == publication.version:
+        return ""
+    return f"not this version but {publication.active}" if publication.active else "no version yet"
+
+
+def _name_next(publication: Publication, repository: Path) -> str:
+    if publication.active == publication.version:
+        return f"{name_command('serve')} --repository {repository}"
+    return f"{name_command('activate')} {publication.name} {publication.version} --repository {repository}"
 
 
 def _describe_precision(report: PrecisionReport) -> str:

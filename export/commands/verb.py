@@ -1,19 +1,24 @@
 """What every verb has: a place on the command line with examples, and an end as a sentence and an exit code."""
 
 import argparse
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
 from .. import interruption
-from ..errors import ExportError
-from ..locations import name_command
+from ..errors import ExportError, ServingError, escape_controls
+from ..locations import REPOSITORY, name_command
 
 Verbs = argparse._SubParsersAction  # what `add_subparsers` returns, which has no public name
+
+# What was done in the repository was done, and a server that was waited for does not serve it.
+EXIT_NOT_SERVED = 3
 
 # Carries a verb out, and returns its exit code.
 Run = Callable[[argparse.Namespace], int]
@@ -29,6 +34,7 @@ def add_verb(
     examples: Sequence[str],
     succeeded: str,
     more: str = "",
+    codes: str = "1 refused (one sentence on stderr, nothing written), 2 wrong usage",
 ) -> argparse.ArgumentParser:
     """Add a verb to the command line and return its parser.
 
@@ -41,9 +47,10 @@ def add_verb(
         examples: What is typed behind the verb, one example each.
         succeeded: What exit code 0 says.
         more: What its own help says in front of the examples.
+        codes: What its other exit codes say.
     """
     lines = [f"  {name_command(name)} {example}" for example in examples]
-    codes = f"exit codes: 0 {succeeded}, 1 refused (one sentence on stderr, nothing written), 2 wrong usage"
+    codes = f"exit codes: 0 {succeeded}, {codes}"
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=help,
@@ -55,6 +62,30 @@ def add_verb(
     return parser
 
 
+def add_repository(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every verb on a repository has."""
+    parser.add_argument(
+        "--repository",
+        type=Path,
+        default=REPOSITORY,
+        metavar="DIR",
+        help="Triton model repository (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
+
+
+def answer(arguments: argparse.Namespace, content: object, lines: Iterable[str]) -> None:
+    """Write what a verb found: JSON for programs, or lines of text, in which nothing obeys a terminal."""
+    text = [json.dumps(content, indent=2)] if arguments.json else [escape_controls(line) for line in lines]
+    sys.stdout.writelines(line + "\n" for line in text)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines in which the cells stand below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def carry_out(run: Run, arguments: argparse.Namespace) -> int:
     """Carry a verb out; return its exit code, and tell in one sentence why it has done nothing if it has not."""
     console = Console(stderr=True)
@@ -64,6 +95,9 @@ def carry_out(run: Run, arguments: argparse.Namespace) -> int:
         code = run(arguments)
         sys.stdout.flush()
         return code
+    except ServingError as exc:
+        _refuse(console, str(exc))
+        return EXIT_NOT_SERVED
     except ExportError as exc:
         return _refuse(console, str(exc))
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ..errors import EngineError, list_some
 
@@ -91,6 +91,10 @@ class VerifiedGraph:
     on_step: Callable[[str], None] = lambda step: None
 
 
+# What a task hands to an engine.
+Form = Literal["graph", "decoder"]
+
+
 class Engine(ABC):
     """What runs a published graph, and everything that depends on which one that is.
 
@@ -102,6 +106,8 @@ class Engine(ABC):
         model_file: The file that the backend loads.
         graph_precisions: Precision that may be asked for → precision of the graph that it takes for that.
         builds: Whether `model_file` is built from the graph; otherwise it is the graph.
+        has_lean: Whether `backends/python_lean` runs it too, in the process that tokenises.
+        takes: What it is given: an ONNX graph, or a decoder, a language model whose keys and values it keeps itself.
     """
 
     name: ClassVar[str]
@@ -111,6 +117,8 @@ class Engine(ABC):
     model_file: ClassVar[str]
     graph_precisions: ClassVar[Mapping[str, str]]
     builds: ClassVar[bool] = True
+    has_lean: ClassVar[bool] = False
+    takes: ClassVar[Form] = "graph"
 
     def find_graph_precision(self, precision: str) -> str:
         """Return the precision of the graph that it takes where `precision` is asked for.

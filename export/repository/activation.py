@@ -21,8 +21,9 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..errors import RepositoryError
 from .change import change
 from .config_file import join_configs, keep_operators_parameters, read_config
-from .contents import CLAIM_FILE, find_active_version, list_versions
+from .contents import CLAIM_FILE, check_published, find_active_version, list_versions
 from .files import write_configs
+from .integrity import check_whole
 from .removal import remove_leftovers
 from .undo import Undo
 from .version import find_version
@@ -54,11 +55,13 @@ def activate(repository: Path, name: str, version: int | None = None) -> Activat
         version: The number; the newest one if left out.
 
     Raises:
-        RepositoryError: There is no such version, it is not whole, its engine or its tensors differ from those of
-            the version that is active, or the disk fails.
+        RepositoryError: There is no such model or version, it is not whole, a file of it is not as it was published,
+            its engine or its tensors differ from those of the version that is active, or the disk fails.
     """
+    check_published(repository, name)
     with change(repository, name, "switched in") as undo:
         chosen = find_version(repository, name, version or max(list_versions(repository / name), default=0))
+        check_whole(chosen)
         configs = chosen.read_configs()
         remove_leftovers(repository, name, configs)
         before = find_active_version(repository, name)

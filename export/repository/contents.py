@@ -106,6 +106,22 @@ def list_models(repository: Path) -> list[str]:
     return sorted(entry.name for entry in repository.iterdir() if _is_public(repository, entry.name))
 
 
+def check_published(repository: Path, name: str) -> None:
+    """Refuse the name of a model that modelyard did not publish here.
+
+    Raises:
+        RepositoryError: It is not there, or is another's.
+    """
+    known = list_models(repository)
+    if name not in known:
+        raise RepositoryError(
+            f"{repository} holds no model {name} of modelyard's",
+            expected=f"one of {', '.join(known)}" if known else "a published model",
+            got=name,
+            remedy="see `versions list`",
+        )
+
+
 def _is_public(repository: Path, name: str) -> bool:
     try:
         return find_owner(repository, name) == name

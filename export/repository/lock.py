@@ -62,20 +62,20 @@ def hold(
     try:
         is_free = _acquire(descriptor, 0)
         if not is_free:
-            tell(f"another publication is at work in {repository}; waiting up to {patience_s:g} s for its end")
+            tell(f"another change is at work in {repository}; waiting up to {patience_s:g} s for its end")
         if not is_free and not _acquire(descriptor, patience_s):
             raise RepositoryError(
-                f"another publication is at work in {repository}",
+                f"another change is at work in {repository}",
                 expected=f"the repository for itself within {patience_s:g} s",
                 got="a lock",
-                remedy="wait until it has ended, then export again",
+                remedy="wait until it has ended, then do it again",
             )
         if not repository.is_dir() or not os.path.samestat(os.fstat(descriptor), repository.stat()):
             raise RepositoryError(
-                f"{repository} was removed by another publication, which failed",
+                f"{repository} was removed by a publication that failed",
                 expected="the folder that was there",
                 got="another or none",
-                remedy="export again",
+                remedy="do it again",
             )
         yield
     finally:

@@ -9,7 +9,7 @@ import torch
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines import ONNXRUNTIME, Engine
-from ..engines.limits import MAX_BATCH_SIZE
+from ..engines.limits import INSTANCES, MAX_BATCH_SIZE
 from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from .names import OWNER_PARAMETER, ModelNames
 
@@ -21,6 +21,9 @@ MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 # the model runs in milliseconds, and while it does requests gather by themselves.
 PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 
+# The folder of `backends/` that does in one process what the steps of an ensemble do.
+LEAN_BACKEND = "python_lean"
+
 _TRITON_DTYPES = {
     torch.bool: pb.TYPE_BOOL,
     torch.uint8: pb.TYPE_UINT8,
@@ -28,6 +31,7 @@ _TRITON_DTYPES = {
     torch.int16: pb.TYPE_INT16,
     torch.int32: pb.TYPE_INT32,
     torch.int64: pb.TYPE_INT64,
+    torch.uint32: pb.TYPE_UINT32,
     torch.float16: pb.TYPE_FP16,
     torch.float32: pb.TYPE_FP32,
     torch.float64: pb.TYPE_FP64,
@@ -38,7 +42,7 @@ _TRITON_DTYPES = {
 def name_models(name: str, signature: ModelSignature) -> ModelNames:
     """Return the names that a publication of a graph with this signature has."""
     contract = signature.contract
-    if contract is None:
+    if contract is None or contract.preprocess is None or contract.is_lean:
         return ModelNames(name=name, is_ensemble=False)
     return ModelNames(name=name, has_postprocess=contract.postprocess is not None)
 
@@ -56,8 +60,12 @@ def build_configs(
         engine: What runs the model.
     """
     served = sorted(set(served))
-    configs = {names.model: _build_model(names.model, signature, served, engine)}
-    if (contract := signature.contract) is not None:
+    contract = signature.contract
+    if contract is not None and contract.is_lean:
+        configs = {names.name: _build_lean(names.name, contract, served, engine)}
+    else:
+        configs = {names.model: _build_model(names.model, signature.served, served, engine, version)}
+    if contract is not None and names.is_ensemble:
         configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
         if contract.postprocess is not None:
             configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
@@ -87,14 +95,16 @@ def _build_postprocess(name: str, signature: ModelSignature, contract: Contract,
         backend=contract.postprocess,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
-        input=[_input(tensor) for tensor in signature.outputs + contract.carried + contract.inputs],
+        input=[_input(tensor) for tensor in signature.outputs + contract.passed],
         output=[_output(tensor) for tensor in contract.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
         dynamic_batching=_batching(0),
     )
 
 
-def _build_model(name: str, signature: ModelSignature, served: list[int], engine: Engine) -> pb.ModelConfig:
+def _build_model(
+    name: str, signature: ModelSignature, served: list[int], engine: Engine, version: int
+) -> pb.ModelConfig:
     config = pb.ModelConfig(
         name=name,
         backend=engine.backend,
@@ -102,7 +112,7 @@ def _build_model(name: str, signature: ModelSignature, served: list[int], engine
         default_model_filename=engine.model_file,
         version_policy=_serve(served),
         input=[_input(tensor, is_batched=signature.is_batched) for tensor in signature.inputs],
-        output=[_output(tensor, is_batched=signature.is_batched) for tensor in signature.outputs],
+        output=[_output(tensor, is_batched=signature.is_batched, version=version) for tensor in signature.outputs],
         model_warmup=_warmups(signature),
     )
     if signature.is_batched:
@@ -111,8 +121,27 @@ def _build_model(name: str, signature: ModelSignature, served: list[int], engine
     return config
 
 
+def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine) -> pb.ModelConfig:
+    batching = _batching(0)
+    # One request at a time: nothing is gained by joining rows that run one after another, and a free instance takes
+    # the next request.
+    batching.preferred_batch_size.append(1)
+    return pb.ModelConfig(
+        name=name,
+        backend=LEAN_BACKEND,
+        max_batch_size=MAX_BATCH_SIZE,
+        default_model_filename=engine.model_file,
+        version_policy=_serve(served),
+        input=[_input(tensor) for tensor in contract.inputs],
+        output=[_output(tensor) for tensor in contract.outputs],
+        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=INSTANCES)],
+        dynamic_batching=batching,
+    )
+
+
 def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Contract, version: int) -> pb.ModelConfig:
     asked, answered, carried = map(_same_names, (contract.inputs, contract.outputs, contract.carried))
+    passed = _same_names(contract.passed)
     inputs = _same_names(signature.inputs)
     # Without a postprocess step the graph's outputs are the answers, under the names that clients use.
     named = contract.outputs if contract.postprocess is None else signature.outputs
@@ -128,7 +157,7 @@ def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Cont
             pb.ModelEnsembling.Step(
                 model_name=names.postprocess,
                 model_version=version,
-                input_map=outputs | carried | asked,
+                input_map=outputs | passed,
                 output_map=answered,
             )
         )
@@ -187,13 +216,20 @@ def _same_names(tensors: Iterable[TensorSignature]) -> dict[str, str]:
 
 def _input(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelInput:
     return pb.ModelInput(
-        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor, is_batched=is_batched)
+        name=tensor.name,
+        data_type=_TRITON_DTYPES[tensor.dtype],
+        dims=_dims(tensor, is_batched=is_batched),
+        optional=tensor.is_optional,
     )
 
 
-def _output(tensor: TensorSignature, *, is_batched: bool = True) -> pb.ModelOutput:
+def _output(tensor: TensorSignature, *, is_batched: bool = True, version: int = 0) -> pb.ModelOutput:
+    """Return an output; the file with its labels lies in the folder of `version`, seen from that of the model."""
     return pb.ModelOutput(
-        name=tensor.name, data_type=_TRITON_DTYPES[tensor.dtype], dims=_dims(tensor, is_batched=is_batched)
+        name=tensor.name,
+        data_type=_TRITON_DTYPES[tensor.dtype],
+        dims=_dims(tensor, is_batched=is_batched),
+        label_filename=f"{version}/{tensor.label_file}" if tensor.label_file else "",
     )
 
 

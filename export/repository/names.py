@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ..artefacts import POSTPROCESS, PREPROCESS
+from ..artefacts import MODEL, POSTPROCESS, PREPROCESS
 from ..errors import RepositoryError
 
 # What a path component, a metrics label and a URL can all hold.
@@ -12,10 +12,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 # A parameter of every configuration, which no backend reads: the public model that the folder belongs to.
 OWNER_PARAMETER = "modelyard_owner"
 
-_MODEL = "model"
-
 # What the names of an ensemble's steps end in.
-STEP_SUFFIXES = tuple(f"_{step}" for step in (PREPROCESS, _MODEL, POSTPROCESS))
+STEP_SUFFIXES = tuple(f"_{step}" for step in (PREPROCESS, MODEL, POSTPROCESS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +31,8 @@ class ModelNames:
     has_postprocess: bool = False
 
     def step(self, step: str) -> str:
-        """Return the name of a step around the graph."""
-        return f"{self.name}_{step}"
+        """Return the name of a step around the graph; that of the model itself where there are none of their own."""
+        return f"{self.name}_{step}" if self.is_ensemble else self.name
 
     @property
     def preprocess(self) -> str:
@@ -44,7 +42,7 @@ class ModelNames:
     @property
     def model(self) -> str:
         """What runs the ONNX file."""
-        return self.step(_MODEL) if self.is_ensemble else self.name
+        return self.step(MODEL) if self.is_ensemble else self.name
 
     @property
     def postprocess(self) -> str:

@@ -14,16 +14,11 @@ a disk that will not even undo, leaves a repository that serves the previous ver
 change of the model removes.
 """
 
-import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
-
-from tritonclient.grpc import model_config_pb2 as pb
 
 from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
@@ -32,24 +27,22 @@ from ..proof.verify import VerificationReport
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
 from .activation import check_exchangeable, switch
+from .addition import add_version
 from .change import change
-from .config_file import read_config, render_config
+from .config_file import read_config
 from .contents import (
     GOLDEN_FILE,
     REPORT_FILE,
     check_owners,
     find_active_version,
     find_free_version,
-    list_models,
     list_versions,
 )
-from .files import claim_folder, copy, link, move, sync_folder, write
 from .lock import PATIENCE_S
 from .model_config import build_configs
 from .names import ModelNames
-from .removal import name_staged, remove_leftovers
-from .undo import Undo
-from .version import CONFIGS_FOLDER, SUMS_FILE, Version, index_sums, render_sums
+from .removal import remove_leftovers
+from .version import Version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +103,7 @@ def publish(
 
     Raises:
         RepositoryError: The report does not vouch for these bytes, the name is taken, the disk is full or fails, or
-            another publication is at work.
+            another change is at work.
     """
     homes: dict[str, list[Path]] = {name: [] for name in names.all}
     homes[names.model] += files.model
@@ -158,81 +151,6 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
             expected="the bytes that were verified",
             got="changed, missing or new: " + ", ".join(changed),
             remedy="verify again",
-        )
-
-
-def add_version(
-    version: Version,
-    files: Mapping[str, list[Path]],
-    digests: Mapping[str, str],
-    documents: Mapping[str, str],
-    configs: Mapping[str, pb.ModelConfig],
-    undo: Undo,
-) -> None:
-    """Stage every file of a version, and rename it into place; the public model's folder last.
-
-    Args:
-        version: The version to make.
-        files: Triton model → its files.
-        digests: File name → SHA-256 that it must have.
-        documents: File name → text, of what lies in the public model's folder.
-        configs: Triton model → its configuration while the version is the active one.
-        undo: Takes back what is done.
-
-    Raises:
-        RepositoryError: A file reads back differently from how it was written.
-    """
-    documents = {
-        **documents,
-        **{f"{CONFIGS_FOLDER}/{model_name}.pbtxt": render_config(config) for model_name, config in configs.items()},
-    }
-    equal = index_sums(
-        Version(repository=version.repository, name=name, number=number)
-        for name in list_models(version.repository)
-        for number in list_versions(version.repository / name)
-    )
-    staged: dict[Path, Path] = {}
-    sums: dict[str, str] = {}
-    for model_name, sources in files.items():
-        claim_folder(version.repository / model_name, configs[model_name], undo)
-        folder = version.find_folder(model_name)
-        staged[folder] = folder.with_name(name_staged(version.number))
-        undo.add_litter(partial(shutil.rmtree, staged[folder]))
-        staged[folder].mkdir()
-        is_public = model_name == version.name
-        for source in sources:
-            _store(source, staged[folder] / source.name, digests[source.name], equal)
-            place = source.name if is_public else f"../../{model_name}/{version.number}/{source.name}"
-            sums[place] = digests[source.name]
-        if is_public:
-            for name, text in documents.items():
-                (staged[folder] / name).parent.mkdir(exist_ok=True)
-                write(staged[folder] / name, text)
-                sums[name] = hashlib.sha256(text.encode()).hexdigest()
-            write(staged[folder] / SUMS_FILE, render_sums(sums))
-    for folder in staged.values():
-        for each in (*(entry for entry in folder.iterdir() if entry.is_dir()), folder):
-            sync_folder(each)
-    for folder, staged_folder in staged.items():
-        move(staged_folder, folder, undo)
-
-
-def _store(source: Path, target: Path, digest: str, equal: Mapping[str, Path]) -> None:
-    """Put a file into the repository, once however many versions hold it."""
-    known = equal.get(digest)
-    if known is not None and known.is_file():
-        link(known, target)
-        if hash_file(target) == digest:
-            return
-        # What was said to be equal is damaged.
-        target.unlink()
-    copy(source, target)
-    if hash_file(target) != digest:
-        raise RepositoryError(
-            f"{source.name} reads back differently from how it was written",
-            expected=f"SHA-256 {digest}",
-            got="another",
-            remedy="check the disk",
         )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,18 @@ def find_version(repository: Path, name: str, number: int) -> Version:
             remedy="see `versions list`",
         )
     return Version(repository=repository, name=name, number=number)
+
+
+def render_publication(*, checkpoint: str, kind: str, task: str) -> str:
+    """Return the text that says when, and from what, a version is published.
+
+    Args:
+        checkpoint: The folder that it was exported from, or the function that built the module.
+        kind: What that is, in words.
+        task: Name of what it is served as.
+    """
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return json.dumps({"published": now, "checkpoint": checkpoint, "kind": kind, "task": task}, indent=2) + "\n"
 
 
 def render_sums(hashes: Mapping[str, str]) -> str:

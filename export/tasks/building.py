@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from ..checkpoints import TensorSpec
 from ..errors import ModelError
+from ..weights.tokenizer import has_tokenizer
 from .base import Task, TaskSource
 from .table import TASKS, TaskEntry
 
@@ -29,15 +30,15 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
             return entry.name
     for architecture in config.architectures or ():
         main_input = getattr(getattr(transformers, architecture, None), "main_input_name", "input_ids")
-        endings = {
-            ending: entry.name
-            for entry in TASKS.values()
-            if main_input in entry.inputs
-            for ending in entry.architectures
-            if architecture.endswith(ending)
-        }
+        endings: dict[str, list[str]] = {}
+        for entry in TASKS.values():
+            for ending in entry.architectures if main_input in entry.inputs else ():
+                if architecture.endswith(ending):
+                    endings.setdefault(ending, []).append(entry.name)
         if endings:
-            return endings[max(endings, key=len)]
+            names = endings[max(endings, key=len)]
+            served = (name for name in names if not must_read_text(name) or has_tokenizer(directory))
+            return next(served, names[0])
     raise ModelError(
         f"what {directory} is to be served as cannot be determined",
         expected="an architecture that ends in "
@@ -60,6 +61,11 @@ def may_read_text(name: str) -> bool:
 def is_ensemble(name: str) -> bool:
     """Tell whether steps stand around the graph of the task `name`."""
     return load_class(TASKS[name]).is_ensemble
+
+
+def has_lean(name: str) -> bool:
+    """Tell whether one process can do what the steps of the task `name` do."""
+    return load_class(TASKS[name]).has_lean
 
 
 def build_task(name: str, source: TaskSource) -> Task:

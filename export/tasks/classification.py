@@ -165,15 +165,19 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) 
         config.pad_token_id = tokenizer.pad_token_id
 
 
-def read_labels(config: PretrainedConfig) -> list[str]:
+def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[str]:
     """Return the names of the labels, by id.
+
+    Args:
+        config: The checkpoint's configuration.
+        must_differ: Whether no two may have one name.
 
     Raises:
         ModelError: `id2label` does not name each label once.
     """
     named = {int(index): str(name) for index, name in (config.id2label or {}).items()}
     names = [named[index] for index in sorted(named)]
-    if sorted(named) != list(range(len(names))) or len(set(names)) != len(names) or not names:
+    if sorted(named) != list(range(len(names))) or (must_differ and len(set(names)) != len(names)) or not names:
         raise ModelError(
             "id2label in config.json does not name every label once",
             expected="the ids 0, 1, 2, ... with a name each",

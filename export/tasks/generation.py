@@ -1,8 +1,8 @@
-"""text-generation and text2text-generation: the scores of the next token, for whatever writes the text."""
+"""text-generation-logits and text2text-generation: the scores of the next token, for whatever writes the text."""
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ _TEXTS = 16
 class GenerationTask(TensorTask):
     """Logits of a vocabulary at every token, which must prefer the same token."""
 
-    tokenizer_use = "optional"
+    tokenizer_use: ClassVar[Literal["none", "optional", "required"]] = "optional"
     tolerances: ClassVar[Mapping[str, float]] = TENSOR_TOLERANCES | {
         "min_label_agreement": LOGIT_TOLERANCES["min_label_agreement"]
     }
@@ -44,7 +44,7 @@ class GenerationTask(TensorTask):
         return compare_tensors(expected, got) | {"min_label_agreement": agreement["min_label_agreement"]}
 
 
-class TextGeneration(GenerationTask):
+class TextGenerationLogits(GenerationTask):
     """A decoder: the whole text in, the logits at each of its tokens out."""
 
     def __init__(self, source: TaskSource) -> None:
@@ -76,14 +76,14 @@ class TextGeneration(GenerationTask):
         return f"logits of {self.vocabulary} tokens, for texts of up to {self.longest}"
 
 
-class TextGenerationWithPast(TextGeneration):
+class TextGenerationLogitsWithPast(TextGenerationLogits):
     """A decoder with its cache: new tokens in, with the keys and values of those before; all of them out.
 
     The first step has an empty past, every further one a single token.
     """
 
     def _build(self, source: TaskSource) -> None:
-        shapes = _find_cache_shapes(self.model)
+        shapes = find_cache_shapes(self.model)
         self.module = CachedDecoderModule(self.model, len(shapes)).eval()
         total = f"{PAST_LEN}+{SEQ_LEN}"
         past, present = [], []
@@ -233,7 +233,7 @@ def _ids(vocabulary: int) -> ValueRule:
     return ValueRule(kind="integers", low=0, high=vocabulary)
 
 
-def _find_cache_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
+def find_cache_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Return the number of heads and the size of one, of each layer's keys.
 
     Raises:
@@ -248,7 +248,7 @@ def _find_cache_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
             f"the cache of {type(model).__name__} is not exported",
             expected="keys and values of every token in every layer",
             got=type(cache).__name__,
-            remedy="pass --task text-generation",
+            remedy="pass --task text-generation-logits",
         )
     return [(key[1], key[3]) for key, _ in shapes]
 

@@ -21,6 +21,7 @@ KSERVE_DTYPES = {
     torch.int16: "INT16",
     torch.int32: "INT32",
     torch.int64: "INT64",
+    torch.uint32: "UINT32",
     torch.float16: "FP16",
     torch.float32: "FP32",
     torch.float64: "FP64",
@@ -35,8 +36,9 @@ def build_sample(
 
     Args:
         contract: What clients see: that of the ensemble, or of the graph itself.
-        asked: Input name → its values, in any shape; strings are texts, or all of them bytes.
-        answered: Output name → its values, in any shape.
+        asked: Input name → its values, in any shape; strings are texts, or all of them bytes. Of optional ones those
+            that are sent.
+        answered: Output name → its values, in any shape. Of optional ones those that the answer holds.
     """
     return {
         "inputs": _describe(contract.inputs, asked),
@@ -47,6 +49,8 @@ def build_sample(
 def _describe(tensors: Iterable[TensorSignature], values: Mapping[str, Any]) -> list[dict[str, Any]]:
     described = []
     for tensor in tensors:
+        if tensor.is_optional and tensor.name not in values:
+            continue
         kind = np.object_ if tensor.dtype == STRING else np.dtype(str(tensor.dtype).removeprefix("torch."))
         array = np.array(values[tensor.name], dtype=kind)
         data = array.reshape(-1).tolist()

@@ -40,7 +40,7 @@ _ROWS = "rows"
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KSERVE_DTYPES if isinstance(dtype, torch.dtype)}
 _PLAIN_VALUES = ("normal", "uniform", "mask", "zeros", "ones")
-_SPEC_KEYS = ("inputs", "outputs", "dims", "arguments", "samples")
+_SPEC_KEYS = ("inputs", "outputs", "dims", "arguments", "samples", "answers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,16 @@ class InputSpec:
         outputs: Their names; keys of the result where that is a mapping.
         tensors: What the inputs may be.
         arguments: Keyword arguments of the factory.
+        answers: What is made of the outputs, where clients send pictures; None for the outputs themselves.
+        folder: Where the file lies, and what it names.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[str, ...]
     tensors: InputRules
     arguments: Mapping[str, Any]
+    answers: Mapping[str, Any] | None = None
+    folder: Path = Path()
 
 
 class FactoryTask(TensorTask):
@@ -186,7 +190,13 @@ class FlatModule(nn.Module):
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def build_factory_task(entry: str, spec_file: Path, weights: StateDict | None) -> FactoryTask:
+def build_factory_task(
+    entry: str,
+    spec_file: Path,
+    weights: StateDict | None,
+    *,
+    build: Callable[[nn.Module, InputSpec], FactoryTask] | None = None,
+) -> FactoryTask:
     """Return the task around what the user's function builds, with `weights` in it where there are any.
 
     This runs the user's code, which is what it is for.
@@ -196,12 +206,20 @@ def build_factory_task(entry: str, spec_file: Path, weights: StateDict | None) -
         spec_file: File that describes the inputs.
         weights: Tensors with exactly the names and shapes of the module's state dict; None keeps those that the
             function made.
+        build: Makes the task, where that is another than `FactoryTask`, whose clients send the module's own tensors.
 
     Raises:
         SettingsError: The entry or the file cannot be used.
         ModelError: The function fails, the weights do not fit, or the module cannot be served.
     """
     spec = read_spec(spec_file)
+    if spec.answers is not None and build is None:
+        raise SettingsError(
+            f"the answers in {spec_file} have no effect without pictures",
+            expected="--preprocess RECIPE",
+            got="none",
+            remedy="pass it, or take them out",
+        )
     function = _import_function(entry)
     try:
         module = function(**spec.arguments)
@@ -213,7 +231,7 @@ def build_factory_task(entry: str, spec_file: Path, weights: StateDict | None) -
     if weights is not None:
         _load_weights(module, weights)
     try:
-        return FactoryTask(module, spec)
+        return (build or FactoryTask)(module, spec)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as exc:
         raise ModelError(
             f"what {entry} builds cannot take the inputs of {spec_file}",
@@ -256,6 +274,8 @@ def read_spec(path: Path) -> InputSpec:
         outputs=tuple(content["outputs"]),
         tensors=tensors,
         arguments=content.get("arguments", {}),
+        answers=content.get("answers"),
+        folder=path.parent,
     )
 
 

@@ -43,7 +43,7 @@ class SignalTask(TensorTask):
         model, self.unused_tensors = load_model(source.config, source.weights, self.auto_class)
         if self.auto_class is AutoModel and source.config.is_encoder_decoder:
             model = model.get_encoder()
-        dims = read_signal_dims(source.directory, source.config)
+        dims = self.find_dims(source)
         name = model.main_input_name
         self.tensors = InputRules(
             rules={name: ValueRule()},
@@ -57,6 +57,10 @@ class SignalTask(TensorTask):
         self.signature = ModelSignature(
             inputs=inputs, outputs=infer_outputs(self.module, inputs, [self.output], self.tensors)
         )
+
+    def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
+        """Return the dimensions of the model's input, the batch first."""
+        return read_signal_dims(source.directory, source.config)
 
     @property
     def description(self) -> str:

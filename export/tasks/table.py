@@ -13,8 +13,17 @@ TEXTS = ("input_ids",)
 IMAGES = ("pixel_values",)
 SOUNDS = ("input_values", "input_features")
 
+# How the classes of decoders end.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+
 # What can be asked of some tasks; None is what the checkpoint says, or the task's default.
-TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text")
+TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text or a picture")
+PREPROCESS = Option(
+    name="preprocess",
+    kind=TEXT,
+    metavar="RECIPE",
+    help="what is done to pictures: imagenet, or a file (default: preprocessor_config.json)",
+)
 AGGREGATION = Option(
     name="aggregation",
     kind=TEXT,
@@ -39,7 +48,8 @@ class TaskEntry:
         help: What clients get, for `--help`.
         place: `module:Class` in this folder, whose class is built from the checkpoint.
         inputs: Main inputs, as transformers calls them, of the models that it is for.
-        architectures: Endings of the names of classes that were trained for it.
+        architectures: Endings of the names of classes that were trained for it. Of tasks that share one, the first is
+            found that a checkpoint has everything for, such as a tokenizer.
         options: What can be asked of it.
     """
 
@@ -98,14 +108,20 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(name="reward", help="the score of a reward model", place="classification:Reward"),
         TaskEntry(
             name="text-generation",
-            help="tensors: the scores of the next token at every token of a text",
-            place="generation:TextGeneration",
-            architectures=("ForCausalLM", "LMHeadModel"),
+            help="text that goes on from a prompt, streamed and batched continuously",
+            place="text_generation:TextGeneration",
+            architectures=CAUSAL,
         ),
         TaskEntry(
-            name="text-generation-with-past",
+            name="text-generation-logits",
+            help="tensors: the scores of the next token at every token of a text",
+            place="generation:TextGenerationLogits",
+            architectures=CAUSAL,
+        ),
+        TaskEntry(
+            name="text-generation-logits-with-past",
             help="tensors: the same with keys and values of the tokens before, for one token a step",
-            place="generation:TextGenerationWithPast",
+            place="generation:TextGenerationLogitsWithPast",
         ),
         TaskEntry(
             name="text2text-generation",
@@ -115,10 +131,17 @@ TASKS: Mapping[str, TaskEntry] = {
         ),
         TaskEntry(
             name="image-classification",
+            help="labels and scores of a picture, sent as an encoded file",
+            place="images:ImageLabels",
+            inputs=IMAGES,
+            architectures=("ForImageClassification",),
+            options=(TOP_K, PREPROCESS),
+        ),
+        TaskEntry(
+            name="image-classification-tensors",
             help="tensors: the scores of an image's labels",
             place="signals:ImageClassification",
             inputs=IMAGES,
-            architectures=("ForImageClassification",),
         ),
         TaskEntry(
             name="image-feature-extraction",
@@ -163,8 +186,9 @@ def list_task_options() -> list[Option]:
     return [
         replace(
             option,
-            help=f"{option.help}; for {', '.join(owners[name])}",
-            needs=Needs.ARCHITECTURE,
+            # A module of the user's own is given pictures by the same option.
+            help=f"{option.help}; for {', '.join(owners[name] + ['--factory'] * (option is PREPROCESS))}",
+            needs=Needs.NOTHING if option is PREPROCESS else Needs.ARCHITECTURE,
             group="task options",
         )
         for name, option in options.items()

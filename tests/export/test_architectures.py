@@ -21,8 +21,9 @@ from export.source import Source, load_source
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET
 
-PAST = "text-generation-with-past"
-EVERY = [(name, architecture.task) for name, architecture in ARCHITECTURES.items()] + [
+LOGITS, PAST = "text-generation-logits", "text-generation-logits-with-past"
+# Decoders are served as text where they have a tokenizer; that is proven elsewhere.
+EVERY = [(name, LOGITS if name in WITH_PAST else architecture.task) for name, architecture in ARCHITECTURES.items()] + [
     (name, PAST) for name in WITH_PAST
 ]
 
@@ -32,7 +33,7 @@ IN_EVERY_RUN = {
     ("bert question answering", None),
     ("roberta classification", None),
     ("modernbert classification", None),
-    ("llama", None),
+    ("llama", LOGITS),
     ("gpt2", PAST),
     ("qwen3-moe", PAST),
     ("t5 encoder", "feature-extraction"),

@@ -122,6 +122,8 @@ def test_an_older_version_that_is_the_same_becomes_active_again(folder: Path, re
         shutil.copytree(part / "1", part / "2")
     lock = models / "t" / "2" / LOCK_FILE
     lock.write_text(lock.read_text().replace('"precision": "fp32"', '"precision": "fp16"'))
+    # They name the files of version 1.
+    (lock.parent / "SHA256SUMS").unlink()
     activate(models, "t", 2)
     same = find_same_version(request_)
     assert isinstance(same, SameVersion)

@@ -39,7 +39,10 @@ def test_an_error_of_the_system_is_one_sentence_and_a_bug_is_none(
         export_cli("inspect", "x")
 
 
-VERBS = ("inspect", "consolidate", "run")
+VERBS = (
+    *("inspect", "consolidate", "run", "versions", "activate", "promote", "prune", "remove"),
+    "verify-repository",
+)
 
 
 @pytest.mark.parametrize("verb", VERBS)

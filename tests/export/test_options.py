@@ -17,6 +17,7 @@ from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 # One value of each option, on the command line and in a file.
 EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "repository": (["--repository", "models"], "models"),
+    "no_activate": (["--no-activate"], True),
     "task": (["--task", "fill-mask"], "fill-mask"),
     "adapter": (["--adapter", "one", "two"], ["one", "two"]),
     "tag": (["--tag", "global_step1"], "global_step1"),
@@ -26,6 +27,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "target": (["--target", "25.08"], "25.08"),
     "precision": (["--precision", "fp16"], "fp16"),
     "engine": (["--engine", "tensorrt"], "tensorrt"),
+    "steps": (["--steps", "lean"], "lean"),
     "tolerances": (["--tolerance", "max_abs_error=1e-6"], {"max_abs_error": 1e-6}),
     "accept_worse": (["--accept-worse", "a demo"], "a demo"),
     "factory": (["--factory", "model.py:build"], "model.py:build"),
@@ -40,6 +42,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "aggregation": (["--aggregation", "max"], "max"),
     "pooling": (["--pooling", "cls"], "cls"),
     "normalize": (["--no-normalize"], False),
+    "preprocess": (["--preprocess", "imagenet"], "imagenet"),
 }
 FACTORY = ["--factory", "model.py:build", "--inputs", "inputs.json"]
 
@@ -195,7 +198,7 @@ def test_these_are_all_that_a_factory_takes_no_notice_of() -> None:
     assert {option.name for option in IDLE} == {
         *("task", "adapter", "base", "lora_scaling", "top_k", "aggregation", "pooling", "normalize"),
         *("add_special_tokens", "add_tokens", "pad_vocab_to_multiple_of", "unused_rows", "seed"),
-        "allow_other_tokenizer",
+        *("allow_other_tokenizer", "steps"),
     }
 
 
@@ -241,7 +244,8 @@ def test_there_must_be_something_to_export() -> None:
 
 def test_a_request_that_is_made_in_python_is_held_to_the_same() -> None:
     made = {"name": "n", "repository": Path("r"), "checkpoint": None, "factory": "m:f", "inputs": Path("i")}
-    assert ExportRequest(**made).task_options == dict.fromkeys(("pooling", "normalize", "top_k", "aggregation"))
+    names = ("pooling", "normalize", "top_k", "aggregation", "preprocess")
+    assert ExportRequest(**made).task_options == dict.fromkeys(names)
     for idle, flag in (
         ({"task": "reward"}, "--task"),
         ({"task_options": {"normalize": False}}, "--normalize"),

@@ -150,7 +150,7 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     save_model(ARCHITECTURES["vit classification"], folder / "vit")
     for source, options in (
         (checkpoint, ["--name", "sentence_embedding", "--precision", "int8"]),
-        (folder / "gpt2", ["--name", "writer", "--task", "text-generation-with-past"]),
+        (folder / "gpt2", ["--name", "writer", "--task", "text-generation-logits-with-past"]),
     ):
         done = run("-m", "export", "run", str(source), *options, "--repository", str(folder / "models"))
         assert done.code == 0, done.err

@@ -215,11 +215,11 @@ def test_two_publications_at_once_do_not_mix(exported: Exported, tmp_path: Path)
     told: list[str] = []
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(RepositoryError, match="another publication is at work .* within 0.2 s, got a lock; wait"):
+    with pytest.raises(RepositoryError, match="another change is at work .* within 0.2 s, got a lock; wait"):
         publish_files(exported, tmp_path, patience_s=0.2)
-    with pytest.raises(RepositoryError, match="another publication is at work"):
+    with pytest.raises(RepositoryError, match="another change is at work"):
         check_destination(tmp_path, "tiny", told.append, patience_s=0.2)
-    assert told == [f"another publication is at work in {tmp_path}; waiting up to 0.2 s for its end"]
+    assert told == [f"another change is at work in {tmp_path}; waiting up to 0.2 s for its end"]
     release = threading.Timer(1.0, os.close, [descriptor])
     release.start()
     assert publish_files(exported, tmp_path).outcome == "created", "it waits for one that ends"

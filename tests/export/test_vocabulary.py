@@ -110,7 +110,7 @@ def test_the_vocabulary_that_deepspeed_chat_saves_is_refused_with_the_remedy_tha
     shutil.rmtree(base)
     tokenizer.save_pretrained(base)
     config.save_pretrained(base)
-    request = ExportRequest(checkpoint=chat, name="x", repository=tmp_path, task="text-generation")
+    request = ExportRequest(checkpoint=chat, name="x", repository=tmp_path, task="text-generation-logits")
     progress = Progress(Console(quiet=True))
     with pytest.raises(VocabularyError) as refusal:
         load_source(request, progress)

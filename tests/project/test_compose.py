@@ -1,6 +1,7 @@
 """What can be checked of images, compose.yaml and monitoring without running them."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -95,12 +96,41 @@ def test_only_the_cpu_server_starts_by_default(compose: dict) -> None:
     assert [name for name, service in compose["services"].items() if "profiles" not in service] == ["server"]
 
 
+def test_what_starts_on_a_fresh_clone_waits_for_a_model_instead_of_ending_again_and_again(compose: dict) -> None:
+    for name in ("server", "server-gpu"):
+        assert "--wait" in compose["services"][name]["command"]
+        dockerfile = CHECKOUT / compose["services"][name]["build"]["dockerfile"]
+        assert 'CMD ["--wait", ' in dockerfile.read_text()
+
+
+def test_every_service_gives_up_its_rights_and_has_a_limit_on_processes(compose: dict) -> None:
+    for name, service in compose["services"].items():
+        if name != "bench":
+            assert service["cap_drop"] == ["ALL"], name
+            assert service["security_opt"] == ["no-new-privileges:true"], name
+            assert service["pids_limit"] > 0, name
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user; run the tests as root")
+def test_the_exporter_becomes_the_owner_of_the_repository(compose: dict, tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, 54321)
+    words = [
+        word.replace("$$", "$").replace("/models", str(tmp_path))
+        for word in compose["services"]["export"]["entrypoint"]
+    ]
+    words[2] = words[2].replace(" modelyard ", " id ")
+    for option, wanted in (("-u", "12345"), ("-g", "54321")):
+        assert subprocess.run([*words, option], capture_output=True, text=True, check=True).stdout.strip() == wanted
+
+
 def find_own_metrics(text: str) -> set[str]:
     return set(re.findall(r"modelyard_[a-z_]+", text)) - {"modelyard_server"}
 
 
 def test_dashboard_and_alerts_speak_of_metrics_that_exist() -> None:
-    known = find_own_metrics(Status(["m"]).render())
+    status = Status()
+    status.expect(["m"])
+    known = find_own_metrics(status.render())
     dashboard = (DOCKER / "monitoring" / "dashboards" / "modelyard.json").read_text()
     alerts = (DOCKER / "monitoring" / "alerts.yml").read_text()
     assert find_own_metrics(dashboard) and find_own_metrics(dashboard) <= known

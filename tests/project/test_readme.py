@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import CHECKOUT, Published, run
+from trainers.architectures import ARCHITECTURES, save_model
 from trainers.task_checkpoints import build_adapted
 
 from demo.checkpoint import fetch_checkpoint
@@ -35,9 +36,11 @@ PRINTS = {
     "--name trained": "DeepSpeed ZeRO stage 3, 2 ranks",
     "modelyard inspect": "ZeRO stage   3",
     "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
+    "my_vit --name image_classification": "labels, softmax, best 2; pictures by ViTImageProcessor at 32 x 32",
     "--factory model.py:build": "published  scores in my_models, version 1, new",
     "--precision int8": "times as fast on CPU",
     "--name brisk": "OpenVINO 2026.4.1 against torch",
+    "--name lean": "published  lean in my_models, version 1, new",
     "--name entities": "30524 rows (30522 before; added [ENT_START], [ENT_END])",
     "--name configured": "added [ENT_START], [USER], modelyard",
     '"A kitten naps." --json': '"results": [{"text": "A cat sleeps.", "EMBEDDING": [',
@@ -46,9 +49,14 @@ PRINTS = {
     "Inference-Header": '"shape":[1,384]',
     "sentence_embedding/ready": 'nv_inference_count{model="sentence_embedding",version="1"}',
     "tritonclient.http as": "[[1.    0.714]",
+    "with Client(": "[[1.    0.714]",
     "asyncio": "(3, 384)",
+    "--output answers.jsonl": "answers.jsonl: 5 lines, 5 asked now in",
     "modelyard parity": "HTTP binary",
     "repository/index": '"state":"READY"',
+    "versions diff": "model.onnx ",
+    "--wait localhost": "served by localhost:",
+    "modelyard promote": "1 versions: every file is as it was published",
     "modelyard check": "sentence_embedding answers as verified within",
     "grep -v '^#'": "modelyard_tritonserver_restarts_total 0",
     "modelyard bench": "texts/s",
@@ -67,6 +75,7 @@ def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory:
     (directory / "model_repository").symlink_to(published.repository)
     (directory / "my_base").symlink_to(tiny_checkpoint)
     build_adapted(directory / "my_classifier", fetch_checkpoint())
+    save_model(ARCHITECTURES["vit classification"], directory / "my_vit")
     (directory / "my_adapter").symlink_to(directory / "my_classifier" / "adapter")
     trained = run(
         str(CHECKOUT / "tests" / "trainers" / "train_bert.py"), str(tiny_checkpoint), str(directory / "training")

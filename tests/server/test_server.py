@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -64,6 +65,27 @@ def test_a_missing_or_empty_repository_is_refused(tmp_path: Path) -> None:
     assert code == 1
     assert error.count("\n") == 1
     assert "holds nothing to serve: expected a model with config.pbtxt and a numbered version, got none" in error
+
+
+def test_it_waits_for_a_first_model_where_it_is_asked_to(published: Published, tmp_path: Path) -> None:
+    repository, coming = tmp_path / "models", tmp_path / "coming"
+    # A fresh checkout has configurations without a version.
+    shutil.copytree(CHECKOUT / "model_repository", repository, ignore=shutil.ignore_patterns("[0-9]*"))
+    with running(repository, "--wait") as server:
+        server.read_until(f"{repository} holds nothing to serve yet; waiting for what `python -m export run` publishes")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.status}/ready", timeout=10)
+        assert server.stop(signal.SIGTERM) == 0
+    with running(repository, "--wait") as server:
+        server.read_until("waiting for what")
+        shutil.copytree(published.repository, coming)
+        # The ensemble last: before it, its steps are nothing to serve.
+        for folder in sorted(coming.iterdir(), reverse=True):
+            shutil.rmtree(repository / folder.name, ignore_errors=True)
+            folder.rename(repository / folder.name)
+        server.read_until("sentence_embedding ")
+        server.read_until("serving HTTP")
+        assert server.stop() == 0
 
 
 def test_without_any_tritonserver_it_says_where_it_looked(published: Published) -> None:

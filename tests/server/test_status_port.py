@@ -124,4 +124,6 @@ def test_it_answers_what_it_knows_and_refuses_the_rest(server: Running) -> None:
 
 
 def test_labels_are_escaped_as_prometheus_reads_them() -> None:
-    assert r'modelyard_model_given_up{model="q\"x\\y\nz"} 0' in Status(['q"x\\y\nz']).render().splitlines()
+    status = Status()
+    status.expect(['q"x\\y\nz'])
+    assert r'modelyard_model_given_up{model="q\"x\\y\nz"} 0' in status.render().splitlines()

@@ -1,6 +1,7 @@
 """Small random models of every architecture that the export is held to, saved as their users have them."""
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,11 +232,11 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **names)
 
 
-def save_model(architecture: Architecture, directory: Path) -> None:
-    """Save a model of random weights, large enough that an error in any of them shows."""
+def save_model(architecture: Architecture, directory: Path, **options: Any) -> None:
+    """Save a model of random weights, large enough that an error in any of them shows; `options` go into its config."""
     torch.manual_seed(0)
     model_class = getattr(transformers, architecture.model)
-    config = model_class.config_class(**architecture.options)
+    config = model_class.config_class(**architecture.options, **options)
     config.initializer_range = 0.2
     model = model_class(config).eval()
     with torch.no_grad():
@@ -245,3 +246,6 @@ def save_model(architecture: Architecture, directory: Path) -> None:
     model.save_pretrained(directory)
     if architecture.reads_text:
         train_tokenizer().save_pretrained(directory)
+    if model.main_input_name == "pixel_values":
+        processor = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}}
+        (directory / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -1,0 +1,285 @@
+"""From encoded pictures to pixels: decoding, resizing, cropping and scaling, without a word about Triton.
+
+Every step is Pillow's, which transformers' own image processors are written on, so that pixels are theirs to the bit.
+"""
+
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+Array = npt.NDArray[Any]
+Float32Array = npt.NDArray[np.float32]
+
+# What is decoded; Pillow knows many more, and the readers of some are hardly ever fed anything hostile.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF")
+
+# A file, and what it unfolds to: 3 bytes a pixel while it is decoded, in as many threads as there are. Both are looked
+# at before anything is decoded.
+MAX_PICTURE_BYTES = 32 << 20
+MAX_PIXELS = 50_000_000
+
+# More threads than this hold more decoded pictures at once than they gain time.
+_MAX_THREADS = 8
+
+FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+TENSORS = ("pixel_values", "geometry")
+
+# Ours is the only limit, and it is looked at first; Pillow's own would warn below it.
+Image.MAX_IMAGE_PIXELS = None
+
+
+class PictureError(ValueError):
+    """A picture that cannot be used; the message is for the caller who sent it."""
+
+
+@dataclass(frozen=True)
+class SentPicture:
+    """One row of a request.
+
+    Attributes:
+        content: The encoded file.
+        name: Name of the input, for messages.
+        row: Its place in the request, for messages.
+    """
+
+    content: bytes
+    name: str
+    row: int
+
+    def refuse(self, what: str) -> PictureError:
+        """Return the error that says `what` of this picture."""
+        return PictureError(f"{self.name} row {self.row} {what}")
+
+
+@dataclass(frozen=True)
+class MadePicture:
+    """What a picture became.
+
+    Attributes:
+        pixels: [3, height, width], fp32.
+        geometry: [6], fp32: x and y scale, x and y offset, width and height of the upright picture; a place in the
+            picture is the place in the pixels times the scale, plus the offset, both counted from the upper left corner
+            in widths of a pixel.
+    """
+
+    pixels: Float32Array
+    geometry: Float32Array
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one picture becomes pixels.
+
+    Attributes:
+        size: Width and height that it is resized to.
+        box: Left, top, right and bottom of what is then kept; what lies outside of the picture is filled.
+    """
+
+    size: tuple[int, int]
+    box: tuple[int, int, int, int]
+
+
+class PictureReader:
+    """A `picture.json`, and the tensors that are wanted of it.
+
+    Args:
+        path: The `picture.json`.
+        tensor_names: Names of the tensors to make, the pixels first.
+
+    Raises:
+        ValueError: The file asks for something that is not there, or a tensor is wanted that is not made of pictures.
+    """
+
+    def __init__(self, path: Path, tensor_names: Sequence[str]) -> None:
+        recipe = json.loads(path.read_text(encoding="utf-8"))
+        if recipe["mode"] not in MODES or recipe["filter"] not in FILTERS or recipe["channels"] not in CHANNELS:
+            raise ValueError(
+                f"{path} asks for {recipe['mode']}, {recipe['filter']} and {recipe['channels']}: expected one of "
+                f"{', '.join(MODES)}; one of {', '.join(FILTERS)}; one of {', '.join(CHANNELS)}"
+            )
+        self._tensor_names = list(tensor_names)
+        if unknown := sorted(set(tensor_names[1:]) - {"geometry"}):
+            raise ValueError(f"no picture makes {', '.join(unknown)}: expected {', '.join(TENSORS)}")
+        self._plan = MODES[recipe["mode"]]
+        self._recipe = recipe
+        self._filter = FILTERS[recipe["filter"]]
+        self._order = CHANNELS[recipe["channels"]]
+        # In the order of transformers' own arithmetic, so that the last bit is the same.
+        levels = (np.arange(256, dtype=np.float64) * recipe["scale"]).astype(np.float32)
+        mean, std = np.array([recipe["mean"], recipe["std"]], dtype=np.float32)
+        self._table = ((levels[:, None] - mean) / std).T.copy()  # [3, 256]
+        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pictures")
+
+    def encode(self, rows: "Sequence[SentPicture]") -> "list[MadePicture | PictureError]":
+        """Return what each picture became, or why it became nothing; all at once, over all cores."""
+        return list(self._pool.map(self._try, rows))
+
+    def stack(self, rows: "Sequence[MadePicture]") -> "dict[str, Float32Array]":
+        """Return the wanted tensors of one request: pixels [rows, 3, height, width], geometry [rows, 6]."""
+        pixels, *others = self._tensor_names
+        made = {pixels: np.stack([row.pixels for row in rows])}
+        return made | {name: np.stack([row.geometry for row in rows]) for name in others}
+
+    def _try(self, sent: SentPicture) -> "MadePicture | PictureError":
+        try:
+            return self._make(sent)
+        except PictureError as exc:
+            return exc
+
+    def _make(self, sent: SentPicture) -> MadePicture:
+        image = decode_picture(sent)
+        plan = self._plan(image.size, self._recipe)
+        if plan.size[0] * plan.size[1] > MAX_PIXELS:
+            raise sent.refuse(
+                f"is too long and narrow: expected at most {MAX_PIXELS} pixels once it is resized, got "
+                f"{plan.size[0]} x {plan.size[1]} of {image.width} x {image.height}; cut it"
+            )
+        small = image if plan.size == image.size else image.resize(plan.size, self._filter)
+        left, top, right, bottom = plan.box
+        if plan.box != (0, 0, *plan.size):
+            small = crop(small, plan.box, self._recipe["fill"])
+        # One look-up a value in place of three passes of arithmetic.
+        levels = np.asarray(small)
+        pixels = np.empty((3, bottom - top, right - left), dtype=np.float32)
+        for channel, source in enumerate(self._order):
+            np.take(self._table[channel], levels[:, :, source], out=pixels[channel], mode="clip")
+        scale_x, scale_y = image.width / plan.size[0], image.height / plan.size[1]
+        geometry = (scale_x, scale_y, left * scale_x, top * scale_y, image.width, image.height)
+        return MadePicture(pixels, np.array(geometry, dtype=np.float32))
+
+
+def decode_picture(sent: SentPicture) -> Image.Image:
+    """Return the upright picture in RGB, of 8 bits a channel.
+
+    Alpha is dropped, as transformers does. Of 16 bits a channel the upper 8 are kept: Pillow would cut off whatever is
+    brighter than 255 of 65535.
+
+    Raises:
+        PictureError: It is too large, of another kind, or damaged.
+    """
+    if len(sent.content) > MAX_PICTURE_BYTES:
+        raise sent.refuse(
+            f"is too large: expected at most {MAX_PICTURE_BYTES} bytes, got {len(sent.content)}; send a smaller picture"
+        )
+    begins = sent.content[:8]
+    try:
+        image: Image.Image = Image.open(io.BytesIO(sent.content), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise sent.refuse(
+            f"is not a picture: expected a file of {', '.join(FORMATS)}, got one that begins with {begins!r}"
+            if sent.content
+            else f"is empty: expected a file of {', '.join(FORMATS)}, got no bytes"
+        ) from None
+    # Whatever Pillow's readers meet in bytes that are anybody's: ValueError, struct.error, KeyError, RuntimeError, ...
+    except Exception as exc:
+        raise sent.refuse(f"is damaged: expected a whole picture, got '{_name(exc)}' in its head") from exc
+    width, height = image.size
+    if width * height > MAX_PIXELS or not width * height:
+        raise sent.refuse(
+            f"has too {'many' if width * height else 'few'} pixels: expected 1 to {MAX_PIXELS}, got {width} x {height}"
+            f"; send another"
+        )
+    try:
+        image.load()
+        upright = orient(image)
+        return upright if upright.mode == "RGB" else reduce_bits(upright).convert("RGB")
+    # As above.
+    except Exception as exc:
+        raise sent.refuse(f"is damaged: expected a whole {image.format}, got '{_name(exc)}'; send it again") from exc
+
+
+def orient(image: Image.Image) -> Image.Image:
+    """Return the picture as its EXIF orientation wants to be seen."""
+    try:
+        return ImageOps.exif_transpose(image)
+    # Damaged notes beside good pixels say nothing of how they are to be seen.
+    except Exception:
+        return image
+
+
+def reduce_bits(image: Image.Image) -> Image.Image:
+    """Return a picture of 16 bits a channel in 8, any other as it is.
+
+    Raises:
+        ValueError: It has more bits, or fractions, which do not say how bright the brightest is.
+    """
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("32 bits a channel")
+    return image
+
+
+def crop(image: Image.Image, box: "tuple[int, int, int, int]", fill: int) -> Image.Image:
+    """Return what lies in `box`, and `fill` in each channel for what lies outside of the picture."""
+    left, top, right, bottom = box
+    if left >= 0 and top >= 0 and right <= image.width and bottom <= image.height:
+        return image.crop(box)
+    filled = Image.new("RGB", (right - left, bottom - top), (fill,) * 3)
+    filled.paste(image, (-left, -top))
+    return filled
+
+
+def plan_exact(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:
+    """Return the plan that gives a picture the recipe's size, whatever shape it has."""
+    height, width = recipe["size"]
+    return Plan((width, height), place((width, height), recipe))
+
+
+def plan_shortest_edge(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:
+    """Return the plan that makes the shorter edge as long as the recipe says, and keeps the shape."""
+    (edge,) = recipe["size"]
+    short, long = sorted(size)
+    longer = int(edge * long / short)
+    resized = (edge, longer) if size[0] <= size[1] else (longer, edge)
+    return Plan(resized, place(resized, recipe))
+
+
+def plan_letterbox(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:
+    """Return the plan that fits a picture into the recipe's size, in the middle, and keeps the shape."""
+    height, width = recipe["size"]
+    scale = min(width / size[0], height / size[1])
+    resized = (max(1, min(width, round(size[0] * scale))), max(1, min(height, round(size[1] * scale))))
+    left, top = -((width - resized[0]) // 2), -((height - resized[1]) // 2)
+    return Plan(resized, (left, top, left + width, top + height))
+
+
+def place(size: "tuple[int, int]", recipe: "dict[str, Any]") -> "tuple[int, int, int, int]":
+    """Return the box that is cut out of the middle of a picture of `size`, or all of it.
+
+    Where the middle lies between two pixels, transformers takes the upper left one and torchvision the even one.
+    """
+    if recipe["crop"] is None:
+        return (0, 0, *size)
+    height, width = recipe["crop"]
+    middle = ROUNDINGS[recipe["rounding"]]
+    left, top = middle(size[0] - width), middle(size[1] - height)
+    return (left, top, left + width, top + height)
+
+
+# How half of an odd rest is rounded.
+ROUNDINGS: "dict[str, Callable[[int], int]]" = {"down": lambda rest: rest // 2, "even": lambda rest: round(rest / 2)}
+MODES = {"exact": plan_exact, "shortest_edge": plan_shortest_edge, "letterbox": plan_letterbox}
+CHANNELS = {"rgb": (0, 1, 2), "bgr": (2, 1, 0)}
+
+
+def _name(exc: Exception) -> str:
+    lines = str(exc).splitlines()
+    return (lines[0] if lines else type(exc).__name__).rstrip(".")[:120]

@@ -1,0 +1,62 @@
+"""The verb `activate`: which version servers serve, back and forth."""
+
+import argparse
+from dataclasses import asdict
+
+from rich.console import Console
+
+from ..locations import name_command
+from ..repository.activation import activate
+from .verb import EXIT_NOT_SERVED, Verbs, add_repository, add_verb, answer
+from .waiting import wait_until_served
+
+_EXAMPLES = (
+    "tickets 3 --repository /srv/models",
+    "tickets --repository /srv/models",
+    "tickets 2 --repository /srv/models --wait localhost:8003",
+    "tickets 2 --repository /srv/models --wait a.example:8003 b.example:8003 --json",
+)
+
+
+def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs,
+        "activate",
+        run,
+        help="make a published version the one that is served, forth or back",
+        description="Make a published version the active one. Its files are hashed first; running servers follow.",
+        examples=_EXAMPLES,
+        succeeded="active, and served where that was waited for",
+        codes=f"1 refused (nothing written), 2 wrong usage, {EXIT_NOT_SERVED} active, but a server cannot serve it",
+    )
+    parser.add_argument("name", metavar="NAME", help="name that clients use")
+    parser.add_argument("version", metavar="N", type=int, nargs="?", help="version (default: the newest published)")
+    add_repository(parser)
+    parser.add_argument(
+        "--wait",
+        nargs="+",
+        default=(),
+        metavar="HOST:PORT",
+        help="end when these servers serve it, or with the reason of one that cannot; their status ports",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the verb. Raises what `activate` and `wait_until_served` raise."""
+    console = Console(stderr=True)
+    with console.status(f"hashing {arguments.name}"):
+        done = activate(arguments.repository, arguments.name, arguments.version)
+    for url in arguments.wait:
+        wait_until_served(url, done.name, done.version, lambda line: console.print(line, markup=False, soft_wrap=True))
+    before = f", version {done.before} before" if done.before else ""
+    what = (
+        f"version {done.version} is active{before}"
+        if done.outcome == "activated"
+        else f"version {done.version} was active already"
+    )
+    lines = [f"{done.name}: {what}" + "".join(f"\nserved by {url}" for url in arguments.wait)]
+    if not arguments.wait:
+        lines.append(f"Next: {name_command('check')} --repository {arguments.repository}")
+    answer(arguments, asdict(done) | {"served_by": list(arguments.wait)}, "\n".join(lines).split("\n"))
+    return 0

@@ -1,0 +1,36 @@
+"""The verb `remove`: a whole model out of the repository."""
+
+import argparse
+from dataclasses import asdict
+
+from ..repository.retirement import remove_model
+from .prune import describe
+from .verb import Verbs, add_repository, add_verb, answer
+
+_EXAMPLES = (
+    "tickets --repository /srv/models",
+    "tickets --repository /srv/models --json",
+    "old_tickets --repository ./models",
+)
+
+
+def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs,
+        "remove",
+        run,
+        help="remove a model with all its versions; running servers unload it",
+        description="Remove a model with all its versions. Running servers unload it, and refuse its requests then.",
+        examples=_EXAMPLES,
+        succeeded="removed",
+    )
+    parser.add_argument("name", metavar="NAME", help="name that clients use")
+    add_repository(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the verb. Raises what `remove_model` raises."""
+    done = remove_model(arguments.repository, arguments.name)
+    answer(arguments, asdict(done), [describe(done)])
+    return 0

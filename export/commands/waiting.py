@@ -1,0 +1,82 @@
+"""Waiting until a running server serves what became active, as the status port of its launcher tells."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ServingError
+
+_POLL_S = 0.2
+_TIMEOUT_S = 5.0
+
+# A launcher looks twice a second; what it sees of a network file system may be a minute old.
+_NOTICE_S = 90.0
+
+
+def wait_until_served(url: str, name: str, version: int, tell: Callable[[str], None]) -> None:
+    """Wait until a server serves a version.
+
+    Args:
+        url: Of its status port, such as `localhost:8003`.
+        name: The public model.
+        version: The version, which is the active one.
+        tell: Called with what is going on, whenever that changes.
+
+    Raises:
+        ServingError: It cannot serve it, does not follow the repository, or cannot be asked.
+    """
+    asked = url if "://" in url else f"http://{url}"
+    noticed_by, told = time.monotonic() + _NOTICE_S, ""
+    while True:
+        content = _read_versions(asked, name, version)
+        found = content["models"].get(name, {"active": 0, "served": 0, "state": "served", "reason": ""})
+        if found["served"] == version and found["state"] == "served":
+            return
+        if found["active"] == version and found["state"] == "failed":
+            raise ServingError(
+                f"version {version} of {name} is active in the repository, and the server at {url} does not serve it",
+                expected=f"version {version}",
+                got=f"version {found['served']}, for: {found['reason'].rstrip('.')}"
+                if found["served"]
+                else "none, for: " + found["reason"].rstrip("."),
+                remedy="activate another version",
+            )
+        if not content.get("follows", True):
+            raise ServingError(
+                f"version {version} of {name} is active in the repository, and the server at {url} does not follow it",
+                expected="a server with --follow on",
+                got="--follow off",
+                remedy="start it anew",
+            )
+        if found["active"] != version and time.monotonic() > noticed_by:
+            raise ServingError(
+                f"version {version} of {name} is active in the repository, and the server at {url} takes no notice",
+                expected=f"version {version} as the active one within {_NOTICE_S:g} s",
+                got=f"version {found['active']}" if found["active"] else f"no model {name}",
+                remedy="pass the status port of a server of this repository",
+            )
+        doing = (
+            f"{found['state']}, version {found['served']} answers" if found["active"] == version else "not noticed yet"
+        )
+        if doing != told:
+            tell(f"{url}: {doing}")
+            told = doing
+        time.sleep(_POLL_S)
+
+
+def _read_versions(url: str, name: str, version: int) -> Any:
+    try:
+        with urllib.request.urlopen(f"{url}/versions", timeout=_TIMEOUT_S) as response:
+            content = json.load(response)
+        content["models"].get(name)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as exc:
+        raise ServingError(
+            f"version {version} of {name} is active in the repository, and {url}/versions cannot be asked for it",
+            expected="the status port of a running server",
+            got=f"'{exc}'",
+            remedy="pass its address, such as localhost:8003",
+        ) from exc
+    return content

@@ -1,0 +1,194 @@
+"""OpenVINO GenAI: text from a decoder on CPUs, with requests that join while others are being answered."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import EngineError
+from .engine import Engine, Runner
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedModel
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    from ..graph.files import Feed
+    from ..targets import Target
+
+# What the backend is told; docs/generation.md says what each is for. The pool is taken in blocks as it is needed.
+PARAMETERS = {
+    "kv_cache_mb": "1024",
+    "max_num_seqs": "64",
+    "max_num_batched_tokens": "256",
+    "max_queue_size": "128",
+}
+
+# Left to itself OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
+PROPERTIES = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+
+# Output name → the pieces, in parts of the sequence, in which a sequence is fed for it.
+_PIECES = {"logits": (1.0,), "logits_with_past": (0.5, 0.75, 1.0)}
+
+# What a pool is counted in on CPUs (openvino-genai 2026.4).
+BLOCK_TOKENS = 32
+
+
+class OpenVINOGeneration(Engine):
+    """Runs `ContinuousBatchingPipeline` in the backend `openvino_generate`."""
+
+    name = "openvino-genai"
+    title = "OpenVINO GenAI"
+    help = "text generation on CPUs, batched continuously"
+    backend = "openvino_generate"
+    model_file = "openvino_model.xml"
+    graph_precisions: ClassVar[Mapping[str, str]] = {"fp32": "fp32"}
+    takes = "decoder"
+
+    def check(self, precision: str, target: "Target") -> None:
+        """See `Engine`. The backend is one of Python, which every release runs."""
+        self.find_graph_precision(precision)
+
+    def write(self, model: "PreTrainedModel", cache_shapes: Sequence[tuple[int, int]], path: Path) -> None:
+        """Write the decoder to `path`, with its weights beside it.
+
+        Raises:
+            GraphError: The architecture cannot be converted.
+        """
+        from ..graph.stateful_decoder import write_stateful_decoder
+
+        write_stateful_decoder(model, cache_shapes, path)
+
+    @contextmanager
+    def open(self, path: Path, target: "Target") -> Iterator[Runner]:
+        """See `Engine`. In this process; the scores that the backend does not show."""
+        yield _ScoreRunner(path)
+
+    def generate(
+        self, folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int, *, blocks: int = 0
+    ) -> list[list[int]]:
+        """Return the likeliest tokens after each prompt, all of them written at once, as the backend does it.
+
+        Args:
+            folder: The model's file, with `config.json` and `generation_config.json` beside it.
+            prompts: Token ids.
+            max_tokens: How many are written at most.
+            blocks: Blocks of keys and values that there are for all; 0 for as many as they need.
+
+        Raises:
+            EngineError: It fails.
+        """
+        import numpy as np
+        import openvino as ov
+        import openvino_genai as genai
+
+        scheduler = genai.SchedulerConfig()
+        longest = max(map(len, prompts)) + max_tokens
+        scheduler.num_kv_blocks = blocks or len(prompts) * (longest // BLOCK_TOKENS + 2)
+        scheduler.max_num_seqs, scheduler.max_num_batched_tokens = (
+            len(prompts),
+            int(PARAMETERS["max_num_batched_tokens"]),
+        )
+        ends = read_ends(folder)
+        try:
+            pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", dict(PROPERTIES))
+            handles = []
+            for number, prompt in enumerate(prompts):
+                config = genai.GenerationConfig(max_new_tokens=max_tokens)
+                config.stop_token_ids = set(ends)
+                if ends:
+                    config.eos_token_id = min(ends)
+                ids = ov.Tensor(np.array([prompt], dtype=np.int64))
+                handles.append(pipeline.add_request(number, ids, config))
+            while pipeline.has_non_finished_requests():
+                pipeline.step()
+            # Those that do not fit the pool are dropped and have nothing.
+            return [[*output.generated_ids] for handle in handles for output in handle.read_all()]
+        except RuntimeError as exc:
+            raise _explain(folder, exc) from exc
+
+    def configure(self, config: "pb.ModelConfig") -> None:
+        """See `Engine`. Answers come in pieces, and the backend batches by itself."""
+        from tritonclient.grpc import model_config_pb2 as pb
+
+        config.model_transaction_policy.decoupled = True
+        config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)
+        for name, value in PARAMETERS.items():
+            config.parameters[name].string_value = value
+
+
+def read_ends(folder: Path) -> list[int]:
+    """Return the tokens that end a text, as `generation_config.json` names them."""
+    ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+class _ScoreRunner:
+    """The file as OpenVINO runs it without paging: the same weights, and the scores of every token."""
+
+    def __init__(self, path: Path) -> None:
+        import openvino as ov
+
+        try:
+            self._compiled: ov.CompiledModel = ov.Core().compile_model(str(path), "CPU", dict(PROPERTIES))
+        except RuntimeError as exc:
+            raise _explain(path, exc) from exc
+        self._request = self._compiled.create_infer_request()
+        self._names = {port.get_any_name() for port in self._compiled.inputs}
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """See `Runner`."""
+        from importlib import metadata
+
+        return {
+            "openvino": metadata.version("openvino"),
+            OpenVINOGeneration.name: metadata.version("openvino-genai"),
+        }
+
+    @property
+    def peak_bytes(self) -> int:
+        """See `Runner`."""
+        return 0
+
+    def run(self, output_names: Sequence[str], feeds: "Feed") -> "list[Any]":
+        """See `Runner`: the scores of all tokens, fed at once and in pieces."""
+        try:
+            return [self._score(feeds, _PIECES[name]) for name in output_names]
+        except RuntimeError as exc:
+            raise _explain(None, exc) from exc
+
+    def _score(self, feeds: "Feed", pieces: Sequence[float]) -> "np.ndarray[Any, Any]":
+        import numpy as np
+
+        ids, mask = feeds["input_ids"], feeds["attention_mask"]
+        whole = {
+            "position_ids": np.maximum(mask.cumsum(axis=1) - 1, 0),
+            "beam_idx": np.arange(len(ids), dtype=np.int32),
+        }
+        self._request.reset_state()
+        scores, start = [], 0
+        for piece in pieces:
+            end = round(piece * ids.shape[1])
+            if end == start:
+                continue
+            fed = {
+                "input_ids": ids[:, start:end],
+                "attention_mask": mask[:, :end],
+                "position_ids": whole["position_ids"][:, start:end],
+                "beam_idx": whole["beam_idx"],
+            }
+            result = self._request.infer({name: value for name, value in fed.items() if name in self._names})
+            scores.append(result["logits"].copy())
+            start = end
+        return np.concatenate(scores, axis=1)
+
+
+def _explain(path: Path | None, exc: RuntimeError) -> EngineError:
+    return EngineError(
+        f"OpenVINO fails on {path.name if path else 'the model'}",
+        expected="one that it runs",
+        got=" ".join(str(exc).split())[:200].rstrip(".:;"),
+        remedy="pass --task text-generation-logits, which has the model's scores served by ONNX Runtime",
+    )

@@ -1,0 +1,147 @@
+"""Whether a repository still holds what was published: the bytes, and the configurations that name them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tritonclient.grpc import model_config_pb2 as pb
+
+from ..errors import RepositoryError
+from .config_file import CONFIG_FILE, keep_operators_parameters, pin_config, read_config
+from .contents import find_active_version, list_models, list_versions
+from .hashing import hash_files
+from .version import SUMS_FILE, Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that is not as it was published.
+
+    Attributes:
+        name: The public model.
+        version: The version, 0 where it is the model itself.
+        path: The file or folder.
+        what: What is wrong with it.
+        remedy: What the reader can do about it.
+    """
+
+    name: str
+    version: int
+    path: Path
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Return it as a sentence."""
+        whose = f"version {self.version} of {self.name}" if self.version else self.name
+        return f"{whose}: {self.path} {self.what}; {self.remedy}."
+
+
+def check_whole(version: Version) -> None:
+    """Refuse a version that is not as it was published.
+
+    Raises:
+        RepositoryError: A file of it has changed, is missing or is new.
+    """
+    findings = list(find_damaged_files(version))
+    if findings:
+        more = f", and {len(findings) - 1} more of its files" if len(findings) > 1 else ""
+        raise RepositoryError(
+            f"version {version.number} of {version.name} in {version.repository} is damaged",
+            expected=f"the files that its {SUMS_FILE} names",
+            got=f"{findings[0].path}, which {findings[0].what}{more}",
+            remedy="activate another version, or restore the file or export again",
+        )
+
+
+def find_damage(repository: Path, on_version: Callable[[Version], None] = lambda version: None) -> Iterator[Finding]:
+    """Yield everything of modelyard's models that is not as it was published.
+
+    Args:
+        repository: Its models are looked at one after another.
+        on_version: Called with each version before its files are read.
+
+    Raises:
+        RepositoryError: There is no such repository.
+    """
+    for name in list_models(repository):
+        try:
+            for number in list_versions(repository / name):
+                version = Version(repository=repository, name=name, number=number)
+                on_version(version)
+                yield from find_damaged_files(version)
+            yield from _find_damaged_configs(repository, name)
+        except (RepositoryError, OSError) as exc:
+            path = repository / name
+            yield Finding(name=name, version=0, path=path, what=f"cannot be read ({exc})", remedy="mend it")
+
+
+def find_damaged_files(version: Version) -> Iterator[Finding]:
+    """Yield every file of a version that has changed, is missing or was not published.
+
+    Raises:
+        RepositoryError: A configuration cannot be read.
+        OSError: A file cannot be read.
+    """
+
+    def find(path: Path, what: str, remedy: str = "restore it, or export again") -> Finding:
+        return Finding(name=version.name, version=version.number, path=path, what=what, remedy=remedy)
+
+    artefacts = version.read_lock().get("artefacts") or version.read_report().get("sha256") or {}
+    there, told = version.list_files(), version.read_sums()
+    # A release without sums recorded those of the files that are served.
+    expected = told or {path: artefacts[path.name] for path in there if path.name in artefacts}
+    named = {path.name: digest for path, digest in expected.items()}
+    for name in sorted(artefacts):
+        if name not in named:
+            yield find(version.folder, f"lacks {name}")
+        elif named[name] != artefacts[name]:
+            yield find(version.folder / SUMS_FILE, f"names other bytes for {name} than the lock")
+    if not expected:
+        yield find(version.folder, "has nothing that records its files", "export again and prune it")
+    yield from (find(path, "is missing") for path in sorted({*expected} - {*there}))
+    for path, digest in hash_files(path for path in there if path in expected).items():
+        if digest != expected[path]:
+            yield find(path, "has changed")
+    if told:
+        unknown = {*there} - {*told} - {version.folder / SUMS_FILE}
+        yield from (find(path, "was not published", "move it away") for path in sorted(unknown))
+
+
+def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:
+    active = find_active_version(repository, name)
+    if not active:
+        path = repository / name / CONFIG_FILE
+        if path.exists():
+            what = "names no version that is there"
+            yield Finding(name=name, version=0, path=path, what=what, remedy="activate a version")
+        return
+    for part, config in Version(repository=repository, name=name, number=active).read_configs().items():
+        found = read_config(repository / part)
+        if found and (
+            _is_like(found, config) or (part != name and _serves_both(found, repository, name, part, active))
+        ):
+            continue
+        path = repository / part / CONFIG_FILE
+        what = f"is not the one of version {active}, which is active"
+        yield Finding(name=name, version=0, path=path, what=what, remedy=f"activate version {active} again")
+
+
+def _is_like(found: pb.ModelConfig, config: pb.ModelConfig) -> bool:
+    return bool(keep_operators_parameters(found, config) == found)
+
+
+def _serves_both(found: pb.ModelConfig, repository: Path, name: str, part: str, active: int) -> bool:
+    """Tell whether a step serves the active version besides another: it is being switched, or that was killed."""
+    numbers = [*found.version_policy.specific.versions]
+    if active not in numbers or not {*numbers} <= {*list_versions(repository / part)}:
+        return False
+    configs = (Version(repository=repository, name=name, number=number).read_configs()[part] for number in numbers)
+    return any(_is_like(_leave_out(found), _leave_out(config)) for config in configs)
+
+
+def _leave_out(config: pb.ModelConfig) -> pb.ModelConfig:
+    """Return a configuration without what is another while two versions are served."""
+    rest = pin_config(config, version=0, served=[])
+    rest.ClearField("model_warmup")
+    return rest

@@ -1,0 +1,155 @@
+"""A version of one repository, copied into another with its proof, byte for byte. Needs no torch."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tritonclient.grpc import model_config_pb2 as pb
+
+from ..errors import RepositoryError
+from ..proof.report_page import PAGE_FILE
+from .activation import check_exchangeable, switch
+from .addition import add_version
+from .change import change
+from .config_file import pin_config, read_config
+from .contents import (
+    check_owners,
+    check_published,
+    find_active_version,
+    find_free_version,
+    list_versions,
+)
+from .integrity import check_whole
+from .lock import check_destination
+from .removal import remove_leftovers
+from .use import use
+from .version import CONFIGS_FOLDER, PUBLICATION_FILE, SUMS_FILE, Version, find_version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """What a promotion led to.
+
+    Attributes:
+        name: The public model.
+        source: The version that was copied.
+        version: The version of the other repository that holds the same.
+        active: The version that is active there now, 0 where none is.
+        outcome: `created` a version there, `switched` to one that holds the same, or left all `unchanged`.
+    """
+
+    name: str
+    source: int
+    version: int
+    active: int
+    outcome: Literal["created", "switched", "unchanged"]
+
+
+def promote(
+    repository: Path, name: str, version: int | None, *, destination: Path, activates: bool = True
+) -> Promotion:
+    """Copy a version into another repository, where it keeps its number if that is free and higher than the others.
+
+    Its files are hashed before and after, and have to be what its proof was made of.
+
+    Args:
+        repository: Where it was published; is only read.
+        name: The public model.
+        version: The number; the active one if left out.
+        destination: The other repository, which is made if it is not there.
+        activates: Whether it becomes the active version there.
+
+    Raises:
+        RepositoryError: There is no such version, a file of it is not as it was published, the name is taken there by
+            another model or one of other tensors, or the disk fails.
+    """
+    check_published(repository, name)
+    if destination.is_dir() and destination.samefile(repository):
+        raise RepositoryError(
+            f"{name} cannot be promoted to {destination}",
+            expected="another repository",
+            got="the one that it is in",
+            remedy="pass another --to, or use `activate`",
+        )
+    chosen = find_version(repository, name, version or _find_active(repository, name))
+    with use(chosen.folder):
+        check_whole(chosen)
+        sums = chosen.read_sums()
+        if not sums:
+            raise RepositoryError(
+                f"version {chosen.number} of {name} in {repository} cannot be promoted",
+                expected=f"a {SUMS_FILE} of all its files",
+                got="none, for an older modelyard published it",
+                remedy="export it again",
+            )
+        return _add(chosen, sums, destination, activates)
+
+
+def _find_active(repository: Path, name: str) -> int:
+    active = find_active_version(repository, name)
+    if not active:
+        raise RepositoryError(
+            f"{name} in {repository} has no active version",
+            expected="one, or a number",
+            got="neither",
+            remedy="say which version is to be promoted",
+        )
+    return active
+
+
+def _add(chosen: Version, sums: Mapping[Path, str], destination: Path, activates: bool) -> Promotion:
+    name, configs = chosen.name, chosen.read_configs()
+    check_destination(destination, name)
+    with change(destination, name, "promoted to") as undo:
+        check_owners(destination, name, configs)
+        check_exchangeable(_read_published(destination, name, configs), configs)
+        remove_leftovers(destination, name, configs)
+        number = _find_equal(chosen, destination)
+        created = number is None
+        number = number or max(find_free_version(destination, configs), chosen.number)
+        pinned = {part: pin_config(config, version=number, served=[number]) for part, config in configs.items()}
+        if created:
+            version = Version(repository=destination, name=name, number=number)
+            # The configurations alone name the number; the proof is kept to the byte, under that which it was made for.
+            copied = [path for path in sums if path.parent.name != CONFIGS_FOLDER]
+            files = {part: [path for path in copied if path.parent.parent.name == part] for part in configs}
+            digests = {path.name: sums[path] for path in copied}
+            add_version(version, files, digests, {}, pinned, undo)
+            check_whole(version)
+        switched = activates and switch(destination, name, pinned, undo)
+        active = find_active_version(destination, name)
+    outcome: Literal["created", "switched", "unchanged"] = "switched" if switched else "unchanged"
+    return Promotion(
+        name=name, source=chosen.number, version=number, active=active, outcome="created" if created else outcome
+    )
+
+
+def _read_published(repository: Path, name: str, parts: Mapping[str, pb.ModelConfig]) -> dict[str, pb.ModelConfig]:
+    """Return the configurations of the model that is there, if any version of it is."""
+    if not list_versions(repository / name):
+        return {}
+    return {part: config for part in parts if (config := read_config(repository / part))}
+
+
+def _find_equal(chosen: Version, destination: Path) -> int | None:
+    """Return the newest version there that holds the same, was proven the same, and is as it was published."""
+    wanted = _read_content(chosen)
+    for number in reversed(list_versions(destination / chosen.name)):
+        there = Version(repository=destination, name=chosen.name, number=number)
+        if _read_content(there) == wanted:
+            check_whole(there)
+            return number
+    return None
+
+
+def _read_content(version: Version) -> dict[tuple[str, ...], str]:
+    """Return Triton model and file → SHA-256 of what is the same wherever a version is."""
+    root = os.path.normpath(version.repository)
+    content = {}
+    for path, digest in version.read_sums().items():
+        part, _, *file = path.relative_to(root).parts
+        if file[0] not in (CONFIGS_FOLDER, PAGE_FILE, PUBLICATION_FILE):
+            content[(part, *file)] = digest
+    return content

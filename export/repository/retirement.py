@@ -1,0 +1,104 @@
+"""Old versions, and whole models, taken out of a repository; never what servers serve."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from .activation import switch
+from .change import change
+from .config_file import CONFIG_FILE
+from .contents import CLAIM_FILE, check_published, find_active_version, list_parts, list_versions
+from .files import give_up, move
+from .removal import remove_leftovers, remove_version
+from .use import seize
+from .version import Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """What was taken out of a repository.
+
+    Attributes:
+        name: The public model.
+        versions: Those that are gone.
+        kept: Those that stay.
+        in_use: Those of them that only stay because a server still serves them.
+        freed_bytes: Bytes that no other version shares.
+    """
+
+    name: str
+    versions: tuple[int, ...]
+    kept: tuple[int, ...]
+    in_use: tuple[int, ...]
+    freed_bytes: int
+
+
+def prune(repository: Path, name: str, *, keep: int) -> Removed:
+    """Remove all but the newest versions of a model, and never the active one nor one that is in use.
+
+    Args:
+        repository: Where it was published.
+        name: The public model.
+        keep: How many stay besides the active one, if that is not among them.
+
+    Raises:
+        RepositoryError: There is no such model, or the disk fails.
+    """
+    check_published(repository, name)
+    with contextlib.ExitStack() as held, change(repository, name, "pruned in") as undo:
+        parts = list_parts(repository, name)
+        remove_leftovers(repository, name, parts)
+        active, there = find_active_version(repository, name), list_versions(repository / name)
+        old = [number for number in there[: max(0, len(there) - keep)] if number != active]
+        in_use = tuple(number for number in old if not held.enter_context(seize(repository / name / str(number))))
+        gone = tuple(number for number in old if number not in in_use)
+        if active:
+            # A switch that was killed may have left steps that name another version still.
+            switch(repository, name, Version(repository=repository, name=name, number=active).read_configs(), undo)
+        freed = measure_own_bytes(Version(repository=repository, name=name, number=number) for number in gone)
+        for number in gone:
+            remove_version(repository, name, parts, number, undo)
+    kept = tuple(number for number in there if number not in gone)
+    return Removed(name=name, versions=gone, kept=kept, in_use=in_use, freed_bytes=freed)
+
+
+def remove_model(repository: Path, name: str) -> Removed:
+    """Remove a model with all its versions and steps; from the first renaming on, no server can load it.
+
+    Raises:
+        RepositoryError: There is no such model, or the disk fails.
+    """
+    check_published(repository, name)
+    with change(repository, name, "removed from") as undo:
+        parts = list_parts(repository, name)
+        remove_leftovers(repository, name, parts)
+        versions = tuple(list_versions(repository / name))
+        freed = measure_own_bytes(Version(repository=repository, name=name, number=number) for number in versions)
+        # The public model's first: nobody asks for a step by itself.
+        for part in reversed(parts):
+            folder = repository / part
+            if (folder / CONFIG_FILE).exists():
+                (folder / CLAIM_FILE).unlink(missing_ok=True)
+                move(folder / CONFIG_FILE, folder / CLAIM_FILE, undo)
+        for version in versions:
+            remove_version(repository, name, parts, version, undo)
+        # The public model's last: while it is there, the rest can be found and removed.
+        for part in parts:
+            undo.add_last(partial(_remove_folder, repository / part))
+    return Removed(name=name, versions=versions, kept=(), in_use=(), freed_bytes=freed)
+
+
+def measure_own_bytes(versions: Iterable[Version]) -> int:
+    """Return the bytes of files that these versions share with no other."""
+    stats = [path.stat() for version in versions for path in version.list_files()]
+    links = Counter((stat.st_dev, stat.st_ino) for stat in stats)
+    sizes = {(stat.st_dev, stat.st_ino): (stat.st_size, stat.st_nlink) for stat in stats}
+    return sum(size for file, (size, link_count) in sizes.items() if links[file] == link_count)
+
+
+def _remove_folder(folder: Path) -> None:
+    give_up(folder)
+    folder.rmdir()

@@ -1,0 +1,244 @@
+"""Tasks about pictures: encoded files in, labels or vectors out, decoding and scaling in front of the graph."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers import AutoModelForImageClassification
+
+from ..artefacts import MODEL, POSTPROCESS, PREPROCESS
+from ..errors import ModelError
+from ..signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
+from .base import TaskSource
+from .cases import Outputs, Row
+from .classification import LABEL, SCORE, choose_function, read_labels
+from .comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from .golden import build_sample
+from .picture_recipe import Geometry, Preparation, find_preparation
+from .picture_samples import build_pictures, count_golden
+from .signals import SignalTask
+from .tensors import TensorTask
+from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND
+
+IMAGE = "IMAGE"
+PICTURE_FILE = "picture.json"
+LABELS_FILE = "labels.txt"
+
+# As many as transformers' `ImageClassificationPipeline` answers with.
+TOP_K = 5
+
+FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "none": lambda logits: logits,
+}
+
+
+class Answers(ABC):
+    """What clients are told of a picture, made of the graph's outputs.
+
+    Attributes:
+        outputs: What clients get.
+        carried: Tensors of the preprocess step that the postprocess step takes.
+        postprocess: What `postprocess.json` tells that step; None where the outputs are the answers.
+        tolerances: Error → bound for what the ensemble answers.
+    """
+
+    outputs: tuple[TensorSignature, ...]
+    carried: tuple[TensorSignature, ...] = ()
+    postprocess: Mapping[str, Any] | None = None
+    tolerances: Mapping[str, float] = ANSWER_TOLERANCES
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """How answers are made, for the summary."""
+
+    @property
+    def model_files(self) -> Mapping[str, bytes]:
+        """What lies beside the graph, by file name."""
+        return {}
+
+    def sign(self, signature: ModelSignature) -> ModelSignature:
+        """Return the graph's signature with what is known of its outputs."""
+        return signature
+
+    @abstractmethod
+    def answer(self, outputs: Sequence[torch.Tensor], geometry: Geometry) -> Mapping[str, Any]:
+        """Return the answer for one picture.
+
+        Args:
+            outputs: The graph's, a batch of 1 each.
+            geometry: Where the pixels lie in the picture.
+        """
+
+    def is_clear(self, outputs: Sequence[torch.Tensor], geometry: Geometry) -> bool:
+        """Tell whether outputs that differ in their last digits get the same answer."""
+        return True
+
+
+@dataclass(frozen=True)
+class LabelAnswers(Answers):
+    """The likeliest labels and their scores, best first.
+
+    Attributes:
+        labels: Names by id, which need not differ: ImageNet has two cranes.
+        function: What makes scores of logits, `softmax`, `sigmoid` or `none`.
+        top_k: How many are answered.
+    """
+
+    labels: Sequence[str]
+    function: str
+    top_k: int
+
+    @property
+    def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
+        """See `Answers`."""
+        dims = (BATCH, self.top_k)
+        return (
+            TensorSignature(name=LABEL, dtype=STRING, dims=dims),
+            TensorSignature(name=SCORE, dtype=torch.float32, dims=dims),
+        )
+
+    @property
+    def postprocess(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """See `Answers`."""
+        return {"answers": "labels", "labels": [*self.labels], "function": self.function, "top_k": self.top_k}
+
+    @property
+    def description(self) -> str:
+        """See `Answers`."""
+        return f"{len(self.labels)} labels, {self.function}, best {self.top_k}"
+
+    @property
+    def model_files(self) -> Mapping[str, bytes]:
+        """See `Answers`. A name a line, as Triton's classification extension reads them."""
+        return {LABELS_FILE: "".join(f"{' '.join(label.split())}\n" for label in self.labels).encode()}
+
+    def sign(self, signature: ModelSignature) -> ModelSignature:
+        """See `Answers`."""
+        (logits,) = signature.outputs
+        return replace(signature, outputs=(replace(logits, label_file=LABELS_FILE),))
+
+    def answer(self, outputs: Sequence[torch.Tensor], geometry: Geometry) -> Mapping[str, Any]:
+        """See `Answers`."""
+        (scores,) = FUNCTIONS[self.function](outputs[0])
+        order = scores.argsort(descending=True, stable=True)[: self.top_k]
+        return {LABEL: [self.labels[index] for index in order], SCORE: scores[order].tolist()}
+
+
+class PictureTask(TensorTask):
+    """A task about pictures.
+
+    Attributes:
+        preparation: What is done to a picture in front of the graph.
+        answers: What is made of the graph's outputs behind it.
+    """
+
+    is_ensemble = True
+
+    preparation: Preparation
+    answers: Answers
+
+    def serve_pictures(self, preparation: Preparation, answers: Answers) -> None:
+        """Stand the two steps around the graph, whose module and signature are there.
+
+        Raises:
+            ModelError: The recipe does not say what the checkpoint's own preprocessing does.
+        """
+        preparation.check(build_pictures())
+        self.preparation, self.answers = preparation, answers
+        name = self.signature.inputs[0].name
+        rows: list[Row] = [{name: preparation.read(content)} for content in build_pictures()]
+        self.tensors = replace(self.tensors, samples=rows)
+        contract = Contract(
+            inputs=(TensorSignature(name=IMAGE, dtype=STRING, dims=(BATCH, 1)),),
+            outputs=answers.outputs,
+            preprocess=PREPROCESS_BACKEND,
+            postprocess=None if answers.postprocess is None else POSTPROCESS_BACKEND,
+            carried=answers.carried,
+            # Megabytes, which no answer is made of.
+            passes_inputs=False,
+        )
+        self.signature = replace(answers.sign(self.signature), contract=contract)
+
+    @property
+    def description(self) -> str:
+        """See `Task`."""
+        height, width = self.preparation.recipe.height_and_width
+        return f"{self.answers.description}; pictures by {self.preparation.origin} at {height} x {width}"
+
+    @property
+    def postprocess(self) -> Mapping[str, Any] | None:
+        """What `postprocess.json` tells the step behind the graph; None where there is no such step."""
+        return self.answers.postprocess
+
+    @property
+    def step_files(self) -> Mapping[str, Mapping[str, bytes]]:
+        """See `Task`."""
+        files: dict[str, Mapping[str, bytes]] = {PREPROCESS: {PICTURE_FILE: self.preparation.recipe.to_json()}}
+        if self.answers.model_files:
+            files[MODEL] = self.answers.model_files
+        if self.postprocess is not None:
+            text = json.dumps(self.postprocess, ensure_ascii=False) + "\n"
+            files[POSTPROCESS] = {POSTPROCESS_FILE: text.encode()}
+        return files
+
+    def build_golden(self) -> dict[str, Any]:
+        """See `Task`. The answers to one picture of each kind."""
+        contract = self.signature.contract
+        assert contract is not None, "Bug: a task about pictures without an ensemble"
+        samples = []
+        for content in build_pictures()[: count_golden()]:
+            outputs, geometry = self._ask(content), self.preparation.find_geometry(content)
+            if self.answers.is_clear(outputs, geometry):
+                samples.append(build_sample(contract, {IMAGE: content}, self.answers.answer(outputs, geometry)))
+        if not samples:
+            raise ModelError(
+                "the model's answers to every picture that it is tried on hang on the last digits",
+                expected="one that does not",
+                got=self.answers.description,
+                remedy="export trained weights",
+            )
+        return {"tolerances": dict(self.answers.tolerances), "samples": samples}
+
+    def answer(self, content: bytes) -> Mapping[str, Any]:
+        """Return what the checkpoint answers to an encoded picture."""
+        return self.answers.answer(self._ask(content), self.preparation.find_geometry(content))
+
+    def _ask(self, content: bytes) -> Sequence[torch.Tensor]:
+        pixels = torch.from_numpy(np.ascontiguousarray(self.preparation.read(content)))[None]
+        with torch.no_grad():
+            outputs = self.module(pixels)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+class ImageLabels(PictureTask, SignalTask):
+    """The labels of a picture."""
+
+    auto_class = AutoModelForImageClassification
+    output = "logits"
+    tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
+
+    def __init__(self, source: TaskSource) -> None:
+        self.preparation = find_preparation(source.directory, source.options.get("preprocess"))
+        super().__init__(source)
+        labels = read_labels(source.config, must_differ=False)
+        self.top_k = min(source.options.get("top_k") or TOP_K, len(labels))
+        answers = LabelAnswers(labels, choose_function(source.config), self.top_k)
+        self.serve_pictures(self.preparation, answers)
+
+    def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
+        """See `SignalTask`. As large as the recipe makes pictures."""
+        return (BATCH, 3, *self.preparation.recipe.height_and_width)
+
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `Task`."""
+        wanted, had = [outputs[0] for outputs in expected], [outputs[0] for outputs in got]
+        return compare_logits(wanted, had, bounds.get("max_abs_error", MAX_LOGIT_ERROR))

@@ -1,0 +1,208 @@
+"""A module of the user's own that clients send pictures to: `--factory` with `--preprocess`.
+
+What is answered stands in the file that describes the module's inputs, under `answers`:
+
+    {"answers": "labels", "labels": "names.txt", "function": "softmax", "top_k": 5}
+    {"answers": "keypoints", "labels": ["nose", "left eye"]}
+
+and without it the module's outputs are the answers. `labels` is a list, or a file beside that one with a name a line.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError, SettingsError
+from ..signature import BATCH, STRING, ModelSignature, TensorSignature
+from .classification import LABEL, SCORE
+from .comparison import TENSOR_TOLERANCES
+from .images import FUNCTIONS, TOP_K, Answers, LabelAnswers, PictureTask
+from .own_module import FactoryTask, InputSpec
+from .picture_recipe import Geometry, Preparation
+
+KEYPOINT = "KEYPOINT"
+GEOMETRY = "geometry"
+
+# Of a place in the picture, in widths of a pixel: the sub-pixel part divides by the curve of a heatmap, whose error in
+# fp32 it multiplies.
+_KEYPOINT_TOLERANCES = {"max_abs_error": 0.05}
+
+
+class PlainAnswers(Answers):
+    """The module's own outputs."""
+
+    tolerances = TENSOR_TOLERANCES
+
+    def __init__(self, outputs: tuple[TensorSignature, ...]) -> None:
+        self.outputs = outputs
+
+    @property
+    def description(self) -> str:
+        """See `Answers`."""
+        return ", ".join(tensor.name for tensor in self.outputs)
+
+    def answer(self, outputs: Sequence[torch.Tensor], geometry: Geometry) -> Mapping[str, Any]:
+        """See `Answers`."""
+        return {tensor.name: value.tolist() for tensor, value in zip(self.outputs, outputs, strict=True)}
+
+
+@dataclass(frozen=True)
+class KeypointAnswers(Answers):
+    """Where the largest value of each heatmap lies in the picture, and that value.
+
+    Attributes:
+        labels: Names of the heatmaps.
+        size: Height and width of what the graph is given.
+    """
+
+    labels: Sequence[str]
+    size: tuple[int, int]
+
+    @property
+    def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
+        """See `Answers`."""
+        count = len(self.labels)
+        return (
+            TensorSignature(name=LABEL, dtype=STRING, dims=(BATCH, count)),
+            TensorSignature(name=SCORE, dtype=torch.float32, dims=(BATCH, count)),
+            TensorSignature(name=KEYPOINT, dtype=torch.float32, dims=(BATCH, count, 2)),
+        )
+
+    @property
+    def carried(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
+        """See `Answers`."""
+        return (TensorSignature(name=GEOMETRY, dtype=torch.float32, dims=(BATCH, 6)),)
+
+    @property
+    def postprocess(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """See `Answers`."""
+        return {"answers": "keypoints", "labels": [*self.labels], "size": [*self.size]}
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
+        """See `Answers`."""
+        return _KEYPOINT_TOLERANCES
+
+    @property
+    def description(self) -> str:
+        """See `Answers`."""
+        return f"{len(self.labels)} keypoints"
+
+    def answer(self, outputs: Sequence[torch.Tensor], geometry: Geometry) -> Mapping[str, Any]:
+        """See `Answers`. One heatmap after another, by the definition."""
+        points, scores = [], []
+        for heatmap in outputs[0][0].double():
+            row, column = divmod(int(heatmap.argmax()), heatmap.shape[1])
+            y = (row + 0.5 + _refine(heatmap[:, column], row)) * self.size[0] / heatmap.shape[0]
+            x = (column + 0.5 + _refine(heatmap[row], column)) * self.size[1] / heatmap.shape[1]
+            points.append([x * geometry[0] + geometry[2], y * geometry[1] + geometry[3]])
+            scores.append(float(heatmap[row, column]))
+        return {LABEL: [*self.labels], SCORE: scores, KEYPOINT: points}
+
+    def is_clear(self, outputs: Sequence[torch.Tensor], geometry: Geometry) -> bool:
+        """See `Answers`. Two places as high as each other to the last digits are both right."""
+        (heatmaps,) = outputs
+        random = torch.Generator().manual_seed(0)
+        noise = torch.randn(heatmaps.shape, generator=random) * 2e-5 * heatmaps.abs().max()
+        moved = self.answer([heatmaps + noise], geometry)[KEYPOINT]
+        shift = torch.tensor(moved) - torch.tensor(self.answer(outputs, geometry)[KEYPOINT])
+        return bool(shift.abs().max() < _KEYPOINT_TOLERANCES["max_abs_error"])
+
+
+def _refine(values: torch.Tensor, place: int) -> float:
+    """Return how far the top of the parabola through three values lies from the middle one, at most half a step."""
+    if not 0 < place < len(values) - 1:
+        return 0.0
+    left, middle, right = values[place - 1 : place + 2].tolist()
+    curve = 2 * middle - left - right
+    return max(-0.5, min(0.5, 0.5 * (right - left) / curve)) if curve > 0 else 0.0
+
+
+class FactoryPictures(PictureTask, FactoryTask):
+    """A module of the user's own that is given pictures."""
+
+    def __init__(self, module: nn.Module, spec: InputSpec, *, preparation: Preparation) -> None:
+        size = preparation.recipe.height_and_width
+        wanted = TensorSignature(name=spec.inputs[0].name, dtype=torch.float32, dims=(BATCH, 3, *size))
+        if spec.inputs != (wanted,):
+            raise ModelError(
+                f"pictures by {preparation.origin} are not what the module takes",
+                expected=f"one input of float32 and shape {list(wanted.dims)}",
+                got=", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.dims)}" for tensor in spec.inputs),
+                remedy="correct the inputs or --preprocess",
+            )
+        FactoryTask.__init__(self, module, spec)
+        if not self.signature.is_batched:
+            raise ModelError("the module cannot be asked in batches", expected="rows of their own", got=self.notes[0])
+        self.serve_pictures(preparation, _build_answers(spec, self.signature, size))
+
+
+def _build_answers(spec: InputSpec, signature: ModelSignature, size: tuple[int, int]) -> Answers:
+    """Return what the module's file asks for under `answers`.
+
+    Raises:
+        SettingsError: It cannot be used, or not with these outputs.
+    """
+    if spec.answers is None:
+        return PlainAnswers(signature.outputs)
+    given = dict(spec.answers)
+    build = _KINDS.get(given.pop("answers", ""))
+    try:
+        if build is None:
+            raise ValueError(f"answers {spec.answers.get('answers')!r}")
+        labels = _read_labels(given.pop("labels", None), spec.folder)
+        (output,) = signature.outputs
+        if output.name != build.output or len(output.dims) != build.rank or output.dims[1] != len(labels):
+            raise ValueError(f"{len(labels)} labels for {output.name} {list(output.dims)}")
+        return build.make(labels, size, given)
+    except (OSError, ValueError, TypeError) as exc:
+        raise SettingsError(
+            "what the module's file says under answers cannot be used",
+            expected=" or ".join(f"{name} of the one output {kind.output}" for name, kind in _KINDS.items())
+            + ", with a label for each of its values",
+            got=str(exc).rstrip("."),
+        ) from exc
+
+
+def _read_labels(given: Any, folder: Path) -> list[str]:
+    if isinstance(given, str):
+        given = (folder / given).read_text(encoding="utf-8").splitlines()
+    if not isinstance(given, list) or not given or not all(isinstance(label, str) for label in given):
+        raise ValueError(f"labels {given!r}")
+    return given
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of answers.
+
+    Attributes:
+        output: Name of the output that the postprocess step takes.
+        rank: How many dimensions that has.
+        make: Makes it of labels, the graph's size, and what else was given.
+    """
+
+    output: str
+    rank: int
+    make: Callable[[list[str], tuple[int, int], dict[str, Any]], Answers]
+
+
+def _make_labels(labels: list[str], size: tuple[int, int], given: dict[str, Any]) -> Answers:
+    del size
+    function, top_k = given.pop("function", "softmax"), given.pop("top_k", TOP_K)
+    if function not in FUNCTIONS or not isinstance(top_k, int) or top_k < 1 or given:
+        raise ValueError(f"function {function!r}, top_k {top_k!r}{''.join(f', {key}' for key in given)}")
+    return LabelAnswers(labels, function, min(top_k, len(labels)))
+
+
+def _make_keypoints(labels: list[str], size: tuple[int, int], given: dict[str, Any]) -> Answers:
+    if given:
+        raise ValueError(", ".join(given))
+    return KeypointAnswers(labels, size)
+
+
+_KINDS = {"labels": _Kind("logits", 2, _make_labels), "keypoints": _Kind("heatmaps", 4, _make_keypoints)}

@@ -1,0 +1,338 @@
+"""What a model wants done to a picture before it sees it: read from the checkpoint or a file, and done here as well.
+
+The server does it by the same recipe in code of its own (`backends/python_preprocess/pictures.py`); what is done here
+is the reference, by transformers' own image processor wherever the checkpoint names one.
+"""
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from transformers import AutoImageProcessor
+from transformers.image_utils import load_image
+
+from ..errors import ModelError, SettingsError
+
+# What transformers calls the file that holds a recipe.
+PROCESSOR_FILE = "preprocessor_config.json"
+
+# [3, height, width], fp32.
+Pixels = npt.NDArray[np.float32]
+
+# x and y scale, x and y offset, width and height of the upright picture: a place in the picture is the place in the
+# pixels times the scale, plus the offset.
+Geometry = tuple[float, float, float, float, float, float]
+
+# How far the server's pixels may be from the reference, in levels of 255 before they are normalised.
+MAX_LEVELS = 1.0
+
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+_MODES = {"exact": 2, "shortest_edge": 1, "letterbox": 2}
+_TORCHVISION_KEYS = {"crop_size", "resize_size", "mean", "std", "interpolation", "antialias"}
+
+# transformers, image_processing_pil_convnext.py: from this size on the picture is not cropped.
+_CONVNEXT_UNCROPPED = 384
+
+
+def _are_sizes(sizes: Sequence[Any]) -> bool:
+    return all(isinstance(size, int) and 0 < size <= 8192 for size in sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What becomes of a picture, in this order; `picture.json` holds these keys.
+
+    Attributes:
+        mode: `exact` resizes to `size` whatever the shape, `shortest_edge` makes the shorter edge that long and keeps
+            the shape, `letterbox` fits the picture into `size`, in the middle, and fills the rest.
+        size: Height and width, or the one edge.
+        filter: Pillow's name of it.
+        crop: Height and width that are cut out of the middle, or None.
+        rounding: Which of the two pixels in the middle: `down` as transformers, `even` as torchvision.
+        fill: Level from 0 to 255 of what lies outside of the picture.
+        scale: What a level is multiplied by.
+        mean: What is then taken off, by channel.
+        std: What it is then divided by, by channel.
+        channels: Their order in the tensor, `rgb` or `bgr`.
+    """
+
+    mode: str
+    size: tuple[int, ...]
+    filter: str = "bilinear"
+    crop: tuple[int, int] | None = None
+    rounding: str = "down"
+    fill: int = 0
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    channels: str = "rgb"
+
+    def __post_init__(self) -> None:
+        checks = {
+            "mode": self.mode in _MODES,
+            "size": len(self.size) == _MODES.get(self.mode) and _are_sizes(self.size),
+            "filter": self.filter in _FILTERS.values(),
+            "crop": self.crop is None or (self.mode != "letterbox" and len(self.crop) == 2 and _are_sizes(self.crop)),
+            "rounding": self.rounding in ("down", "even"),
+            "fill": isinstance(self.fill, int) and 0 <= self.fill <= 255,
+            "scale": isinstance(self.scale, float | int) and self.scale > 0,
+            "mean": len(self.mean) == 3,
+            "std": len(self.std) == 3 and all(self.std),
+            "channels": self.channels in ("rgb", "bgr"),
+        }
+        wrong = [name for name, is_right in checks.items() if not is_right]
+        if wrong:
+            raise ValueError(", ".join(f"{name} {getattr(self, name)!r}" for name in wrong))
+        if self.mode == "shortest_edge" and self.crop is None:
+            raise ValueError("pictures of every shape, since nothing crops them")
+
+    @property
+    def height_and_width(self) -> tuple[int, int]:
+        """The size of what the graph is given."""
+        height, width = self.crop or self.size
+        return height, width
+
+    def to_json(self) -> bytes:
+        """Return the content of `picture.json`."""
+        return (json.dumps(asdict(self)) + "\n").encode()
+
+    def prepare(self, image: Image.Image) -> Pixels:
+        """Return what the graph is given of an upright picture in RGB."""
+        height, width = self._find_size(image)
+        levels = np.asarray(image.resize((width, height), Image.Resampling[self.filter.upper()]))
+        want_height, want_width = self.height_and_width
+        top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
+        canvas = np.full((want_height, want_width, 3), self.fill, dtype=np.uint8)
+        inside = levels[max(top, 0) : top + want_height, max(left, 0) : left + want_width]
+        down, right = max(-top, 0), max(-left, 0)
+        canvas[down : down + inside.shape[0], right : right + inside.shape[1]] = inside
+        scaled = (canvas.astype(np.float64) * self.scale).astype(np.float32)
+        if self.channels == "bgr":
+            scaled = scaled[:, :, ::-1]
+        normal = (scaled - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)
+        return np.ascontiguousarray(normal.transpose(2, 0, 1))
+
+    def find_geometry(self, image: Image.Image) -> Geometry:
+        """Return where the pixels lie in an upright picture."""
+        height, width = self._find_size(image)
+        want_height, want_width = self.height_and_width
+        top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
+        x, y = image.width / width, image.height / height
+        return (x, y, left * x, top * y, float(image.width), float(image.height))
+
+    def _find_size(self, image: Image.Image) -> tuple[int, int]:
+        if self.mode == "exact":
+            return self.size[0], self.size[1]
+        if self.mode == "shortest_edge":
+            long = int(self.size[0] * max(image.size) / min(image.size))
+            return (long, self.size[0]) if image.height >= image.width else (self.size[0], long)
+        scale = min(self.size[1] / image.width, self.size[0] / image.height)
+        height, width = (
+            max(1, min(most, round(edge * scale)))
+            for edge, most in ((image.height, self.size[0]), (image.width, self.size[1]))
+        )
+        return height, width
+
+    def _find_middle(self, rest: int) -> int:
+        if self.mode == "letterbox":
+            return -(-rest // 2)
+        return rest // 2 if self.rounding == "down" else round(rest / 2)
+
+
+# Recipes with a name, for `--preprocess`.
+RECIPES: Mapping[str, Recipe] = {
+    # torchvision's `IMAGENET1K_V1` of most classifiers (torchvision, transforms/_presets.py, ImageClassification).
+    "imagenet": Recipe(
+        mode="shortest_edge",
+        size=(256,),
+        crop=(224, 224),
+        rounding="even",
+        mean=_IMAGENET_MEAN,
+        std=_IMAGENET_STD,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A recipe, and whose it is.
+
+    Attributes:
+        recipe: What the server goes by.
+        origin: Where it was found, in words.
+        reference: The truth: what the graph is given of an upright picture in RGB.
+    """
+
+    recipe: Recipe
+    origin: str
+    reference: Callable[[Image.Image], Pixels]
+
+    def read(self, content: bytes) -> Pixels:
+        """Return what the graph is given of an encoded picture."""
+        return self.reference(load_image(Image.open(io.BytesIO(content))))
+
+    def find_geometry(self, content: bytes) -> Geometry:
+        """Return where these pixels lie in the upright picture."""
+        return self.recipe.find_geometry(load_image(Image.open(io.BytesIO(content))))
+
+    def check(self, contents: Sequence[bytes]) -> None:
+        """Refuse a recipe that does not say what the reference does, tried on these pictures.
+
+        Raises:
+            ModelError: They differ by more than a level of 255.
+        """
+        spread = self.recipe.scale / min(map(abs, self.recipe.std))
+        for content in contents:
+            image = load_image(Image.open(io.BytesIO(content)))
+            want, have = self.reference(image), self.recipe.prepare(image)
+            worst = np.abs(want - have).max() / spread if want.shape == have.shape else np.inf
+            if not worst <= MAX_LEVELS + 1e-3:
+                raise ModelError(
+                    f"what {self.origin} does to a picture of {image.width} x {image.height} is not done by the server",
+                    expected=f"{list(have.shape)} within {MAX_LEVELS:g} level of 255",
+                    got=f"{list(want.shape)}" if want.shape != have.shape else f"{worst:.0f} levels",
+                    remedy="pass a recipe with --preprocess",
+                )
+
+
+def find_preparation(directory: Path, chosen: str | None) -> Preparation:
+    """Return what is done to pictures: what `--preprocess` asks for, else what the checkpoint records.
+
+    Args:
+        directory: The checkpoint's folder.
+        chosen: A name in `RECIPES`, or a file: a recipe of ours, the arguments of torchvision's preset, or a
+            `preprocessor_config.json`.
+
+    Raises:
+        SettingsError: The file cannot be used.
+        ModelError: There is no recipe, or none that the server can follow.
+    """
+    if chosen is not None:
+        return read_preparation(chosen)
+    if not (directory / PROCESSOR_FILE).is_file():
+        raise ModelError(
+            f"nothing says what is done to pictures before the model of {directory} sees them",
+            expected=f"a {PROCESSOR_FILE} beside the weights",
+            got="none",
+            remedy="pass --preprocess " + " or ".join((*RECIPES, "FILE")) + ", or --task image-classification-tensors",
+        )
+    return _read_processor(directory)
+
+
+def read_preparation(chosen: str) -> Preparation:
+    """Return what `--preprocess` asks for, as `find_preparation` takes it.
+
+    Raises:
+        SettingsError: The file cannot be used.
+        ModelError: The server cannot follow it.
+    """
+    if chosen in RECIPES:
+        return _stand_alone(RECIPES[chosen], f"the recipe {chosen}")
+    path = Path(chosen)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"{type(content).__name__} in place of an object")
+        if path.name == PROCESSOR_FILE:
+            return _read_processor(path.parent)
+        if content.keys() <= _TORCHVISION_KEYS:
+            return _stand_alone(_read_torchvision(content), chosen)
+        return _stand_alone(Recipe(**{key: _to_tuple(value) for key, value in content.items()}), chosen)
+    except (OSError, ValueError, TypeError) as exc:
+        raise SettingsError(
+            f"{chosen} is not a recipe for pictures",
+            expected=f"one of {', '.join(RECIPES)}, a {PROCESSOR_FILE}, or JSON with "
+            + ", ".join(Recipe.__dataclass_fields__),
+            got=str(exc).rstrip("."),
+            remedy="correct --preprocess",
+        ) from exc
+
+
+def _stand_alone(recipe: Recipe, origin: str) -> Preparation:
+    return Preparation(recipe=recipe, origin=origin, reference=recipe.prepare)
+
+
+def _read_torchvision(given: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of the arguments of torchvision's preset for classification."""
+    size, crop = int(given.get("resize_size", 256)), int(given.get("crop_size", 224))
+    if given.get("antialias") is False:
+        raise ValueError("antialias false, which pictures know nothing of")
+    if crop > size:
+        raise ValueError(f"crop_size {crop} beyond resize_size {size}")
+    return Recipe(
+        mode="shortest_edge",
+        size=(size,),
+        crop=(crop, crop),
+        rounding="even",
+        filter=str(given.get("interpolation", "bilinear")).lower(),
+        mean=tuple(given.get("mean", _IMAGENET_MEAN)),
+        std=tuple(given.get("std", _IMAGENET_STD)),
+    )
+
+
+def _read_processor(directory: Path) -> Preparation:
+    path = directory / PROCESSOR_FILE
+    try:
+        # Pillow's, which is what the server resizes with.
+        processor: Any = AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False)
+        recipe = _read_attributes(processor)
+    # Whatever transformers makes of a file that it did not write.
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as exc:
+        raise ModelError(
+            f"{path} asks for something that is not done in the server",
+            expected="an image processor of transformers that resizes to one size",
+            got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
+            remedy="pass a recipe with --preprocess",
+        ) from exc
+
+    def prepare(image: Image.Image) -> Pixels:
+        pixels: Pixels = processor(images=image, return_tensors="np")["pixel_values"][0]
+        return pixels.astype(np.float32)
+
+    return Preparation(recipe=recipe, origin=str(processor.to_dict()["image_processor_type"]), reference=prepare)
+
+
+def _read_attributes(processor: Any) -> Recipe:
+    """Return the recipe of an image processor; `Preparation.check` finds out whether that is all it does."""
+    size = {name: value for name, value in dict(processor.size).items() if value}
+    if not processor.do_resize:
+        raise ValueError("do_resize false")
+    crop: tuple[int, int] | None = None
+    if "shortest_edge" in size and hasattr(processor, "crop_pct"):
+        mode, edges, crop = _read_crop_pct(int(size["shortest_edge"]), processor.crop_pct)
+    elif set(size) == {"shortest_edge"}:
+        mode, edges = "shortest_edge", (int(size["shortest_edge"]),)
+    elif set(size) == {"height", "width"}:
+        mode, edges = "exact", (int(size["height"]), int(size["width"]))
+    else:
+        raise ValueError(f"size {size}")
+    if getattr(processor, "do_center_crop", False):
+        crop = (int(processor.crop_size["height"]), int(processor.crop_size["width"]))
+    normalizes = processor.do_normalize
+    return Recipe(
+        mode=mode,
+        size=edges,
+        filter=_FILTERS[int(processor.resample)],
+        crop=crop,
+        scale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
+        mean=tuple(processor.image_mean) if normalizes else (0.0, 0.0, 0.0),
+        std=tuple(processor.image_std) if normalizes else (1.0, 1.0, 1.0),
+    )
+
+
+def _read_crop_pct(edge: int, share: float) -> tuple[str, tuple[int, ...], tuple[int, int] | None]:
+    """Return mode, size and crop as ConvNeXt's processor means them."""
+    if edge >= _CONVNEXT_UNCROPPED:
+        return "exact", (edge, edge), None
+    return "shortest_edge", (int(edge / share),), (edge, edge)
+
+
+def _to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,344 @@
+"""text-generation: a prompt in, the text that goes on from it out."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from ..artefacts import Artefacts
+from ..errors import ModelError, VerificationError
+from ..signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from ..weights.torch_model import load_model
+from .base import TaskSource
+from .cases import Case, Outputs, Row
+from .comparison import TENSOR_TOLERANCES
+from .generation import DecoderModule, GenerationTask, find_cache_shapes
+from .golden import build_sample
+from .tensors import InputRules, SizeRange, ValueRule
+from .text import read_verification_texts
+
+# What Triton's vLLM backend takes and gives, of one request (vllm_backend 8de0c148, src/model.py).
+CONTRACT = Contract(
+    inputs=(
+        TensorSignature(name="text_input", dtype=STRING, dims=(1,)),
+        TensorSignature(name="stream", dtype=torch.bool, dims=(1,), is_optional=True),
+        TensorSignature(name="sampling_parameters", dtype=STRING, dims=(1,), is_optional=True),
+        TensorSignature(name="exclude_input_in_output", dtype=torch.bool, dims=(1,), is_optional=True),
+        TensorSignature(name="return_finish_reason", dtype=torch.bool, dims=(1,), is_optional=True),
+        TensorSignature(name="return_num_input_tokens", dtype=torch.bool, dims=(1,), is_optional=True),
+        TensorSignature(name="return_num_output_tokens", dtype=torch.bool, dims=(1,), is_optional=True),
+    ),
+    outputs=(
+        TensorSignature(name="text_output", dtype=STRING, dims=("answers",)),
+        TensorSignature(name="finish_reason", dtype=STRING, dims=("answers",), is_optional=True),
+        TensorSignature(name="num_input_tokens", dtype=torch.uint32, dims=(1,), is_optional=True),
+        TensorSignature(name="num_output_tokens", dtype=torch.uint32, dims=("answers",), is_optional=True),
+    ),
+    preprocess=None,
+)
+
+# What the backend reads of a version besides the model and the tokenizer.
+GENERATION_FILE = "generation.json"
+
+# What a request may say and is taken from generation_config.json where it does not → what stands for nothing.
+_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_DEFAULTS = {"repetition_penalty": 1.0}
+# As many as in vLLM.
+_MAX_TOKENS = 16
+
+# Prompts whose greedy continuation is proven and kept, how long they may be, and how many tokens are written.
+_PROMPTS = 8
+_PROMPT_TOKENS = 48
+_WRITTEN_TOKENS = 32
+
+# Two best scores that are nearer than this, in parts of the largest, may change places between two that are both right.
+_CLEAR = 2 * TENSOR_TOLERANCES["max_relative_error"]
+
+# Rows beside one another are tried up to this many tokens, one row up to more: the scores of a vocabulary are large.
+_LONGEST_IN_BATCH = 64
+_LONGEST = 512
+
+
+class TextGeneration(GenerationTask):
+    """A decoder with its tokenizer, which the engine runs step by step.
+
+    Attributes:
+        model: What the checkpoint holds.
+        cache_shapes: The heads of each layer's keys and values, and the size of one.
+        context: How many tokens prompt and answer may have together.
+        generation_config: How the checkpoint has texts written.
+        texts: Texts that the server's tokenizer must read as transformers' does.
+        prompts: Those that are gone on from.
+    """
+
+    form = "decoder"
+    tokenizer_use = "required"
+
+    def __init__(self, source: TaskSource) -> None:
+        assert source.tokenizer is not None, "Bug: text generation without a tokenizer"
+        self.model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForCausalLM)
+        self.tokenizer = source.tokenizer
+        self.added_tokens = source.added_tokens
+        self.cache_shapes = find_cache_shapes(self.model)
+        self.vocabulary = self.model.config.get_text_config().vocab_size
+        self.context = _find_context(self.model.config.get_text_config(), source.max_length)
+        self.generation_config = _read_generation_config(source.directory, self.model.config)
+        self.module = _TwiceModule(DecoderModule(self.model)).eval()
+        dims = (BATCH, SEQ_LEN)
+        names = ("logits", "logits_with_past")
+        self.signature = ModelSignature(
+            inputs=tuple(
+                TensorSignature(name=name, dtype=torch.int64, dims=dims) for name in ("input_ids", "attention_mask")
+            ),
+            outputs=tuple(
+                TensorSignature(name=name, dtype=torch.float32, dims=(*dims, self.vocabulary)) for name in names
+            ),
+            contract=CONTRACT,
+        )
+        self.tensors = InputRules(
+            rules={
+                "input_ids": ValueRule(kind="integers", low=0, high=self.vocabulary),
+                "attention_mask": ValueRule(kind="mask"),
+            },
+            sizes={SEQ_LEN: SizeRange(largest=min(self.context, _LONGEST))},
+            padded=(SEQ_LEN,),
+        )
+        self.texts = read_verification_texts() + [f"{token} between words {token}" for token in self.added_tokens]
+        room = max(1, min(_PROMPT_TOKENS, self.context - _WRITTEN_TOKENS))
+        shortened = [self._shorten(text, room) for text in self.texts]
+        # Those with the added tokens, which come last, are among them.
+        self.prompts = [text for text in (*shortened[: _PROMPTS - 2], *shortened[-2:]) if self._read(text)]
+        self._written: list[Continuation] = []
+
+    def _read(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def _shorten(self, text: str, room: int) -> str:
+        """Return the beginning of a text that is at most `room` tokens."""
+        while text and len(self._read(text)) > room:
+            text = text[: min(len(text) - 1, len(text) * room // len(self._read(text)))]
+        return text
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that end a text."""
+        ends = self.generation_config.eos_token_id
+        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+    @property
+    def description(self) -> str:
+        """See `Task`."""
+        return f"text of prompts, {self.context} tokens with their answers, from a vocabulary of {self.vocabulary}"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See `Task`."""
+        if self.ends:
+            return ()
+        return (
+            "Neither generation_config.json nor config.json says which token ends a text, so every answer goes on to "
+            "max_tokens; write eos_token_id into one of them.",
+        )
+
+    @property
+    def model_files(self) -> Mapping[str, bytes]:
+        """What lies beside the model's file, by name: configuration, tokenizer, template of a chat."""
+        config = self.model.config.to_dict() | {"use_cache": True, "torch_dtype": "float32"}
+        files = {
+            "config.json": _to_bytes({key: value for key, value in config.items() if not key.startswith("_")}),
+            "generation_config.json": _to_bytes(self.generation_config.to_diff_dict()),
+            GENERATION_FILE: _to_bytes(
+                {"context": self.context, "ends": self.ends, "defaults": _read_defaults(self.generation_config)}
+            ),
+        }
+        with tempfile.TemporaryDirectory(prefix="modelyard-tokenizer-") as folder:
+            self.tokenizer.save_pretrained(folder)
+            files |= {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+        served = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+        served.no_truncation()
+        served.no_padding()
+        # The context is the engine's limit: what is longer is refused, not cut.
+        return files | {"tokenizer.json": served.to_str(pretty=True).encode()}
+
+    def build_cases(self) -> Iterator[Case]:
+        """See `Task`. Real texts and random tokens, alone and in batches of unequal lengths."""
+        real = [_to_row(self._read(text)) for text in self.prompts]
+        yield Case(name="prompts one by one", rows=real, batch_size=1, is_real=True)
+        yield Case(name="prompts in one batch, padded left", rows=real, batch_size=len(real), padding_side="left",
+                   is_real=True)  # fmt: skip
+        sizes = self.tensors.sizes[SEQ_LEN].list_sizes()
+        random = np.random.default_rng(0)
+        for size in sizes:
+            yield Case(name=f"seq_len {size}", rows=[self._make_row({SEQ_LEN: size}, random)], batch_size=1)
+        short = [size for size in sizes if size <= _LONGEST_IN_BATCH]
+        rows = [self._make_row({SEQ_LEN: size}, random) for size in short]
+        yield Case(name="unequal lengths, padded left", rows=rows, batch_size=len(rows), padding_side="left")
+        yield Case(name="unequal lengths, padded right", rows=rows, batch_size=len(rows))
+
+    def check_files(self, files: Artefacts) -> int:
+        """See `Task`."""
+        path = next(path for path in files.model if path.name == "tokenizer.json")
+        served = Tokenizer.from_file(str(path))
+        for text in self.texts:
+            want, got = self.tokenizer(text)["input_ids"], served.encode(text).ids
+            if got != want:
+                raise VerificationError(
+                    f"the server's tokenizer reads {text[:40]!r} differently from transformers",
+                    expected=f"ids {want[:12]}",
+                    got=f"ids {got[:12]}",
+                    remedy="save the tokenizer with the transformers release that the checkpoint was trained with",
+                )
+        return len(self.texts)
+
+    def write_reference(self) -> "list[Continuation]":
+        """Return what transformers' own `generate` writes after each prompt, the likeliest token every time."""
+        if not self._written:
+            self._written = [self._continue(text) for text in self.prompts]
+        return self._written
+
+    def _continue(self, text: str) -> "Continuation":
+        prompt = self._read(text)
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max(1, min(_WRITTEN_TOKENS, self.context - len(prompt))),
+            eos_token_id=self.ends or None,
+            pad_token_id=(self.ends or [0])[0],
+            repetition_penalty=self.generation_config.repetition_penalty,
+            use_cache=True,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        ids = torch.tensor([prompt])
+        # Its annotation takes what `nn.Module` may hold for a tensor.
+        model: Any = self.model
+        with torch.no_grad():
+            made: Any = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        written = made.sequences[0, len(prompt) :].tolist()
+        margins = []
+        for scores in made.scores:
+            best = scores[0].topk(2).values
+            # In parts of the largest score, as the errors of scores are counted.
+            margins.append(float((best[0] - best[1]) / scores[0][scores[0].isfinite()].abs().max()))
+        return Continuation(text=text, prompt=prompt, written=written, margins=margins)
+
+    def build_golden(self) -> dict[str, Any]:
+        """See `Task`. Prompts, and what transformers writes after them up to where it prefers no token clearly.
+
+        Raises:
+            ModelError: It prefers none from the first one on.
+        """
+        samples = []
+        for made in self.write_reference():
+            clear = next((at for at, margin in enumerate(made.margins) if margin <= _CLEAR), len(made.written))
+            if clear:
+                samples.append(self._build_sample(made.text, made.written[:clear]))
+        if not samples:
+            raise ModelError(
+                "the checkpoint prefers no token to others",
+                expected=f"two best scores that differ by more than {_CLEAR:g} of the largest",
+                got=f"none after {len(self.prompts)} prompts",
+                remedy="check that the weights were trained",
+            )
+        return {"decoupled": True, "tolerances": {"max_abs_error": 0.0}, "samples": samples}
+
+    def _build_sample(self, text: str, written: Sequence[int]) -> dict[str, Any]:
+        parameters = json.dumps({"max_tokens": len(written), "temperature": 0.0})
+        asked = {"text_input": [text], "sampling_parameters": [parameters], "exclude_input_in_output": [True]}
+        return build_sample(CONTRACT, asked, {"text_output": [self.decode(written)]})
+
+    def decode(self, written: Sequence[int]) -> str:
+        """Return tokens as text, without special ones and those that end it."""
+        kept = [token for token in written if token not in self.ends]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=True))
+
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `Task`. The scores without and with a past, each as one."""
+        wanted, had = ([(part,) for row in rows for part in row] for rows in (expected, got))
+        return super().compare(wanted, had, bounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What transformers writes after a prompt.
+
+    Attributes:
+        text: The prompt.
+        prompt: The same as token ids.
+        written: The tokens after it.
+        margins: For each of them, how far its score lay above the next best, in parts of the largest score.
+    """
+
+    text: str
+    prompt: list[int]
+    written: list[int]
+    margins: list[float]
+
+
+class _TwiceModule(nn.Module):
+    """The scores of a whole text, for a file that makes them in two ways."""
+
+    def __init__(self, module: DecoderModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits, [batch, seq_len, vocabulary], fp32, twice; both inputs [batch, seq_len], int64."""
+        logits: Tensor = self.module(input_ids, attention_mask)
+        return logits, logits
+
+
+def _find_context(config: PretrainedConfig, max_length: int) -> int:
+    """Return how many tokens are served: no more than a layer looks back, which paged attention does not limit."""
+    window = getattr(config, "sliding_window", None)
+    return min(max_length, window) if isinstance(window, int) and window > 0 else max_length
+
+
+def _read_generation_config(directory: Path, config: PretrainedConfig) -> GenerationConfig:
+    """Return how the checkpoint has texts written; where nothing says, what its configuration knows.
+
+    Raises:
+        ModelError: `generation_config.json` is damaged.
+    """
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        made: GenerationConfig = GenerationConfig.from_model_config(config)
+        return made
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, TypeError) as exc:
+        raise ModelError(
+            f"{path} cannot be read",
+            expected="what transformers saves",
+            got=" ".join(str(exc).split())[:200].rstrip(".:;"),
+            remedy="copy it again, or remove it",
+        ) from exc
+
+
+def _read_defaults(config: GenerationConfig) -> dict[str, Any]:
+    """Return what a request is answered with where it says nothing, by the names of its parameters."""
+    defaults: dict[str, Any] = {"max_tokens": config.max_new_tokens or _MAX_TOKENS, "temperature": 0.0}
+    asked = _DEFAULTS | (_SAMPLING if config.do_sample else {})
+    for name, idle in asked.items():
+        value = getattr(config, name, None)
+        if value is not None and value != idle:
+            defaults[name] = value
+    return defaults | ({"temperature": config.temperature or 1.0} if config.do_sample else {})
+
+
+def _to_row(ids: Sequence[int]) -> Row:
+    return {"input_ids": np.array(ids, dtype=np.int64), "attention_mask": np.ones(len(ids), dtype=np.int64)}
+
+
+def _to_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,51 @@
+"""Whether a running server serves what is active in its repository, and if not, whether it is about to."""
+
+import http.client
+import json
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .model_text import CONFIG_FILE
+
+_TIMEOUT_S = 5.0
+
+# A launcher looks twice a second, and what it sees of a network file system may be a minute old.
+_NOTICE_S = 90.0
+
+
+def read_following(status_url: str) -> Mapping[str, Any]:
+    """Return model → how far the launcher follows it, as its status port tells; empty where it cannot be asked."""
+    try:
+        with urllib.request.urlopen(f"{status_url}/versions", timeout=_TIMEOUT_S) as response:
+            models = json.load(response)["models"]
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        return {}
+    return models if isinstance(models, dict) else {}
+
+
+def find_disagreement(repository: Path, name: str, active: int, served: int, following: Mapping[str, Any]) -> str:
+    """Return why a server serves another version than the active one; nothing where it is just being rolled out.
+
+    Args:
+        repository: The model repository.
+        name: The public model.
+        active: Its active version; 0 where the repository does not name one.
+        served: The version that answers.
+        following: What `read_following` returned.
+    """
+    if active in (served, 0):
+        return ""
+    known = following.get(name, {})
+    if known.get("state") == "rolling":
+        return ""
+    what = f"version {served} is served, and version {active} is active in the repository"
+    if known.get("state") == "failed":
+        return f"{what}: {str(known.get('reason', '')).rstrip('.')}"
+    try:
+        age_s = time.time() - (repository / name / CONFIG_FILE).stat().st_mtime
+    except OSError:
+        age_s = 0.0
+    return "" if age_s < _NOTICE_S else f"{what} for {age_s:.0f} s"

@@ -1,0 +1,204 @@
+"""The half of `python_preprocess` that decodes pictures, beside transformers' own image processors."""
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import load_backend
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from transformers.image_utils import load_image
+
+from export.errors import ModelError, SettingsError
+from export.tasks.picture_recipe import PROCESSOR_FILE, RECIPES, Recipe, find_preparation, read_preparation
+from export.tasks.picture_samples import build_pictures, draw_picture
+
+pictures = load_backend("python_preprocess", "pictures")
+
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+
+# As `save_pretrained` and older releases of transformers leave them.
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "vit": {"image_processor_type": "ViTImageProcessor", "size": {"height": 224, "width": 224}, "resample": 2} | HALF,
+    "vit of 2021": {"feature_extractor_type": "ViTFeatureExtractor", "size": 160, "do_resize": True, "resample": 2}
+    | HALF,
+    "deit": {
+        "image_processor_type": "DeiTImageProcessor",
+        "size": {"height": 256, "width": 256},
+        "crop_size": {"height": 224, "width": 224},
+        "do_center_crop": True,
+        "resample": 3,
+    },
+    "convnext": {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 224}, "crop_pct": 0.875},
+    "convnext, large": {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 384}},
+    "clip": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224}, "crop_size": 224} | CLIP,
+    "bit": {
+        "image_processor_type": "BitImageProcessor",
+        "size": {"shortest_edge": 96},
+        "crop_size": {"height": 64, "width": 80},
+        "resample": 3,
+    },
+    "crop beyond the picture": {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 61},
+        "crop_size": {"height": 96, "width": 97},
+    },
+    "siglip": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 112, "width": 96}} | HALF,
+    "mobilenet": {
+        "image_processor_type": "MobileNetV2ImageProcessor",
+        "size": {"shortest_edge": 256},
+        "crop_size": {"height": 224, "width": 224},
+    },
+    "not normalised": {
+        "image_processor_type": "ViTImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "do_normalize": False,
+        "do_rescale": False,
+        "resample": 1,
+    },
+}
+
+
+def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photographs() -> list[bytes]:
+    return [Path(name).read_bytes() for name in load_sample_images().filenames]
+
+
+def open_reader(recipe: Recipe, folder: Path, *others: str) -> Any:
+    (folder / "picture.json").write_bytes(recipe.to_json())
+    return pictures.PictureReader(folder / "picture.json", ["pixel_values", *others])
+
+
+def make(reader: Any, *contents: bytes) -> list[Any]:
+    return reader.encode([pictures.SentPicture(content, "IMAGE", row) for row, content in enumerate(contents)])
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pixels_are_those_of_transformers(name: str, photographs: list[bytes], tmp_path: Path) -> None:
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(PROCESSORS[name]))
+    preparation = find_preparation(tmp_path, None)
+    preparation.check(build_pictures())
+    contents = [*build_pictures()[:12], *photographs]
+    for content, made in zip(contents, make(open_reader(preparation.recipe, tmp_path), *contents), strict=True):
+        expected = preparation.read(content)
+        assert made.pixels.dtype == np.float32
+        # Not a level of 255 apart, but equal.
+        np.testing.assert_array_equal(made.pixels, expected)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RECIPES["imagenet"],
+        Recipe(mode="letterbox", size=(64, 96), filter="bicubic", fill=114, channels="bgr"),
+        Recipe(mode="exact", size=(50, 40), filter="lanczos", crop=(31, 33), scale=1.0),
+    ],
+    ids=lambda recipe: recipe.mode,
+)
+def test_a_recipe_without_a_processor_is_followed_alike_in_export_and_server(
+    recipe: Recipe, photographs: list[bytes], tmp_path: Path
+) -> None:
+    contents = [*build_pictures()[:12], *photographs]
+    reader = open_reader(recipe, tmp_path, "geometry")
+    for content, made in zip(contents, make(reader, *contents), strict=True):
+        image = load_image(Image.open(io.BytesIO(content)))
+        np.testing.assert_array_equal(made.pixels, recipe.prepare(image))
+        # The middle of the pixels is the middle of the picture, up to the rounding of a crop.
+        scale_x, scale_y, left, top, width, height = made.geometry.tolist()
+        assert (width, height) == image.size
+        tall, wide = recipe.height_and_width
+        assert abs(left + scale_x * wide / 2 - width / 2) <= scale_x
+        assert abs(top + scale_y * tall / 2 - height / 2) <= scale_y
+    tensors = reader.stack(make(reader, *contents[:2]))
+    assert [tensors["pixel_values"].shape[0], tensors["geometry"].shape] == [2, (2, 6)]
+
+
+def test_torchvisions_arguments_are_a_recipe_and_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text('{"crop_size": 224, "resize_size": 232, "interpolation": "bicubic"}')
+    recipe = read_preparation(str(path)).recipe
+    assert (recipe.mode, recipe.size, recipe.crop, recipe.filter) == ("shortest_edge", (232,), (224, 224), "bicubic")
+    path.write_text('{"mode": "exact", "size": [8, 8, 8]}')
+    with pytest.raises(SettingsError, match=r"is not a recipe for pictures: expected one of imagenet, .* got size"):
+        read_preparation(str(path))
+    with pytest.raises(
+        ModelError, match=r"expected a preprocessor_config.json .* got none; pass --preprocess imagenet"
+    ):
+        find_preparation(tmp_path, None)
+    (tmp_path / PROCESSOR_FILE).write_text(
+        json.dumps({"image_processor_type": "DetrImageProcessor", "size": {"shortest_edge": 800, "longest_edge": 1333}})
+    )
+    with pytest.raises(ModelError, match="asks for something that is not done in the server: .*longest_edge"):
+        find_preparation(tmp_path, None)
+    # A processor with a step of its own, which its attributes do not show.
+    (tmp_path / PROCESSOR_FILE).write_text(
+        json.dumps({"image_processor_type": "EfficientNetImageProcessor", "size": {"height": 32, "width": 32}})
+    )
+    with pytest.raises(ModelError, match=r"is not done by the server: expected \[3, 32, 32\] within 1 level of 255"):
+        find_preparation(tmp_path, None).check(build_pictures())
+
+
+def test_sixteen_bits_keep_their_upper_half(tmp_path: Path) -> None:
+    reader = open_reader(Recipe(mode="exact", size=(64, 64), scale=1.0), tmp_path)
+    levels = (np.arange(64 * 64).reshape(64, 64) * 16).astype(np.uint16)
+    for kind in ("PNG", "TIFF"):
+        (made,) = make(reader, encode(Image.fromarray(levels), kind))
+        np.testing.assert_array_equal(made.pixels, np.broadcast_to(levels >> 8, (3, 64, 64)))
+
+
+def test_what_is_no_picture_is_refused_alone_and_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = open_reader(RECIPES["imagenet"], tmp_path)
+    good = encode(draw_picture(0, 64, 48), "PNG")
+    # A file of a few hundred bytes whose head promises 2.7 GB of pixels.
+    head = b"IHDR" + struct.pack(">II", 30_000, 30_000) + good[24:29]
+    bomb = good[:12] + head + struct.pack(">I", zlib.crc32(head)) + good[33:]
+    narrow = encode(Image.new("L", (40_000, 1)), "PNG")
+    float_tiff = encode(Image.new("F", (8, 8)), "TIFF")
+    sent = {
+        b"": "is empty: expected a file of JPEG, PNG, WEBP, GIF, TIFF, got no bytes",
+        b"%PDF-1.7": "is not a picture: expected a file of .*, got one that begins with b'%PDF-1.7'",
+        encode(draw_picture(0, 64, 48), "BMP"): "is not a picture",
+        good[: len(good) // 2]: "is damaged: expected a whole PNG, got '.*'; send it again",
+        bomb: "has too many pixels: expected 1 to 50000000, got 30000 x 30000; send another",
+        narrow: "is too long and narrow: expected at most 50000000 pixels once it is resized, got 10240000 x 256 of",
+        float_tiff: "is damaged: expected a whole TIFF, got '32 bits a channel'",
+    }
+    found = make(reader, *(item for content in sent for item in (content, good)))
+    for index, message in enumerate(sent.values()):
+        with pytest.raises(pictures.PictureError, match=f"IMAGE row {2 * index} {message}"):
+            raise found[2 * index]
+        assert found[2 * index + 1].pixels.shape == (3, 224, 224)
+    monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 100)
+    (large,) = make(reader, good)
+    assert "is too large: expected at most 100 bytes" in str(large)
+
+
+def test_damaged_pictures_are_refused_or_decoded_and_nothing_else(tmp_path: Path) -> None:
+    """Bytes exchanged and cut at random, in every format."""
+    reader = open_reader(Recipe(mode="exact", size=(8, 8)), tmp_path)
+    random = np.random.default_rng(0)
+    damaged = []
+    for content in build_pictures()[:12]:
+        for _ in range(10):
+            changed = bytearray(content[: int(random.integers(1, len(content) + 1))])
+            for place in random.integers(0, len(changed), int(random.integers(0, 12))):
+                changed[place] = int(random.integers(0, 256))
+            damaged.append(bytes(changed))
+    found = make(reader, *damaged)
+    refused = [made for made in found if isinstance(made, pictures.PictureError)]
+    assert len(refused) > len(found) // 3
+    assert all(made.pixels.shape == (3, 8, 8) for made in found if not isinstance(made, pictures.PictureError))

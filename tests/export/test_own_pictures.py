@@ -1,0 +1,124 @@
+"""Modules of one's own that are given pictures: what is made of their outputs, here and in the server."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import load_backend
+
+from export.errors import ExportError
+from export.tasks.own_module import build_factory_task
+from export.tasks.own_pictures import FactoryPictures, KeypointAnswers
+from export.tasks.picture_recipe import Recipe, read_preparation
+from export.tasks.picture_samples import build_pictures
+
+answers = load_backend("python_postprocess", "answers")
+
+MODULE = """
+import torch
+
+
+class Flat(torch.nn.Module):
+    def forward(self, pixels):
+        return pixels.mean((2, 3))
+
+
+def build():
+    return Flat()
+"""
+LABELS = {"answers": "labels", "labels": "names.txt", "top_k": 2}
+
+
+def build(folder: Path, **changed: Any) -> FactoryPictures:
+    (folder / "model.py").write_text(MODULE)
+    (folder / "names.txt").write_text("red\ngreen\nblue\n")
+    (folder / "recipe.json").write_text(Recipe(mode="exact", size=(8, 8)).to_json().decode())
+    spec = {"inputs": {"pixels": {"shape": ["batch", 3, 8, 8]}}, "outputs": ["logits"], "answers": LABELS} | changed
+    (folder / "inputs.json").write_text(json.dumps({key: value for key, value in spec.items() if value is not None}))
+    preparation = read_preparation(str(folder / "recipe.json"))
+    task = build_factory_task(
+        f"{folder / 'model.py'}:build",
+        folder / "inputs.json",
+        None,
+        build=lambda module, given: FactoryPictures(module, given, preparation=preparation),
+    )
+    assert isinstance(task, FactoryPictures)
+    return task
+
+
+def test_keypoints_are_the_same_by_the_definition_and_in_the_server() -> None:
+    """Tops in the middle, at edges and in corners, flat ones, and heatmaps of one row."""
+    random = np.random.default_rng(0)
+    for height, width in ((16, 12), (3, 3), (2, 5), (1, 4), (1, 1)):
+        heatmaps = random.standard_normal((6, 4, height, width)).astype(np.float32)
+        heatmaps[0, 0] = 0
+        heatmaps[1, 0, 0, 0] = heatmaps[1, 1, -1, -1] = heatmaps[1, 2, 0, -1] = 9
+        geometry = random.uniform(0.5, 4, (6, 6)).astype(np.float32)
+        kind = KeypointAnswers(["a", "b", "c", "d"], (64, 48))
+        made = answers.build_postprocess(kind.postprocess)({"heatmaps": heatmaps, "geometry": geometry})
+        for row in range(6):
+            expected = kind.answer([torch.from_numpy(heatmaps[row : row + 1])], tuple(geometry[row].tolist()))
+            assert made["LABEL"][row].tolist() == expected["LABEL"]
+            np.testing.assert_allclose(made["KEYPOINT"][row], expected["KEYPOINT"], atol=1e-3)
+            np.testing.assert_allclose(made["SCORE"][row], expected["SCORE"], atol=1e-6)
+
+
+def test_a_parabola_is_found_to_a_fraction_of_a_cell() -> None:
+    y, x = np.mgrid[0:16, 0:12]
+    heatmap = (10 - (x - 5.3) ** 2 - (y - 8.7) ** 2).astype(np.float32)[None, None]
+    geometry = np.array([[1, 1, 0, 0, 48, 64]], dtype=np.float32)
+    settings = {"answers": "keypoints", "labels": ["a"], "size": [64, 48]}
+    place = answers.build_postprocess(settings)({"heatmaps": heatmap, "geometry": geometry})["KEYPOINT"][0, 0]
+    np.testing.assert_allclose(place, [(5.3 + 0.5) * 4, (8.7 + 0.5) * 4], atol=1e-3)
+
+
+def test_places_that_hang_on_the_last_digits_are_not_recorded() -> None:
+    kind = KeypointAnswers(["a"], (64, 48))
+    geometry = (1.0, 1.0, 0.0, 0.0, 48.0, 64.0)
+    heatmaps = torch.zeros(1, 1, 16, 12)
+    heatmaps[0, 0, 4, 4] = heatmaps[0, 0, 9, 9] = 1.0
+    assert not kind.is_clear([heatmaps], geometry)
+    heatmaps[0, 0, 4, 4] = 1.1
+    assert kind.is_clear([heatmaps], geometry)
+
+
+def test_labels_are_read_from_the_file_beside_the_inputs(tmp_path: Path) -> None:
+    task = build(tmp_path)
+    assert task.description == "3 labels, softmax, best 2; pictures by " + str(tmp_path / "recipe.json") + " at 8 x 8"
+    assert task.step_files["model"] == {"labels.txt": b"red\ngreen\nblue\n"}
+    found = task.answer(build_pictures()[0])
+    assert len(found["LABEL"]) == 2 and found["SCORE"][0] >= found["SCORE"][1]
+
+
+def test_without_answers_clients_get_the_outputs(tmp_path: Path) -> None:
+    task = build(tmp_path, answers=None)
+    contract = task.signature.contract
+    assert contract is not None
+    assert ([tensor.name for tensor in contract.outputs], contract.postprocess) == (["logits"], None)
+    assert len(task.build_golden()["samples"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"inputs": {"pixels": {"shape": ["batch", 3, 8, 9]}}}, "are not what the module takes: expected one input of"),
+        ({"answers": {"answers": "boxes", "labels": ["a"]}}, "labels of the one output logits or keypoints of the one"),
+        ({"answers": LABELS | {"labels": ["a", "b"]}}, r"got 2 labels for logits \['batch', 3\]"),
+        ({"answers": LABELS | {"labels": "missing.txt"}}, "No such file"),
+        ({"answers": LABELS | {"function": "relu"}}, "got function 'relu', top_k 2"),
+        ({"answers": {"answers": "keypoints", "labels": "names.txt"}}, "got 3 labels for logits"),
+        ({"outputs": ["scores"]}, "got 3 labels for scores"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=sentence):
+        build(tmp_path, **changed)
+
+
+def test_answers_are_refused_where_clients_send_tensors(tmp_path: Path) -> None:
+    build(tmp_path)
+    with pytest.raises(ExportError, match="have no effect without pictures: expected --preprocess RECIPE, got none"):
+        build_factory_task(f"{tmp_path / 'model.py'}:build", tmp_path / "inputs.json", None)

@@ -1,0 +1,204 @@
+"""The verbs on what is published: list, compare, switch, prune, remove, verify, promote; and being killed in each."""
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from failing_disk import FAILURES, NEVER, kill, refuse_calls, run_forked
+from harness import Exported, Finished, fingerprint
+from repositories import is_consistent, make_other, publish_files
+
+from export.errors import RepositoryError
+from export.repository.activation import activate
+from export.repository.contents import find_active_version, list_versions
+from export.repository.integrity import find_damage
+from export.repository.promotion import promote
+from export.repository.retirement import prune, remove_model
+from export.repository.use import use
+
+NAME = "sentence_embedding"
+
+
+@pytest.fixture
+def models(two_versions: Path, tmp_path: Path) -> Path:
+    """Return a copy of two versions that a test may change; hard links are copies in it."""
+    return Path(shutil.copytree(two_versions, tmp_path / "models"))
+
+
+def ask(export_cli: Callable[..., Finished], *words: object) -> dict[str, object]:
+    done = export_cli(*map(str, words), "--json")
+    assert done.code == 0, done.err
+    content: dict[str, object] = json.loads(done.out)
+    return content
+
+
+def test_versions_are_listed_shown_and_compared(models: Path, export_cli: Callable[..., Finished]) -> None:
+    here = ("--repository", models)
+    one, two = ask(export_cli, "versions", "list", *here)["versions"]
+    assert (one["version"], one["active"], two["version"], two["active"]) == (1, True, 2, False)
+    assert (one["task"], one["precision"], one["target"]) == ("feature-extraction", "fp32", "24.10")
+    assert one["published"] <= two["published"] and one["published"].endswith("+00:00")
+    assert Path(two["checkpoint"]).name == "other" and 0 < two["worst"]["max_abs_error"] < 1e-5
+    table = export_cli("versions", "list", "tickets", *map(str, here)).out.splitlines()
+    assert table[1].split()[:3] == ["tickets", "1", "active"] and table[2].split()[1] == "2" and len(table) == 3
+    found = ask(export_cli, "versions", "diff", "tickets", 1, 2, *here)["differences"]
+    assert [item["what"] for item in found["weights"]] == ["checkpoint/model.safetensors", "model.onnx"]
+    assert (found["tokenizer"], found["options"], found["tools"]) == ([], [], [])
+    assert ask(export_cli, "versions", "show", "tickets", 2, *here)["files"]["tickets_model/2/model.onnx"] > 1000
+    done = export_cli("versions", "show", "tickets", "7", *map(str, here))
+    assert (done.code, done.err) == (
+        1,
+        f"error: tickets in {models} has no version 7: expected one of 1, 2, got 7; see `versions list`.\n",
+    )
+
+
+def test_activation_goes_forth_and_back_and_refuses_what_is_damaged(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    before = fingerprint(models)
+    assert "version 2 is active, version 1 before" in export_cli("activate", "tickets", *here).out
+    assert "version 2 was active already" in export_cli("activate", "tickets", "2", *here).out
+    assert "version 1 is active, version 2 before" in export_cli("activate", "tickets", "1", *here).out
+    assert fingerprint(models) == before
+    graph = models / "tickets_model" / "2" / "model.onnx"
+    graph.write_bytes(graph.read_bytes()[:-1] + b"x")
+    done = export_cli("activate", "tickets", "2", *here)
+    assert done.code == 1 and f"got {graph}, which has changed" in done.err
+    assert fingerprint(models).items() - before.items() == {
+        (path, digest) for path, digest in fingerprint(models).items() if path.endswith("2/model.onnx")
+    }
+    done = export_cli("verify-repository", *here)
+    assert done.code == 1
+    assert done.out == (
+        f"version 2 of tickets: {graph} has changed; restore it, or export again.\n2 versions: 1 findings\n"
+    )
+
+
+def test_verify_repository_finds_what_is_missing_new_or_another_configuration(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    assert ask(export_cli, "verify-repository", "--repository", models)["findings"] == []
+    (models / "tickets" / "1" / "golden.json").unlink()
+    (models / "tickets_model" / "1" / "model.onnx.bak").write_bytes(b"")
+    shutil.copy(models / "tickets" / "2" / "configs" / "tickets_model.pbtxt", models / "tickets_model" / "config.pbtxt")
+    done = export_cli("verify-repository", "--repository", str(models), "--json")
+    found = {Path(each["path"]).name: each["what"] for each in json.loads(done.out)["findings"]}
+    assert done.code == 1
+    assert found == {
+        "golden.json": "is missing",
+        "model.onnx.bak": "was not published",
+        "config.pbtxt": "is not the one of version 1, which is active",
+    }
+
+
+def test_prune_keeps_the_active_version_and_one_that_is_used(models: Path, export_cli: Callable[..., Finished]) -> None:
+    here = ("--repository", models)
+    with use(models / "tickets" / "2"):
+        (kept,) = ask(export_cli, "prune", "--keep", 0, *here)["models"]
+    assert (kept["versions"], kept["kept"], kept["in_use"]) == ([], [1, 2], [2])
+    (pruned,) = ask(export_cli, "prune", "tickets", "--keep", 0, *here)["models"]
+    assert (pruned["versions"], pruned["kept"], pruned["in_use"]) == ([2], [1], [])
+    assert pruned["freed_bytes"] > 1e6
+    assert ask(export_cli, "verify-repository", *here)["findings"] == []
+    assert ask(export_cli, "remove", "tickets", *here)["versions"] == [1]
+    assert list(models.iterdir()) == []
+
+
+def test_promotion_copies_the_proof_keeps_the_number_and_is_done_once(
+    models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    words = ("promote", "tickets", 2, "--repository", models, "--to", tmp_path / "production")
+    assert ask(export_cli, *words, "--no-activate") == {
+        "name": "tickets",
+        "source": 2,
+        "version": 2,
+        "active": 0,
+        "outcome": "created",
+    }
+    done = ask(export_cli, *words)
+    assert (done["version"], done["active"], done["outcome"]) == (2, 2, "switched")
+    assert ask(export_cli, *words)["outcome"] == "unchanged"
+    # A number that is not higher than those that are there is not free.
+    assert ask(export_cli, "promote", "tickets", *words[3:])["version"] == 3
+    assert ask(export_cli, "verify-repository", "--repository", tmp_path / "production")["findings"] == []
+    for file in ("golden.json", "verification.json", "modelyard.lock.json"):
+        copied = tmp_path / "production" / "tickets" / "3" / file
+        assert copied.read_bytes() == (models / "tickets" / "1" / file).read_bytes()
+    (models / "tickets" / "1" / "golden.json").write_text("{}")
+    refused = export_cli(*map(str, ("promote", "tickets", *words[3:])))
+    assert refused.code == 1 and "golden.json, which has changed" in refused.err
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "activate": lambda repository: activate(repository, NAME, 1),
+    "prune": lambda repository: prune(repository, NAME, keep=0),
+    "remove": lambda repository: remove_model(repository, NAME),
+    "promote": lambda repository: promote(repository, NAME, 1, destination=repository.parent / "other"),
+}
+
+
+# A few moments of the many; a prune on a full disk writes nothing and is not stopped at all.
+@pytest.mark.parametrize(
+    ("what", "how", "step"),
+    [
+        ("activate", "killed", 29),
+        ("prune", "killed", 29),
+        ("remove", "killed", 29),
+        ("promote", "killed", 83),
+        ("activate", "the disk is full", 41),
+        ("remove", "it is mounted anew without the right to write", 41),
+    ],
+)
+def test_whatever_stops_a_change_something_verified_is_active_and_the_same_again_needs_no_repair(
+    what: str, how: str, step: int, exported: Exported, disk: Path
+) -> None:
+    before = disk / "before" / "models"
+    publish_files(exported, before)
+    publish_files(make_other(exported, disk / "files"), before)
+    change = CHANGES[what]
+    stopped = 0
+    for moment in itertools.count(1, step):
+        tried = disk / "tried" / "models"
+        shutil.copytree(before, tried)
+        if what == "promote":
+            shutil.copytree(before, tried.parent / "other")
+            prune(tried.parent / "other", NAME, keep=1)
+        end = kill if how == "killed" else partial(refuse_calls, FAILURES[how])
+        code = run_forked(partial(change, tried), {moment: end}, judge=judge)
+        if code == NEVER:
+            break
+        stopped += code != 0
+        for repository in tried.parent.iterdir():
+            check(repository, may_be_gone=what == "remove")
+        if what != "remove" or (tried / NAME).exists():
+            change(tried)
+        assert not list(disk.glob("tried/*/*/staging-*"))
+        for repository in tried.parent.iterdir():
+            assert list(find_damage(repository)) == []
+        assert what != "remove" or list(tried.iterdir()) == []
+        shutil.rmtree(tried.parent)
+    assert stopped > 1
+
+
+def judge(error: BaseException) -> int:
+    return 10 if isinstance(error, RepositoryError | OSError) and "\n" not in str(error) else 11
+
+
+def check(repository: Path, *, may_be_gone: bool) -> None:
+    """Check that all that is there is whole and, to the byte, what was published."""
+    active = find_active_version(repository, NAME)
+    assert active in list_versions(repository / NAME) or (may_be_gone and not active)
+    assert may_be_gone or is_consistent(repository)
+    assert list(find_damage(repository)) == []

@@ -1,0 +1,314 @@
+"""Text from a decoder, through the real tritonserver: it is what transformers writes, whoever else is asking."""
+
+import json
+import queue
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as grpc
+from harness import CHECKOUT, run
+from launcher import Running, running
+from trainers.writers import save_writer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from client import Client, RefusedError
+from export.__main__ import main
+from export.repository.config_file import parse_config, render_config
+from export.tasks.text import read_verification_texts
+
+TOKENS = 48
+
+
+@dataclass
+class Heard:
+    """What one stream brought."""
+
+    pieces: list[str] = field(default_factory=list)
+    reason: str = ""
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass
+class Writers:
+    """Two decoders that are served, and what transformers makes of them."""
+
+    folder: Path
+    server: Running
+
+    def write(self, model: str, prompt: str, tokens: int = TOKENS) -> str:
+        """Return what transformers' own `generate` writes."""
+        tokenizer, reference = self.load(model)
+        ids = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            made = reference.generate(**ids, do_sample=False, max_new_tokens=tokens, pad_token_id=0)
+        return str(tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    def load(self, model: str) -> tuple[Any, Any]:
+        folder = self.folder / model
+        return AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def post(self, model: str, ending: str = "generate", **asked: Any) -> dict[str, Any]:
+        """Ask over HTTP; return the answer, or the status and the sentence of a refusal."""
+        url = f"http://127.0.0.1:{self.server.http}/v2/models/{model}/{ending}"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode()), timeout=60) as answer:
+                content: dict[str, Any] = json.load(answer)
+                return content
+        except urllib.error.HTTPError as exc:
+            return {"status": exc.code, "error": json.load(exc)["error"]}
+
+    def listen(self, model: str, **asked: Any) -> Heard:
+        """Ask for server-sent events."""
+        url = f"http://127.0.0.1:{self.server.http}/v2/models/{model}/generate_stream"
+        body = json.dumps({"stream": True, "return_finish_reason": True, "return_num_output_tokens": True, **asked})
+        heard = Heard()
+        with urllib.request.urlopen(urllib.request.Request(url, body.encode()), timeout=60) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    event = json.loads(line[6:])
+                    heard.error = event.get("error", "")
+                    heard.pieces.append(event.get("text_output", ""))
+                    heard.reason, heard.tokens = (
+                        event.get("finish_reason", ""),
+                        heard.tokens + event.get("num_output_tokens", 0),
+                    )
+        return heard
+
+    def stream(self, model: str, prompt: str, leave_after: int = 0, **parameters: Any) -> Heard:
+        """Ask over a stream of gRPC, and cancel it after some pieces."""
+        values = {
+            "text_input": np.array([prompt.encode()], dtype=object),
+            "stream": np.array([True]),
+            "sampling_parameters": np.array([json.dumps(parameters).encode()], dtype=object),
+            "return_finish_reason": np.array([True]),
+            "return_num_output_tokens": np.array([True]),
+        }
+        inputs = []
+        for name, value in values.items():
+            inputs.append(grpc.InferInput(name, [1], "BOOL" if value.dtype == bool else "BYTES"))
+            inputs[-1].set_data_from_numpy(value)
+        heard: queue.Queue[Any] = queue.Queue()
+        result = Heard()
+        with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") as client:
+            # Without that header every error ends a stream as if it were none, with its sentence alone.
+            client.start_stream(lambda result, error: heard.put((result, error)), headers={"triton_grpc_error": "true"})
+            client.async_stream_infer(model, inputs)
+            while not result.reason:
+                answer, error = heard.get(timeout=60)
+                if error is not None:
+                    result.error = str(error)
+                    break
+                result.pieces.append(answer.as_numpy("text_output")[0].decode())
+                result.tokens += int(answer.as_numpy("num_output_tokens")[0])
+                reason = answer.as_numpy("finish_reason")[0].decode()
+                result.reason = "" if reason == "None" else reason
+                if leave_after and len(result.pieces) >= leave_after:
+                    client.stop_stream(cancel_requests=True)
+                    break
+        return result
+
+    def read_metrics(self, model: str) -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.metrics}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        found = {}
+        for line in lines:
+            if line.startswith("modelyard_generate_") and f'model="{model}"' in line:
+                found[line.split("{")[0].removeprefix("modelyard_generate_")] = float(line.split()[-1])
+        return found
+
+    def wait_for(self, model: str, what: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+        deadline = time.monotonic() + 60
+        while not what(found := self.read_metrics(model)):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+        return found
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
+    folder = tmp_path_factory.mktemp("writers")
+    for model in ("gpt2", "llama"):
+        checkpoint = save_writer(model, folder / model)
+        assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
+    with running(folder / "models") as server:
+        # Every model has then answered a recorded prompt with the recorded text.
+        server.read_until("serving")
+        server.follow()
+        yield Writers(folder, server)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_what_comes_is_what_transformers_writes_while_others_ask_and_leave(writers: Writers, model: str) -> None:
+    prompts = [text[: 8 + 9 * index] for index, text in enumerate(read_verification_texts()[:7])]
+    before = writers.read_metrics(model)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        greedy = {"max_tokens": TOKENS, "temperature": 0}
+        streams = [pool.submit(writers.stream, model, prompt, **greedy) for prompt in prompts[:4]]
+        events = [pool.submit(writers.listen, model, text_input=prompt, **greedy) for prompt in prompts[4:6]]
+        left = pool.submit(writers.stream, model, prompts[6], leave_after=3, max_tokens=4000, ignore_eos=True)
+        heard = [future.result() for future in (*streams, *events)]
+        assert len(left.result().pieces) == 3
+    assert [each.error for each in heard] == [""] * 6
+    assert [each.text for each in heard] == [writers.write(model, prompt) for prompt in prompts[:6]]
+    assert all(each.tokens == TOKENS or each.reason == "stop" for each in heard)
+    assert max(len(each.pieces) for each in heard) > TOKENS / 3, "nothing was streamed"
+    after = writers.wait_for(model, lambda found: found["cancelled_total"] > before["cancelled_total"])
+    assert after["cancelled_total"] == before["cancelled_total"] + 1
+    idle = writers.wait_for(model, lambda found: found["running"] == 0)
+    assert (idle["waiting"], idle["cache_usage_percent"]) == (0, 0)
+    # Whoever left was not written to the end.
+    assert idle["generation_tokens_total"] - before["generation_tokens_total"] < sum(e.tokens for e in heard) + 4000
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_client_library_hears_the_pieces_and_cancels_what_it_leaves(writers: Writers, protocol: str) -> None:
+    before = writers.read_metrics("gpt2")
+    with Client(f"127.0.0.1:{getattr(writers.server, protocol)}", protocol=protocol, model="gpt2") as client:
+        pieces = list(client.generate("The cat sat on", max_tokens=TOKENS, temperature=0))
+        assert "".join(pieces) == writers.write("gpt2", "The cat sat on") and len(pieces) > TOKENS / 3
+        left = client.generate("The cat sat on", max_tokens=4000, ignore_eos=True)
+        next(left)
+        left.close()
+        writers.wait_for("gpt2", lambda found: found["cancelled_total"] > before["cancelled_total"])
+        with pytest.raises(RefusedError, match="the parameter 'bogus' is unknown: expected one of max_tokens"):
+            next(client.generate("x", bogus=1))
+
+
+def test_a_whole_answer_is_what_was_asked_for(writers: Writers) -> None:
+    prompt = "The cat sat on"
+    wanted = writers.write("gpt2", prompt)
+    alone = {"text_input": prompt, "max_tokens": TOKENS, "exclude_input_in_output": True}
+    assert writers.post("gpt2", **alone)["text_output"] == wanted
+    # As vLLM's backend does, the prompt stands first unless it is left out.
+    given = writers.post("gpt2", text_input=prompt, sampling_parameters='{"max_tokens": "5"}')
+    assert given["text_output"] == prompt + writers.write("gpt2", prompt, 5)
+    counted = {"return_num_input_tokens": True, "return_num_output_tokens": True, "return_finish_reason": True}
+    full = writers.post("gpt2", **alone, **counted)
+    tokens = len(writers.load("gpt2")[0](prompt)["input_ids"])
+    assert (full["num_input_tokens"], full["num_output_tokens"], full["finish_reason"]) == (tokens, TOKENS, "length")
+    # A stop string is found over tokens, and nothing of it is sent before it is whole.
+    middle = len(wanted) // 2
+    stop = wanted[middle : middle + 5]
+    cut = wanted[: wanted.index(stop)]
+    stopped = writers.listen("gpt2", text_input=prompt, max_tokens=TOKENS, stop=stop)
+    assert (stopped.text, stopped.reason) == (cut, "stop")
+    drawn = [writers.post("gpt2", **alone, temperature=0.9, seed=seed)["text_output"] for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    several = writers.post("gpt2", **alone, temperature=0.9, n=3, seed=7)["text_output"]
+    assert len(several) == 3 and several[0] == drawn[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"max_token": 3}, "the parameter 'max_token' is unknown: expected one of max_tokens, min_tokens"),
+        ({"max_tokens": 0}, "max_tokens cannot be used: expected a whole number from 1 to"),
+        ({"temperature": "warm"}, "temperature cannot be used: expected a number from 0 to 100, got 'warm'"),
+        ({"n": 2}, "n 2 has no effect: expected a temperature above 0 beside it"),
+        ({"sampling_parameters": "[]"}, "sampling_parameters is not JSON: expected an object"),
+        ({"sampling_parameters": '{"top_k": 3}', "top_k": 4}, "top_k is given twice"),
+        (
+            {"text_input": "word " * 5000},
+            "text_input is too long for the model's context: expected at most 4095 tokens",
+        ),
+        ({"text_input": ""}, "text_input has no tokens"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_a_sentence(
+    writers: Writers, asked: dict[str, Any], sentence: str
+) -> None:
+    refusal = writers.post("gpt2", **({"text_input": "A cat"} | asked))
+    assert refusal["status"] == 400 and sentence in refusal["error"], refusal
+
+
+def test_the_pool_is_shared_by_preemption_and_its_queue_is_bounded(writers: Writers, tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    shutil.copytree(writers.folder / "models", repository)
+    shutil.rmtree(repository / "llama")
+    path = repository / "gpt2" / "config.pbtxt"
+    config = parse_config(path.read_text())
+    # 32 blocks of 32 tokens, where eight answers of 150 tokens need some 50.
+    config.parameters["kv_cache_mb"].string_value = "1"
+    config.parameters["max_num_seqs"].string_value = "8"
+    config.parameters["max_queue_size"].string_value = "0"
+    path.write_text(render_config(config))
+    prompts = [text[:40] for text in read_verification_texts()[:8]]
+    with running(repository) as server:
+        server.read_until("serving")
+        server.follow()
+        small = Writers(writers.folder, server)
+        greedy = {"max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        with ThreadPoolExecutor(24) as pool:
+            streams = [pool.submit(small.stream, "gpt2", prompts[index % 8], **greedy) for index in range(12)]
+            wholes = [
+                pool.submit(small.post, "gpt2", text_input=prompts[index % 8], exclude_input_in_output=True, **greedy)
+                for index in range(12)
+            ]
+            heard = [future.result() for future in streams]
+            got = [future.result() for future in wholes]
+    refused = [each.error for each in heard if each.error]
+    assert all("UNAVAILABLE" in error for error in refused)
+    # tritonserver 2.51 answers 400 to whatever a backend refuses of `generate`.
+    refused += [each["error"] for each in got if "error" in each]
+    assert 1 <= len(refused) <= 16
+    assert all("the queue is full: expected less than 8 requests at work" in error for error in refused)
+    alone = [writers.stream("gpt2", prompt, **greedy).text for prompt in prompts]
+    written = [(index, each.text) for index, each in enumerate(heard) if not each.error]
+    written += [(index, each["text_output"]) for index, each in enumerate(got) if "error" not in each]
+    assert written == [(index, alone[index % 8]) for index, _ in written]
+
+
+def test_the_recipes_of_the_page_run(writers: Writers) -> None:
+    page = (CHECKOUT / "docs" / "generation.md").read_text(encoding="utf-8")
+    recipes = [
+        line.removeprefix("$ ") for line in page.splitlines() if line.startswith(("$ curl", "$ modelyard infer"))
+    ]
+    wanted = writers.write("gpt2", "Once upon a time", 20)
+    prints = []
+    for recipe in recipes:
+        code = recipe.replace("localhost:8000", f"localhost:{writers.server.http}").replace("writer", "gpt2")
+        code = code.replace(
+            "modelyard infer", f"{sys.executable} client/infer.py --url localhost:{writers.server.http}"
+        )
+        done = subprocess.run(["bash", "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        prints.append(done.stdout)
+    whole, events, printed = prints
+    assert json.loads(whole)["text_output"] == wanted
+    lines = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line]
+    assert "".join(line["text_output"] for line in lines) == wanted and len(lines) > 5
+    assert printed == wanted.split(".")[0] + "\n"
+
+
+def test_the_check_through_the_server_is_repeated_over_every_transport(writers: Writers, tmp_path: Path) -> None:
+    golden = writers.folder / "models" / "llama" / "1" / "golden.json"
+    urls = ["--url", f"localhost:{writers.server.http}", "--grpc-url", f"localhost:{writers.server.grpc}"]
+    done = run("-m", "client.parity", "--golden", str(golden), *urls, "--json")
+    assert done.code == 0, done.err + done.out
+    results = json.loads(done.out)
+    assert [each["transport"] for each in results] == ["HTTP", "HTTP events", "gRPC stream"]
+    assert all(each["texts"] >= 6 and each["passed"] for each in results)
+    content = json.loads(golden.read_text())
+    content["samples"][-1]["outputs"][0]["data"] = ["another text"]
+    (tmp_path / "golden.json").write_text(json.dumps(content))
+    done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", "llama", *urls, "--json")
+    assert done.code == 1
+    assert [each["different"] for each in json.loads(done.out)] == [1, 1, 1]
+    assert writers.server.check().code == 0

@@ -1,0 +1,230 @@
+"""A model of pictures through the whole line: proven, served by the real tritonserver, asked about photographs."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.http
+from harness import CHECKOUT, run
+from launcher import running
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from trainers.architectures import ARCHITECTURES, save_model
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers.image_utils import load_image
+
+from client import Client, ClientError
+from client.connection import Connection
+from demo.serving import Addresses
+from export.__main__ import main as run_export_cli
+from export.tasks.picture_samples import build_pictures
+
+NAME = "image_classification"
+# Scores are probabilities in fp32; what is seen is about 1e-6.
+TOLERANCE = 1e-4
+
+LABELS = {0: "tench", 1: "crane", 2: "crane", 3: "water jug", 4: "café", 5: "x" * 80, 6: "g", 7: "h"}
+
+
+# The brightness of each colour around a place, at a quarter of the size: its top is where a picture is brightest.
+POSE = """
+import torch
+
+
+class Pose(torch.nn.Module):
+    def forward(self, pixels):
+        small = torch.nn.functional.avg_pool2d(pixels, 4)
+        return torch.nn.functional.avg_pool2d(small, 3, 1, 1)
+
+
+def build():
+    return Pose()
+"""
+POSE_INPUTS = {
+    "inputs": {"image": {"shape": ["batch", 3, 64, 48]}},
+    "outputs": ["heatmaps"],
+    "answers": {"answers": "keypoints", "labels": ["reddest", "greenest", "bluest"]},
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """The checkpoint, and the server that answers for it."""
+
+    checkpoint: Path
+    repository: Path
+    addresses: Addresses
+
+    def ask(self, *contents: bytes, protocol: str = "http", name: str = NAME) -> dict[str, Any]:
+        connection = Connection(getattr(self.addresses, protocol), protocol, 60.0)
+        rows = np.array([[content] for content in contents], dtype=np.object_)
+        return connection.infer_tensors(connection.describe_model(name), {"IMAGE": rows})
+
+
+@pytest.fixture(scope="module")
+def photographs() -> list[Path]:
+    return [Path(name) for name in load_sample_images().filenames]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("pictures")
+    save_model(ARCHITECTURES["vit classification"], directory / "vit", id2label=LABELS)
+    # Crops and another filter than the usual one.
+    processor = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 36},
+        "crop_size": {"height": 32, "width": 32},
+    }
+    (directory / "vit" / "preprocessor_config.json").write_text(json.dumps(processor))
+    what = ["run", str(directory / "vit"), "--name", NAME, "--repository", str(directory / "models"), "--json"]
+    assert run_export_cli(what) == 0
+    (directory / "pose.py").write_text(POSE)
+    (directory / "pose.json").write_text(json.dumps(POSE_INPUTS))
+    (directory / "recipe.json").write_text(json.dumps({"mode": "letterbox", "size": [64, 48], "scale": 1.0}))
+    what = ["run", "--factory", f"{directory / 'pose.py'}:build", "--inputs", str(directory / "pose.json")]
+    what += ["--preprocess", str(directory / "recipe.json"), "--name", "pose"]
+    assert run_export_cli([*what, "--repository", str(directory / "models"), "--json"]) == 0
+    with running(directory / "models") as server:
+        server.read_until("serving HTTP")
+        proven = [line.split()[0] for line in server.lines if "ready, answers as verified" in line]
+        assert proven == [NAME, "pose"]
+        server.follow()
+        addresses = Addresses(
+            http=f"127.0.0.1:{server.http}",
+            grpc=f"127.0.0.1:{server.grpc}",
+            metrics=f"127.0.0.1:{server.metrics}",
+            status=f"127.0.0.1:{server.status}",
+        )
+        yield Served(directory / "vit", directory / "models", addresses)
+
+
+def test_photographs_get_the_labels_and_scores_of_the_checkpoint(served: Served, photographs: list[Path]) -> None:
+    model = AutoModelForImageClassification.from_pretrained(served.checkpoint).eval()
+    processor = AutoImageProcessor.from_pretrained(served.checkpoint, backend="pil")
+    with torch.no_grad():
+        inputs = processor([load_image(str(path)) for path in photographs], return_tensors="pt")
+        scores, order = model(**inputs).logits.softmax(dim=1).topk(5)
+    for protocol in ("http", "grpc"):
+        answers = served.ask(*(path.read_bytes() for path in photographs), protocol=protocol)
+        labels = [[label.decode() for label in row] for row in answers["LABEL"]]
+        assert labels == [[LABELS[int(index)] for index in row] for row in order]
+        assert np.abs(answers["SCORE"] - scores.numpy()).max() < TOLERANCE
+
+
+def test_malformed_pictures_are_refused_and_their_neighbours_answered(served: Served, photographs: list[Path]) -> None:
+    """Good and bad ones at the same time, so that the batcher joins them."""
+    good = photographs[0].read_bytes()
+    expected = served.ask(good)["SCORE"]
+    random = np.random.default_rng(0)
+    bad = [b"", b"GIF89a", good[:2000], b"\x00" * 4000]
+    bad += [content[: int(random.integers(1, len(content) - 40))] for content in build_pictures()[:12]]
+    outcomes: list[tuple[bool, Any]] = []
+
+    def send(content: bytes) -> None:
+        try:
+            outcomes.append((content is good, served.ask(content)["SCORE"]))
+        except ClientError as exc:
+            outcomes.append((content is good, str(exc)))
+
+    threads = [threading.Thread(target=send, args=(content,)) for item in bad for content in (item, good)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answered = [outcome for is_good, outcome in outcomes if is_good]
+    assert len(answered) == len(bad)
+    assert all(np.abs(outcome - expected).max() < TOLERANCE for outcome in answered)
+    refused = [outcome for is_good, outcome in outcomes if not is_good]
+    # A picture that was cut off behind its pixels is a whole one.
+    texts = [outcome for outcome in refused if isinstance(outcome, str)]
+    assert len(texts) > len(bad) // 2 and all("IMAGE row 0 is " in text for text in texts)
+    with pytest.raises(ClientError, match="IMAGE row 1 is empty: expected a file of JPEG, PNG, WEBP, GIF, TIFF"):
+        served.ask(good, b"")
+    with urllib.request.urlopen(f"http://{served.addresses.status}/metrics") as response:
+        assert re.search(r"modelyard_backend_deaths_total\S* [1-9]", response.read().decode()) is None
+
+
+def test_keypoints_lie_where_they_are_in_the_original_picture(served: Served) -> None:
+    """Soft spots drawn at places that are known, in pictures of another shape and turned by their EXIF."""
+    spots = [[(90.0, 40.0), (300.0, 120.0), (200.0, 75.0)], [(80.0, 111.0), (211.0, 50.0), (330.0, 135.0)]]
+    turned = Image.Exif()
+    turned[0x0112] = 3
+    for places in spots:
+        y, x = np.mgrid[0:180, 0:400] + 0.5
+        levels = [250 * np.exp(-((x - left) ** 2 + (y - top) ** 2) / 1800) for left, top in places]
+        image = Image.fromarray(np.stack(levels, axis=2).astype(np.uint8))
+        files = [io.BytesIO(), io.BytesIO()]
+        image.save(files[0], "PNG")
+        image.transpose(Image.Transpose.ROTATE_180).save(files[1], "JPEG", quality=95, exif=turned)
+        answers = served.ask(*(file.getvalue() for file in files), name="pose")
+        assert answers["LABEL"].tolist() == [[b"reddest", b"greenest", b"bluest"]] * 2
+        # One pixel of what the graph sees is 8 of the picture, and one of its heatmaps 33.
+        assert np.abs(answers["KEYPOINT"] - np.array(places)).max() < 4
+
+
+def test_parity_holds_over_the_transports_that_carry_bytes(served: Served) -> None:
+    golden = served.repository / NAME / "1" / "golden.json"
+    urls = ["--url", served.addresses.http, "--grpc-url", served.addresses.grpc]
+    done = run("-m", "client.parity", "--golden", str(golden), *urls, "--json")
+    assert done.code == 0, done.out + done.err
+    assert [result["transport"] for result in json.loads(done.out)] == ["HTTP binary", "gRPC"]
+
+
+def test_tritons_classification_extension_names_the_labels(served: Served) -> None:
+    client = tritonclient.http.InferenceServerClient(served.addresses.http)
+    pixels = tritonclient.http.InferInput("pixel_values", [1, 3, 32, 32], "FP32")
+    pixels.set_data_from_numpy(np.zeros((1, 3, 32, 32), dtype=np.float32))
+    wanted = tritonclient.http.InferRequestedOutput("logits", class_count=8)
+    answer = client.infer(f"{NAME}_model", [pixels], outputs=[wanted]).as_numpy("logits")
+    named = {int(item.split(b":")[1]): item.decode().split(":", 2)[2] for item in answer.reshape(-1)}
+    assert named == LABELS
+
+
+def test_the_client_asks_about_folders_and_draws(served: Served, photographs: list[Path], tmp_path: Path) -> None:
+    infer = [str(CHECKOUT / "client" / "infer.py"), "--url", served.addresses.http, "--model", NAME]
+    for path in photographs:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    (tmp_path / "notes.txt").write_text("no picture")
+    done = run(*infer, "--image", str(tmp_path), "--json")
+    rows = json.loads(done.out)["results"]
+    assert [Path(row["image"]).name for row in rows] == ["broken.png", "china.jpg", "flower.jpg"]
+    assert (done.code, ["error" in row for row in rows]) == (1, [True, False, False])
+    with Client(served.addresses.grpc, protocol="grpc") as client:
+        found = client.image([path.read_bytes() for path in sorted(photographs)])
+    assert [[label.label for label in row] for row in found] == [row["LABEL"] for row in rows[1:]]
+    assert len(rows[1]["LABEL"]) == 5 and "broken.png: the server refused the request: " in done.err
+    drawn = tmp_path / "annotated.png"
+    done = run(*infer, "--image", str(photographs[0]), "--output", str(drawn))
+    assert done.code == 0 and "SCORE  LABEL" in done.out
+    before, after = (np.asarray(load_image(str(path)), dtype=np.int64) for path in (photographs[0], drawn))
+    assert before.shape == after.shape and np.abs(before - after).max() > 100
+    refused = run(*infer, "--image", str(tmp_path / "*.bmp"))
+    assert (refused.code, refused.err.startswith("error: there is no picture to send: expected files of")) == (1, True)
+
+
+PAGE = (CHECKOUT / "docs" / "pictures.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"^```console\n\$ (.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", [code for code in SHOWN if "photo.jpg" in code], ids=lambda code: code.split()[0])
+def test_the_page_asks_as_it_says(code: str, served: Served, photographs: list[Path], tmp_path: Path) -> None:
+    shutil.copy(photographs[0], tmp_path / "photo.jpg")
+    code = code.replace("localhost:8000", served.addresses.http)
+    code = code.replace("modelyard infer", f"{sys.executable} {CHECKOUT / 'client' / 'infer.py'}")
+    done = subprocess.run(["bash", "-euc", code], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert any(label.encode() in done.stdout for label in ("crane", "tench"))

@@ -1,0 +1,55 @@
+"""MobileNetV2 with the names of torchvision's weights."""
+
+from torch import Tensor, nn
+
+
+def conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, stride, (kernel - 1) // 2, groups=groups, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU6(),
+    )
+
+
+class InvertedResidual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, ratio: int) -> None:
+        super().__init__()
+        wide = inputs * ratio
+        layers = [conv(inputs, wide, 1)] if ratio != 1 else []
+        layers += [
+            conv(wide, wide, stride=stride, groups=wide),
+            nn.Conv2d(wide, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        ]
+        self.conv = nn.Sequential(*layers)
+        self.is_residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x) if self.is_residual else self.conv(x)
+
+
+class MobileNetV2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers, width = [conv(3, 32, stride=2)], 32
+        for ratio, outputs, count, stride in (
+            (1, 16, 1, 1),
+            (6, 24, 2, 2),
+            (6, 32, 3, 2),
+            (6, 64, 4, 2),
+            (6, 96, 3, 1),
+            (6, 160, 3, 2),
+            (6, 320, 1, 1),
+        ):
+            for index in range(count):
+                layers.append(InvertedResidual(width, outputs, stride if index == 0 else 1, ratio))
+                width = outputs
+        self.features = nn.Sequential(*layers, conv(width, 1280, 1))
+        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, 1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).mean((2, 3)))
+
+
+def build() -> nn.Module:
+    return MobileNetV2()

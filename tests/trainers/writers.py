@@ -1,0 +1,64 @@
+"""Small decoders with a byte-level BPE trained on the spot, whose texts wander instead of repeating one token."""
+
+from pathlib import Path
+
+import torch
+from harness import CHECKOUT
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from export.tasks.text import read_verification_texts
+
+END = "<|endoftext|>"
+# Long enough that a text is surely not at its end when its reader leaves.
+CONTEXT = 4096
+
+
+def train_bpe() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 600 tokens, most of which are less than a character in most scripts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [path.read_text(encoding="utf-8") for path in sorted((CHECKOUT / "docs").glob("*.md"))]
+    tokenizer.train_from_iterator(read_verification_texts() + texts, trainer)
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    names = {"eos_token": END, "bos_token": END, "unk_token": END}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
+
+
+def build_writer(kind: str, vocabulary: int) -> PreTrainedModel:
+    """Return a model of random weights, the same every time."""
+    torch.manual_seed(0)
+    common = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+    if kind == "gpt2":
+        config = GPT2Config(**common, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, initializer_range=0.3)
+        return GPT2LMHeadModel(config).eval()
+    if kind == "opt":
+        config = OPTConfig(**common, **sizes, ffn_dim=128, word_embed_proj_dim=64, init_std=0.3)
+        return OPTForCausalLM(config).eval()
+    more = {"intermediate_size": 128, "num_key_value_heads": 2, "initializer_range": 0.3}
+    return LlamaForCausalLM(LlamaConfig(**common, **sizes, **more)).eval()
+
+
+def save_writer(kind: str, directory: Path) -> Path:
+    """Save one with its tokenizer, and return the folder."""
+    tokenizer = train_bpe()
+    build_writer(kind, len(tokenizer)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
