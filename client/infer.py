@@ -7,16 +7,18 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import re
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 # gRPC would write its own account of a failure beside our sentence.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -53,6 +55,9 @@ _HTTP2_SETTINGS = b"\x04"
 _IMAGE = "IMAGE"
 _PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff")
 
+# What a model that generates text calls its input.
+PROMPT = "text_input"
+
 # RFC 9110, section 5: a token, and visible characters with blanks between.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):\s*([!-~]+(?: +[!-~]+)*)")
 
@@ -66,6 +71,7 @@ examples:
   {_COMMAND} --url localhost:8000 --text "A cat sleeps." "A kitten naps."
   {_COMMAND} --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
   {_COMMAND} --url localhost:8001 --protocol grpc --file sentences.txt
+  {_COMMAND} --model writer --prompt "Once upon a time" --stream
   printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
   {_COMMAND} --model image_classification --image photo.jpg --output annotated.png
   {_COMMAND} --model image_classification --image photos/ 'more/*.png' --json
@@ -263,6 +269,109 @@ class Connection:
         result = self._call("infer", model.name, tensors, model_version=model.version, outputs=outputs)
         return {name: result.as_numpy(name) for name in model.outputs}
 
+    def write(
+        self, name: str, inputs: Mapping[str, npt.NDArray[Any]], *, is_streamed: bool = True
+    ) -> Generator[str, None, None]:
+        """Yield what a model writes, in pieces as they come; a generator that is closed frees its place there.
+
+        Args:
+            name: Whom to ask, a model that generates text.
+            inputs: Name → its one value, as `text_input`.
+            is_streamed: Whether there are several pieces.
+
+        Raises:
+            ClientError: The server refuses or does not answer.
+        """
+        asked = {**inputs, "stream": np.array([is_streamed])}
+        with self._explained():
+            yield from (self._write_over_grpc if self.protocol == "grpc" else self._write_over_http)(name, asked)
+
+    def _write_over_grpc(self, name: str, inputs: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
+        tensors = []
+        for tensor_name, values in inputs.items():
+            tensors.append(self._library.InferInput(tensor_name, [1], np_to_triton_dtype(values.dtype)))
+            tensors[-1].set_data_from_numpy(values)
+        came: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        # Without that header an error comes with its sentence alone, and without its status.
+        headers = {**self._headers, "triton_grpc_error": "true"}
+        self._client.start_stream(lambda result, error: came.put((result, error)), headers=headers)
+        try:
+            self._client.async_stream_infer(name, tensors, enable_empty_final_response=True)
+            is_last = False
+            while not is_last:
+                try:
+                    result, error = came.get(timeout=self.timeout_s)
+                except queue.Empty:
+                    raise TimeoutError from None
+                if error is not None:
+                    raise error
+                is_last = result.get_response().parameters["triton_final_response"].bool_param
+                piece = result.as_numpy("text_output")
+                if piece is not None:
+                    yield _decode(piece[0])
+        finally:
+            self._client.stop_stream(cancel_requests=True)
+
+    def _write_over_http(self, name: str, inputs: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
+        # tritonclient knows no `generate`.
+        if self._tls:
+            trusted = ssl.create_default_context(cafile=self._ca)
+            connection: HTTPConnection = HTTPSConnection(self.url, timeout=self.timeout_s, context=trusted)
+        else:
+            connection = HTTPConnection(self.url, timeout=self.timeout_s)
+        ending = "generate_stream" if inputs["stream"][0] else "generate"
+        asked = {
+            key: _decode(values[0]) if values.dtype == object else values[0].item() for key, values in inputs.items()
+        }
+        try:
+            connection.request(
+                "POST",
+                f"/v2/models/{quote(name)}/{ending}",
+                json.dumps(asked).encode(),
+                {**self._headers, "Content-Type": "application/json"},
+            )
+            response = connection.getresponse()
+            for line in response:
+                if not (text := line.removeprefix(b"data: ").strip()):
+                    continue
+                event = json.loads(text)
+                if "error" in event:
+                    raise InferenceServerException(event["error"], status=str(response.status))
+                yield event["text_output"]
+        finally:
+            connection.close()
+
+    def _find_writer(self) -> str:
+        statistics = self._call("get_inference_statistics")["model_stats"]
+        names = sorted({entry["name"] for entry in statistics})
+        inputs = {name: self._call("get_model_metadata", name)["inputs"] for name in names}
+        writers = [name for name in names if any(tensor["name"] == PROMPT for tensor in inputs[name])]
+        if len(writers) == 1:
+            return str(writers[0])
+        raise ClientError(
+            f"there is not exactly one model that generates text at {self.url}",
+            expected="one",
+            got=", ".join(writers) or "none",
+            remedy="choose with --model",
+        )
+
+    def find_writer(self, name: str | None) -> str:
+        """Return the name of the model that generates text: the one named, or the one there is.
+
+        Raises:
+            ClientError: There is none, or not exactly one, or the one that is named takes no prompt.
+        """
+        found = name or self._find_writer()
+        inputs = self.describe_model(found).inputs
+        if PROMPT not in inputs:
+            raise ClientError(
+                f"{found} generates no text",
+                expected=f"an input {PROMPT}",
+                got=", ".join(inputs),
+                remedy="ask with --text",
+            )
+        return found
+
     def _find_ensemble(self) -> str:
         statistics = self._call("get_inference_statistics")["model_stats"]
         names = sorted({entry["name"] for entry in statistics})
@@ -277,14 +386,20 @@ class Connection:
         )
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of tritonclient and put every way in which it fails into one sentence."""
+        """Call a method of tritonclient."""
         options["headers"] = self._headers
         if self.protocol == "grpc":
             options["client_timeout"] = self.timeout_s
             if method != "infer":
                 options["as_json"] = True
-        try:
+        with self._explained():
             return getattr(self._client, method)(*arguments, **options)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Put every way in which asking fails into one sentence."""
+        try:
+            yield
         except InferenceServerException as exc:
             raise self._explain(exc) from exc
         except TimeoutError as exc:
@@ -430,6 +545,8 @@ def main() -> int:
     arguments = _build_parser().parse_args()
     if arguments.image:
         return _run(lambda: _ask_pictures(arguments))
+    if arguments.prompt is not None:
+        return _run(lambda: _ask_writer(arguments))
     return _run(lambda: _ask_texts(arguments))
 
 
@@ -457,6 +574,9 @@ def _connect(arguments: argparse.Namespace) -> Connection:
 def _ask_texts(arguments: argparse.Namespace) -> int:
     if arguments.output:
         raise ClientError("--output has no effect", expected="--image", got="texts", remedy="leave it out")
+    if arguments.stream or arguments.parameters != "{}":
+        flag = "--stream" if arguments.stream else "--parameters"
+        raise ClientError(f"{flag} has no effect", expected="--prompt", got="texts", remedy="leave it out")
     texts = _collect_texts(arguments)
     # One second text goes with every first one, such as one context with many questions.
     pairs = [_encode(text) for text in arguments.pair] * (len(texts) if len(arguments.pair) == 1 else 1)
@@ -610,6 +730,27 @@ def _import_drawing() -> Callable[[PictureAnswer, Path], None]:
             ) from exc
 
     return draw
+
+
+def _ask_writer(arguments: argparse.Namespace) -> int:
+    others = [flag for flag in ("text", "pair", "file", "output") if getattr(arguments, flag)]
+    if others:
+        raise ClientError(f"--{others[0]} has no effect", expected="--prompt alone", got="both", remedy="leave it out")
+    connection = _connect(arguments)
+    name = connection.find_writer(arguments.model)
+    inputs = {PROMPT: [_encode(arguments.prompt)], "sampling_parameters": [_encode(arguments.parameters)]}
+    asked: dict[str, Any] = {key: np.array(value, dtype=np.object_) for key, value in inputs.items()}
+    pieces = []
+    with contextlib.closing(
+        connection.write(name, asked | {"exclude_input_in_output": np.array([True])}, is_streamed=arguments.stream)
+    ) as written:
+        for piece in written:
+            pieces.append(piece)
+            if not arguments.json:
+                print(piece, end="", flush=True)  # noqa: T201
+    content = {"model": name, "prompt": arguments.prompt, "text": "".join(pieces)}
+    print(json.dumps(content, ensure_ascii=False) if arguments.json else "")  # noqa: T201
+    return 0
 
 
 def _to_picture_json(model: Model, found: list[PictureAnswer]) -> dict[str, Any]:
@@ -822,6 +963,14 @@ def _build_parser() -> argparse.ArgumentParser:
         help="encoded pictures: files, folders or patterns; they are sent as they are",
     )
     parser.add_argument("--output", metavar="FILE", help="draw the answers onto the one picture, and save that")
+    parser.add_argument("--prompt", metavar="T", help="a text to go on from, of a model that generates text")
+    parser.add_argument("--stream", action="store_true", help="print what is written as it comes")
+    parser.add_argument(
+        "--parameters",
+        default="{}",
+        metavar="JSON",
+        help='how it is written, such as \'{"max_tokens": 100, "temperature": 0.7}\' (default: as the model has it)',
+    )
     parser.add_argument("--file", help="file with one text a line; - reads standard input")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")

@@ -48,11 +48,13 @@ class Golden:
         samples: Each of one row where the model has a batch.
         tolerances: Error → its bound.
         is_text: Whether the strings of all requests are texts.
+        is_decoupled: Whether answers come in pieces, from a model that generates text.
     """
 
     samples: list[Sample]
     tolerances: dict[str, float]
     is_text: bool
+    is_decoupled: bool = False
 
     @property
     def is_relative(self) -> bool:
@@ -119,6 +121,7 @@ def read_golden(path: Path) -> Golden:
                 for sample in samples
             ],
             tolerances=tolerances,
+            is_decoupled=bool(content.get("decoupled")),
             is_text=not any("parameters" in tensor for sample in samples for tensor in sample["inputs"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
@@ -155,6 +158,12 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
         ClientError: The server refuses or does not answer.
     """
     http, grpc = Connection(http_url, "http", 60.0), Connection(grpc_url, "grpc", 60.0)
+    if golden.is_decoupled:
+        written = (("HTTP", http, False), ("HTTP events", http, True), ("gRPC stream", grpc, True))
+        return [
+            _compare(transport, _write_all(golden.samples, model_name, server, is_streamed), golden)
+            for transport, server, is_streamed in written
+        ]
     transports = [("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)]
     results = []
     # JSON holds no encoded pictures, which are not text.
@@ -172,6 +181,17 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
             ]
         results.append(_compare(transport, pairs, golden))
     return results
+
+
+def _write_all(
+    samples: list[Sample], model_name: str, server: Connection, is_streamed: bool
+) -> list[tuple[Sample, dict[str, npt.NDArray[Any]]]]:
+    """Return each sample with the text that came, its pieces put together."""
+    pairs = []
+    for sample in samples:
+        text = "".join(server.write(model_name, sample.inputs, is_streamed=is_streamed))
+        pairs.append((sample, {"text_output": np.array([text.encode()], dtype=np.object_)}))
+    return pairs
 
 
 def _build_batches(samples: list[Sample], largest: int) -> list[list[Sample]]:

@@ -35,6 +35,8 @@ from export.tasks.table import TASKS
 from export.tasks.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
 from server import health, model_text, rollout
 from server import published as repository_reader
+from server.following import Following
+from server.status import Status
 from server.stubs import Limits
 
 PAGE = (CHECKOUT / "docs" / "contracts.md").read_text(encoding="utf-8")
@@ -108,6 +110,14 @@ def test_each_file_has_one_name_in_every_room() -> None:
     for file, backend in steps.items():
         assert f'"{file}"' in (CHECKOUT / "backends" / backend / "model.py").read_text()
         assert "backends" in rows[file][1]
+
+
+def test_the_status_port_says_what_is_drawn() -> None:
+    (drawn,) = re.findall(r"^```text\n(.*?)^```$", read_section("The status port"), re.MULTILINE | re.DOTALL)
+    status = Status(follows=True)
+    following = Following(active=2, served=1, state="failed", reason="version 2 of NAME cannot be served: ...")
+    status.follow("NAME", following)
+    assert json.loads(status.render_versions()) == json.loads(drawn)
 
 
 def describe(tensors: Any, hidden: int) -> list[str]:

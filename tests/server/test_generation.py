@@ -3,6 +3,8 @@
 import json
 import queue
 import shutil
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as grpc
+from harness import CHECKOUT, run
 from launcher import Running, running
 from trainers.writers import save_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -255,3 +258,42 @@ def test_the_pool_is_shared_by_preemption_and_its_queue_is_bounded(writers: Writ
     written = [(index, each.text) for index, each in enumerate(heard) if not each.error]
     written += [(index, each["text_output"]) for index, each in enumerate(got) if "error" not in each]
     assert written == [(index, alone[index % 8]) for index, _ in written]
+
+
+def test_the_recipes_of_the_page_run(writers: Writers) -> None:
+    page = (CHECKOUT / "docs" / "generation.md").read_text(encoding="utf-8")
+    recipes = [
+        line.removeprefix("$ ") for line in page.splitlines() if line.startswith(("$ curl", "$ modelyard infer"))
+    ]
+    wanted = writers.write("gpt2", "Once upon a time", 20)
+    prints = []
+    for recipe in recipes:
+        code = recipe.replace("localhost:8000", f"localhost:{writers.server.http}").replace("writer", "gpt2")
+        code = code.replace(
+            "modelyard infer", f"{sys.executable} client/infer.py --url localhost:{writers.server.http}"
+        )
+        done = subprocess.run(["bash", "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        prints.append(done.stdout)
+    whole, events, printed = prints
+    assert json.loads(whole)["text_output"] == wanted
+    lines = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line]
+    assert "".join(line["text_output"] for line in lines) == wanted and len(lines) > 5
+    assert printed == wanted.split(".")[0] + "\n"
+
+
+def test_the_check_through_the_server_is_repeated_over_every_transport(writers: Writers, tmp_path: Path) -> None:
+    golden = writers.folder / "models" / "llama" / "1" / "golden.json"
+    urls = ["--url", f"localhost:{writers.server.http}", "--grpc-url", f"localhost:{writers.server.grpc}"]
+    done = run("-m", "client.parity", "--golden", str(golden), *urls, "--json")
+    assert done.code == 0, done.err + done.out
+    results = json.loads(done.out)
+    assert [each["transport"] for each in results] == ["HTTP", "HTTP events", "gRPC stream"]
+    assert all(each["texts"] >= 6 and each["passed"] for each in results)
+    content = json.loads(golden.read_text())
+    content["samples"][-1]["outputs"][0]["data"] = ["another text"]
+    (tmp_path / "golden.json").write_text(json.dumps(content))
+    done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", "llama", *urls, "--json")
+    assert done.code == 1
+    assert [each["different"] for each in json.loads(done.out)] == [1, 1, 1]
+    assert writers.server.check().code == 0
