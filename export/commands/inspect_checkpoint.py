@@ -27,8 +27,8 @@ _EXPORT_COPIES = 4.3
 # Of all-MiniLM-L6-v2 (91 MB) and a BERT-base (438 MB): 34 and 74 s of one core.
 _EXPORT_BASE_S = 24.0
 _EXPORT_BYTES_PER_S = 8.7e6
-# One instance of the same two, resident once it is ready: 131 and 204 MB, of which the tables of tokens take nearly
-# nothing until texts use their rows.
+# One instance of the same three, resident once it is ready: 131, 204 and 466 MB, of which the tables of tokens take
+# nearly nothing until texts use their rows.
 _INSTANCE_BASE_BYTES = 110 * 10**6
 
 
