@@ -12,7 +12,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills pictures soak wheel lock clean
+	kills pictures soak soak-rollouts wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -136,6 +136,11 @@ SOAK_MINUTES ?= 20
 
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
 	@$(BENCH)soak --minutes $(SOAK_MINUTES)
+
+ACTIVATIONS ?= 100
+
+soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
+	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
 
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist

@@ -14,6 +14,7 @@ from .commands import (
     activate,
     consolidate,
     inspect_checkpoint,
+    lint,
     promote,
     prune,
     remove,
@@ -25,7 +26,7 @@ from .commands import (
 from .locations import PROGRAM
 
 # In the order of a checkpoint's life.
-_VERBS = (inspect_checkpoint, consolidate, run, versions, activate, promote, prune, remove, verify_repository)
+_VERBS = (inspect_checkpoint, consolidate, run, versions, activate, promote, prune, remove, verify_repository, lint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 # The steps of an ensemble around the graph; each is a Triton model of its own.
 PREPROCESS = "preprocess"
 POSTPROCESS = "postprocess"
+# What tells one process how to do all of it.
+LEAN = "lean"
 
 # The graph's own model, where something lies beside what the engine loads, such as the names of labels.
 MODEL = "model"

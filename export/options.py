@@ -24,6 +24,14 @@ from .weights.vocabulary_options import VocabularyOptions
 _PROOF = "graph and proof options"
 
 
+# How the work around the graph is divided: name → what it is good for.
+ENSEMBLE, LEAN = "ensemble", "lean"
+LAYOUTS = {
+    ENSEMBLE: "each step is a model of its own, and requests of one length are joined",
+    LEAN: "one process tokenises, runs and answers; for texts on CPUs",
+}
+
+
 def _list_helps(choices: Mapping[str, Any]) -> str:
     return "; ".join(f"{name}: {choice.help}" for name, choice in choices.items())
 
@@ -46,6 +54,7 @@ class ExportRequest:
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
         engine: Name of what runs it; None is the usual one of the task.
+        steps: How the work around the graph is divided, one of `LAYOUTS`.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -155,6 +164,18 @@ class ExportRequest:
         default=None,
         group=_PROOF,
     )
+    steps: str = declare(
+        Option(
+            name="steps",
+            kind=TEXT,
+            choices=tuple(LAYOUTS),
+            help="what stands around it (default: ensemble); "
+            + "; ".join(f"{name}: {text}" for name, text in LAYOUTS.items()),
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=ENSEMBLE,
+        group=_PROOF,
+    )
     tolerances: Mapping[str, float] = declare(
         Option(
             name="tolerances",
@@ -208,6 +229,13 @@ class ExportRequest:
             raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
         asked = [option for option in list_task_options() if self.task_options[option.name] is not None]
         _refuse_idle([*list_changed(self), *list_changed(self.vocabulary), *asked], self.checkpoint, self.factory)
+        if self.steps == LEAN and self.engine is not None and not ENGINES[self.engine].has_lean:
+            raise SettingsError(
+                f"--steps {LEAN} has no effect with --engine {self.engine}",
+                expected="one of " + ", ".join(name for name, engine in ENGINES.items() if engine.has_lean),
+                got=self.engine,
+                remedy="leave it out",
+            )
         if self.factory is not None and self.inputs is None:
             raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
 

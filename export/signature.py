@@ -79,6 +79,7 @@ class Contract:
         postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and,
             where they are passed, `inputs`; None where there is no such step.
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
+        is_lean: Whether one process does what the steps of an ensemble would do.
         passes_inputs: Whether the postprocess step takes `inputs` as well.
     """
 
@@ -87,6 +88,7 @@ class Contract:
     preprocess: str | None
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
+    is_lean: bool = False
     passes_inputs: bool = True
 
     @property

@@ -1,19 +1,19 @@
 """What is to be served: the checkpoint or the user's own function, read and built into a task."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
-from .errors import VocabularyError
+from .errors import SettingsError, VocabularyError
 from .identity import list_files
-from .options import ExportRequest, list_changed
+from .options import ENSEMBLE, LEAN, ExportRequest, list_changed
 from .progress import Progress
 from .repository.contents import check_owners
 from .repository.names import ModelNames
 from .tasks.base import Task, TaskSource
-from .tasks.building import build_task, find_task_name, is_ensemble, may_read_text, must_read_text
+from .tasks.building import build_task, find_task_name, has_lean, is_ensemble, may_read_text, must_read_text
 from .tasks.own_module import build_factory_task
 from .tasks.own_pictures import FactoryPictures
 from .tasks.picture_recipe import read_preparation
@@ -88,11 +88,21 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.
-        names = ModelNames(name=request.name, is_ensemble=is_ensemble(name))
+        if request.steps == LEAN and not has_lean(name):
+            raise SettingsError(
+                f"--steps {LEAN} has no effect on {name}",
+                expected="a task that takes texts and answers each at once",
+                got=f"--task {name}",
+                remedy="leave it out",
+            )
+        names = ModelNames(name=request.name, is_ensemble=is_ensemble(name) and request.steps == ENSEMBLE)
         check_owners(request.repository, names.name, names.all)
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         task = build_task(name, source)
+    if request.steps == LEAN:
+        assert task.signature.contract, "Bug: a lean task has a contract"
+        task.signature = replace(task.signature, contract=replace(task.signature.contract, is_lean=True))
     return Source(
         origin=checkpoint.format_name,
         files=list_files(request, checkpoint),

@@ -67,6 +67,14 @@ VERBS = {
             extra="export",
             needs=(*_WEIGHTS, "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "tritonclient", "jinja2"),
         ),
+        Verb(
+            name="lint",
+            help="say what is wrong with any Triton repository, without a server",
+            module="modelyard.export",
+            words=("lint",),
+            extra="export",
+            needs=(*_WEIGHTS, "onnx", "tritonclient"),
+        ),
     ),
     "Versions": (
         _name_repository_verb("versions", "list published versions, show one, or tell how two differ"),

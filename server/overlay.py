@@ -11,6 +11,14 @@ from pathlib import Path
 
 from .model_text import CONFIG_FILE
 
+# What the exporter calls what it is about to rename.
+_STAGED = "staging-"
+
+
+def _is_ours(name: str) -> bool:
+    """Tell whether a file beside the versions is a configuration or about to become one, and gone in a moment."""
+    return name == CONFIG_FILE or name.startswith(_STAGED) or name == f"inactive-{CONFIG_FILE}"
+
 
 class Overlay:
     """Model folders made of a configuration of their own and links to everything else.
@@ -40,7 +48,7 @@ class Overlay:
         folder = self.directory / name
         folder.mkdir(exist_ok=True)
         wanted = {str(version) for version in versions}
-        wanted |= {entry.name for entry in source.iterdir() if entry.is_file() and entry.name != CONFIG_FILE}
+        wanted |= {entry.name for entry in source.iterdir() if entry.is_file() and not _is_ours(entry.name)}
         for entry in folder.iterdir():
             if entry.is_symlink() and entry.name not in wanted:
                 entry.unlink()

@@ -112,6 +112,8 @@ class Status:
                 self._followed[model] = following
                 self._values[active, _label(model=model)] = following.active
                 self._values[served, _label(model=model)] = following.served
+                for outcome in ("done", "failed"):
+                    self._values.setdefault(("modelyard_rollouts_total", _label(model=model, outcome=outcome)), 0)
             else:
                 for metric in (active, served):
                     self._values.pop((metric, _label(model=model)), None)

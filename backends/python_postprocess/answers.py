@@ -19,7 +19,17 @@ ABSENT: Place = ("", 0.0, -1, -1)
 
 
 class AnswerError(ValueError):
-    """A request that has no answer; the message is for the caller who sent it."""
+    """A row that has no answer; the message is for the caller who sent it.
+
+    Args:
+        row: Its place in the request.
+        fault: What is wrong with it.
+    """
+
+    def __init__(self, row: int, fault: str) -> None:
+        super().__init__(f"TEXT row {row} {fault}")
+        self.row = row
+        self.fault = fault
 
 
 def build_postprocess(settings: Mapping[str, Any]) -> Callable[[Tensors], dict[str, Array]]:
@@ -210,8 +220,9 @@ def fill_masks(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Array
     for row, count in enumerate(is_mask.sum(axis=1)):
         if not count:
             raise AnswerError(
-                f"TEXT row {row} has no mask: expected {settings['mask']} in it, within the length that the model "
-                f"reads, got none; write it where a token is missing"
+                row,
+                f"has no mask: expected {settings['mask']} in it, within the length that the model reads, got none; "
+                f"write it where a token is missing",
             )
     masks = int(is_mask.sum(axis=1).max())
     tokens = np.full((len(ids), masks, top_k), "", dtype=np.object_)

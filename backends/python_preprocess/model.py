@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-
-# Bytes of text in one request, unless its config says otherwise in this parameter. A text that is truncated costs
-# little, however long it is; one that is read in windows costs in proportion to its length, in every step.
-LIMIT_PARAMETER = "modelyard_max_text_bytes"
-MAX_TEXT_BYTES = 1 << 20
-MAX_WINDOWED_BYTES = 1 << 17
+from request_values import read_values
 
 
 class TritonPythonModel:
@@ -71,39 +66,16 @@ class TextStep:
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         # A step imports what it needs: one of pictures holds no tokenizers in memory.
-        from tokenization import TextError, TextTokenizer, decode_text
+        from texts import RequestTexts
+        from tokenization import TextError, TextTokenizer
 
         self.refusal = TextError
-        self._decode_text = decode_text
-        self._inputs = [tensor["name"] for tensor in config["input"]]
         names = [output["name"] for output in config["output"]]
         # Token ids of shape [windows, seq_len] a row: a text too long for one window is read in several.
         has_windows = any(len(tensor["dims"]) == 2 for tensor in config["output"] if tensor["name"] == "input_ids")
         tokenizer = TextTokenizer(path, names, has_windows=has_windows)
         self.encode, self.stack = tokenizer.encode, tokenizer.stack
-        self._max_bytes = read_limit(config, MAX_WINDOWED_BYTES if has_windows else MAX_TEXT_BYTES)
-
-    def read_rows(self, request: Any) -> list[tuple[str, ...]]:
-        """Return the texts of each row: one, or a pair.
-
-        Raises:
-            TextError: One cannot be read, a row lacks its partner, or there is more text than one request may hold.
-        """
-        values = {name: read_values(request, name, self.refusal) for name in self._inputs}
-        size = sum(len(value) for column in values.values() for value in column)
-        if size > self._max_bytes:
-            raise self.refusal(
-                f"there is too much text in the request: expected at most {self._max_bytes} bytes in all its rows, got "
-                f"{size}; cut the texts or send fewer at once"
-            )
-        decode = self._decode_text
-        columns = [[decode(value, row, name) for row, value in enumerate(column)] for name, column in values.items()]
-        if len({len(column) for column in columns}) > 1:
-            counts = ", ".join(f"{len(column)} in {name}" for name, column in zip(self._inputs, columns, strict=True))
-            raise self.refusal(
-                f"the inputs have different batches: expected a row of each for every pair, got {counts}"
-            )
-        return list(zip(*columns, strict=True))
+        self.read_rows = RequestTexts(config, has_windows=has_windows).read_rows
 
 
 class PictureStep:
@@ -131,34 +103,6 @@ class PictureStep:
 
 # What lies in the version folder → what is made of it.
 STEPS: Mapping[str, Any] = {"tokenizer.json": TextStep, "picture.json": PictureStep}
-
-
-def read_values(request: Any, name: str, refusal: type[ValueError]) -> Any:
-    """Return the values of one input of a request, one a row.
-
-    Raises:
-        refusal: There is none.
-    """
-    values = pb_utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1)
-    if not len(values):
-        raise refusal(f"{name} has no rows: expected shape [batch, 1] with a batch of at least 1")
-    return values
-
-
-def read_limit(config: Mapping[str, Any], usual: int) -> int:
-    """Return how many bytes of text one request may hold.
-
-    Args:
-        config: Configuration of the model.
-        usual: What holds where the configuration does not say.
-
-    Raises:
-        ValueError: It says something else than a number of at least 1.
-    """
-    text = config.get("parameters", {}).get(LIMIT_PARAMETER, {}).get("string_value", str(usual))
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"the parameter {LIMIT_PARAMETER} is wrong: expected a number of bytes, got {text!r}")
-    return int(text)
 
 
 def _refuse(error: Exception) -> Any:

@@ -1,15 +1,13 @@
 """The verb `versions`: what is published, what a version is, and how two of them differ."""
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ..errors import RepositoryError
 from ..locations import name_command
 from ..repository.contents import check_published, find_active_version, list_models, list_versions
-from ..repository.facts import Difference, Facts, compare, read_facts
+from ..repository.facts import Difference, Facts, compare, flatten_options, read_facts
 from ..repository.version import Version, find_version
 from .verb import Run, Verbs, add_repository, add_verb, align, answer
 
@@ -98,7 +96,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         "proof": f"{facts.cases} cases, at worst {_describe_worst(facts)}",
         "report": str(version.folder / "verification.html"),
         **{f"made with {tool}": str(number) for tool, number in lock.get("versions", {}).items()},
-        **{f"option {key}": value for key, value in _list_given(lock.get("options", {})).items()},
+        **{f"option {key}": value for key, value in flatten_options(lock.get("options", {})).items()},
         **{file: f"{size / 1e6:.3f} MB" for file, size in files.items()},
     }
     content = asdict(facts) | {"files": files, "lock": lock, "report": report}
@@ -156,14 +154,3 @@ def _build_section(section: str, found: list[Difference]) -> list[tuple[str, str
     rows = [(each.what, f"{each.before} → {each.after}") for each in found if each.section == section]
     first, *rest = rows or [("the same", "")]
     return [(section, *first), *(("", *row) for row in rest)]
-
-
-def _list_given(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of the export that were given a value; those within others by both names."""
-    given: dict[str, str] = {}
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            given |= {f"{key} {inner}": text for inner, text in _list_given(value).items()}
-        elif value not in (None, [], False, ""):
-            given[key] = str(value)
-    return given

@@ -106,6 +106,7 @@ class Engine(ABC):
         model_file: The file that the backend loads.
         graph_precisions: Precision that may be asked for → precision of the graph that it takes for that.
         builds: Whether `model_file` is built from the graph; otherwise it is the graph.
+        has_lean: Whether `backends/python_lean` runs it too, in the process that tokenises.
         takes: What it is given: an ONNX graph, or a decoder, a language model whose keys and values it keeps itself.
     """
 
@@ -116,6 +117,7 @@ class Engine(ABC):
     model_file: ClassVar[str]
     graph_precisions: ClassVar[Mapping[str, str]]
     builds: ClassVar[bool] = True
+    has_lean: ClassVar[bool] = False
     takes: ClassVar[Form] = "graph"
 
     def find_graph_precision(self, precision: str) -> str:

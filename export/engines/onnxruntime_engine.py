@@ -25,6 +25,7 @@ class OnnxRuntime(Engine):
     model_file = "model.onnx"
     graph_precisions: ClassVar[Mapping[str, str]] = {name: name for name in PRECISIONS}
     builds = False
+    has_lean = True
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`. Where the target's version is not the installed one, it is fetched now.

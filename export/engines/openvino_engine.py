@@ -24,6 +24,7 @@ class OpenVINO(Engine):
     backend = "python_openvino"
     model_file = "openvino.json"
     graph_precisions: ClassVar[Mapping[str, str]] = {"fp32": "fp32", "bf16": "fp32", "int8": "fp32"}
+    has_lean = True
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`."""

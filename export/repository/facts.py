@@ -106,7 +106,7 @@ def compare(one: Version, other: Version) -> list[Difference]:
     for files in artefacts:
         files.pop(_TOKENIZER_FILE, None)
     tools = [_read_tools(lock) for lock in locks]
-    options = [{key: _show(value) for key, value in lock.get("options", {}).items()} for lock in locks]
+    options = [flatten_options(lock.get("options", {})) for lock in locks]
     figures = [_read_figures(read_facts(version), version) for version in (one, other)]
     return [
         *_differ("weights", *(_shorten_digests(found) for found in sources)),
@@ -116,6 +116,17 @@ def compare(one: Version, other: Version) -> list[Difference]:
         *_differ("tools", *tools),
         *_differ("quality", *figures),
     ]
+
+
+def flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return option → what was given for it, where anything was; those within others by both names."""
+    given: dict[str, str] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            given |= {f"{key} {inner}": text for inner, text in flatten_options(value).items()}
+        elif value not in (None, [], ""):
+            given[key] = _show(value)
+    return given
 
 
 def _find_worst(report: Mapping[str, Any]) -> dict[str, float]:

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tritonclient.grpc import model_config_pb2 as pb
+
 from ..errors import RepositoryError
-from .config_file import CONFIG_FILE, keep_operators_parameters, read_config
+from .config_file import CONFIG_FILE, keep_operators_parameters, pin_config, read_config
 from .contents import find_active_version, list_models, list_versions
 from .hashing import hash_files
 from .version import SUMS_FILE, Version
@@ -114,9 +116,32 @@ def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:
             what = "names no version that is there"
             yield Finding(name=name, version=0, path=path, what=what, remedy="activate a version")
         return
-    for model_name, config in Version(repository=repository, name=name, number=active).read_configs().items():
-        found = read_config(repository / model_name)
-        if found is None or keep_operators_parameters(found, config) != found:
-            path = repository / model_name / CONFIG_FILE
-            what = f"is not the one of version {active}, which is active"
-            yield Finding(name=name, version=0, path=path, what=what, remedy=f"activate version {active} again")
+    for part, config in Version(repository=repository, name=name, number=active).read_configs().items():
+        found = read_config(repository / part)
+        if found and (
+            _is_like(found, config) or (part != name and _serves_both(found, repository, name, part, active))
+        ):
+            continue
+        path = repository / part / CONFIG_FILE
+        what = f"is not the one of version {active}, which is active"
+        yield Finding(name=name, version=0, path=path, what=what, remedy=f"activate version {active} again")
+
+
+def _is_like(found: pb.ModelConfig, config: pb.ModelConfig) -> bool:
+    return bool(keep_operators_parameters(found, config) == found)
+
+
+def _serves_both(found: pb.ModelConfig, repository: Path, name: str, part: str, active: int) -> bool:
+    """Tell whether a step serves the active version besides another: it is being switched, or that was killed."""
+    numbers = [*found.version_policy.specific.versions]
+    if active not in numbers or not {*numbers} <= {*list_versions(repository / part)}:
+        return False
+    configs = (Version(repository=repository, name=name, number=number).read_configs()[part] for number in numbers)
+    return any(_is_like(_leave_out(found), _leave_out(config)) for config in configs)
+
+
+def _leave_out(config: pb.ModelConfig) -> pb.ModelConfig:
+    """Return a configuration without what is another while two versions are served."""
+    rest = pin_config(config, version=0, served=[])
+    rest.ClearField("model_warmup")
+    return rest

@@ -9,7 +9,7 @@ import torch
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines import ONNXRUNTIME, Engine
-from ..engines.limits import MAX_BATCH_SIZE
+from ..engines.limits import INSTANCES, MAX_BATCH_SIZE
 from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from .names import OWNER_PARAMETER, ModelNames
 
@@ -20,6 +20,9 @@ MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 # The step in front of the graph runs in microseconds, so under load a short wait joins requests that arrive together;
 # the model runs in milliseconds, and while it does requests gather by themselves.
 PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
+
+# The folder of `backends/` that does in one process what the steps of an ensemble do.
+LEAN_BACKEND = "python_lean"
 
 _TRITON_DTYPES = {
     torch.bool: pb.TYPE_BOOL,
@@ -39,7 +42,7 @@ _TRITON_DTYPES = {
 def name_models(name: str, signature: ModelSignature) -> ModelNames:
     """Return the names that a publication of a graph with this signature has."""
     contract = signature.contract
-    if contract is None or contract.preprocess is None:
+    if contract is None or contract.preprocess is None or contract.is_lean:
         return ModelNames(name=name, is_ensemble=False)
     return ModelNames(name=name, has_postprocess=contract.postprocess is not None)
 
@@ -57,8 +60,12 @@ def build_configs(
         engine: What runs the model.
     """
     served = sorted(set(served))
-    configs = {names.model: _build_model(names.model, signature.served, served, engine, version)}
-    if (contract := signature.contract) is not None and names.is_ensemble:
+    contract = signature.contract
+    if contract is not None and contract.is_lean:
+        configs = {names.name: _build_lean(names.name, contract, served, engine)}
+    else:
+        configs = {names.model: _build_model(names.model, signature.served, served, engine, version)}
+    if contract is not None and names.is_ensemble:
         configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
         if contract.postprocess is not None:
             configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
@@ -112,6 +119,24 @@ def _build_model(
         config.dynamic_batching.CopyFrom(_batching(0))
     engine.configure(config)
     return config
+
+
+def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine) -> pb.ModelConfig:
+    batching = _batching(0)
+    # One request at a time: nothing is gained by joining rows that run one after another, and a free instance takes
+    # the next request.
+    batching.preferred_batch_size.append(1)
+    return pb.ModelConfig(
+        name=name,
+        backend=LEAN_BACKEND,
+        max_batch_size=MAX_BATCH_SIZE,
+        default_model_filename=engine.model_file,
+        version_policy=_serve(served),
+        input=[_input(tensor) for tensor in contract.inputs],
+        output=[_output(tensor) for tensor in contract.outputs],
+        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=INSTANCES)],
+        dynamic_batching=batching,
+    )
 
 
 def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Contract, version: int) -> pb.ModelConfig:

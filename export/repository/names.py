@@ -31,8 +31,8 @@ class ModelNames:
     has_postprocess: bool = False
 
     def step(self, step: str) -> str:
-        """Return the name of a step around the graph."""
-        return f"{self.name}_{step}"
+        """Return the name of a step around the graph; that of the model itself where there are none of their own."""
+        return f"{self.name}_{step}" if self.is_ensemble else self.name
 
     @property
     def preprocess(self) -> str:

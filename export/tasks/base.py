@@ -54,12 +54,14 @@ class Task(ABC):
         tokenizer_use: Whether it can make use of a tokenizer, or cannot be served without one.
         form: What an engine is given of it: an ONNX graph of the module, or the decoder.
         is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
+        has_lean: Whether `backends/python_lean` can do what these steps do.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
     tokenizer_use: ClassVar[Literal["none", "optional", "required"]] = "none"
     form: ClassVar[Literal["graph", "decoder"]] = "graph"
     is_ensemble: ClassVar[bool] = False
+    has_lean: ClassVar[bool] = False
 
     name: str
     module: nn.Module

@@ -63,6 +63,11 @@ def is_ensemble(name: str) -> bool:
     return load_class(TASKS[name]).is_ensemble
 
 
+def has_lean(name: str) -> bool:
+    """Tell whether one process can do what the steps of the task `name` do."""
+    return load_class(TASKS[name]).has_lean
+
+
 def build_task(name: str, source: TaskSource) -> Task:
     """Return the task `name`, built from the checkpoint and ready to be exported.
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..artefacts import POSTPROCESS, PREPROCESS, Artefacts
+from ..artefacts import LEAN, POSTPROCESS, PREPROCESS, Artefacts
 from ..signature import (
     BATCH,
     SEQ_LEN,
@@ -36,6 +36,7 @@ PREPROCESS_BACKEND = "python_preprocess"
 POSTPROCESS_BACKEND = "python_postprocess"
 TOKENIZER_FILE = "tokenizer.json"
 POSTPROCESS_FILE = "postprocess.json"
+LEAN_FILE = "lean.json"
 
 # Output name → the values that one question is answered with, as the ensemble gives them.
 Answer = Mapping[str, list[Any]]
@@ -66,6 +67,7 @@ class TextTask(Task):
     takes_pairs: ClassVar[bool] = False
     tokenizer_use = "required"
     is_ensemble = True
+    has_lean = True
     tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
     golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
 
@@ -107,7 +109,21 @@ class TextTask(Task):
         if self.postprocess is not None:
             text = json.dumps(self.postprocess, ensure_ascii=False) + "\n"
             files[POSTPROCESS] = {POSTPROCESS_FILE: text.encode()}
+        if self.contract.is_lean:
+            files[LEAN] = {LEAN_FILE: (json.dumps(self._describe_lean(), indent=2) + "\n").encode()}
         return files
+
+    def _describe_lean(self) -> Mapping[str, Any]:
+        """Return what `lean.json` says: the tensors of a process that does the work of all steps."""
+        signature, contract = self.signature, self.contract
+        return {
+            "inputs": [tensor.name for tensor in signature.inputs],
+            "outputs": [tensor.name for tensor in signature.outputs],
+            "carried": [tensor.name for tensor in contract.carried],
+            "answers": [tensor.name for tensor in contract.outputs],
+            "has_windows": WINDOWS in signature.inputs[0].symbols,
+            "longest": self.max_length,
+        }
 
     def build_signature(
         self,

@@ -35,6 +35,8 @@ from export.tasks.table import TASKS
 from export.tasks.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
 from server import health, model_text, rollout
 from server import published as repository_reader
+from server.following import Following
+from server.status import Status
 from server.stubs import Limits
 
 PAGE = (CHECKOUT / "docs" / "contracts.md").read_text(encoding="utf-8")
@@ -48,6 +50,9 @@ def read_table(heading: str) -> list[list[str]]:
     """Return the cells of the only table of a section, without its heading."""
     rows = [line for line in read_section(heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
+
+
+PICTURES = ("image-classification", "image-embedding")
 
 
 def words(cell: str) -> list[str]:
@@ -65,11 +70,15 @@ def tasks(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         request = ExportRequest(checkpoint=folder, name="contract", repository=folder.parent / "models")
         task = load_source(request, progress).task
         built[task.name] = task
-    folder = tmp_path_factory.mktemp("pictures") / "checkpoint"
-    save_model(ARCHITECTURES["vit classification"], folder)
-    request = ExportRequest(checkpoint=folder, name="contract", repository=folder.parent / "models")
-    task = load_source(request, Progress(Console(quiet=True))).task
-    return built | {task.name: task}
+    for name, task_name in (
+        ("vit classification", "image-classification"),
+        ("clip vision features", "image-embedding"),
+    ):
+        folder = tmp_path_factory.mktemp(task_name) / "checkpoint"
+        save_model(ARCHITECTURES[name], folder)
+        request = ExportRequest(checkpoint=folder, name="contract", repository=folder.parent / "models", task=task_name)
+        built[task_name] = load_source(request, Progress(Console(quiet=True))).task
+    return built
 
 
 def test_the_repository_is_laid_out_as_drawn(published: Published) -> None:
@@ -103,6 +112,14 @@ def test_each_file_has_one_name_in_every_room() -> None:
         assert "backends" in rows[file][1]
 
 
+def test_the_status_port_says_what_is_drawn() -> None:
+    (drawn,) = re.findall(r"^```text\n(.*?)^```$", read_section("The status port"), re.MULTILINE | re.DOTALL)
+    status = Status(follows=True)
+    following = Following(active=2, served=1, state="failed", reason="version 2 of NAME cannot be served: ...")
+    status.follow("NAME", following)
+    assert json.loads(status.render_versions()) == json.loads(drawn)
+
+
 def describe(tensors: Any, hidden: int) -> list[str]:
     """Return tensors as the page writes them: a number that a task was asked for is K, that of the model hidden."""
     described = []
@@ -118,7 +135,7 @@ def test_clients_send_and_get_what_the_table_says(tasks: dict[str, Task]) -> Non
     for name, task in tasks.items():
         contract = task.signature.contract
         assert contract is not None
-        hidden = contract.outputs[0].dims[1] if name == "feature-extraction" else -1
+        hidden = contract.outputs[0].dims[1] if contract.outputs[0].name == "EMBEDDING" else -1
         top_k = str(getattr(task, "top_k", ""))
         assert ", ".join(describe(contract.inputs, -1)) == rows[name][0]
         answered = ", ".join(describe(contract.outputs, hidden))
@@ -270,7 +287,7 @@ def test_every_task_writes_a_golden_json_of_that_form(tasks: dict[str, Task], tm
         golden = json.loads(json.dumps(task.build_golden()))
         keys = dict.fromkeys(walk_keys(golden))
         is_encoded = keys.pop("parameters", "") is None
-        assert ([key for key in keys if key != "encoding"], is_encoded) == (form, name == "image-classification"), name
+        assert ([key for key in keys if key != "encoding"], is_encoded) == (form, name in PICTURES), name
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(golden))
         assert len(parity.read_golden(path).samples) == len(health.read_golden(path)["samples"]) > 1

@@ -20,9 +20,14 @@ LIBRARIES = {
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
+    # Made of what the steps of an ensemble are made of; their engines are imported where one is opened.
+    "backends/python_lean": {
+        "numpy", "onnxruntime", "triton_python_backend_utils", "answers", "compiled", "texts", "tokenization",
+    },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
-    "client": {"tritonclient", "numpy", "platformdirs", "PIL"},
+    # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
+    "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
@@ -47,6 +52,7 @@ FLOORS = {
     "export/options": ("engines", "errors", "graph", "locations", "option_kinds", "targets", "tasks", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
     "export/repository": ("artefacts", "engines", "errors", "proof", "signature", "targets", "tasks"),
+    "export/lint": ("errors", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
     "export/source": ("checkpoints", "errors", "identity", "options", "progress", "repository", "tasks", "weights"),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
@@ -56,8 +62,9 @@ FLOORS = {
         *("source", "stages", "subject", "targets", "tasks"),
     ),
     "export/commands": (
-        *("checkpoints", "consolidation", "errors", "graph", "identity", "interruption", "locations", "options"),
-        *("pipeline", "progress", "proof", "repository", "signature", "stages", "targets", "tasks", "weights"),
+        *("checkpoints", "consolidation", "errors", "graph", "identity", "interruption", "lint", "locations"),
+        *("options", "pipeline", "progress", "proof", "repository", "signature", "stages", "targets", "tasks"),
+        "weights",
     ),
     "export/checkpoints/remedies": (),
     "export/checkpoints/state_dict": (),

@@ -9,9 +9,20 @@ from pathlib import Path
 from harness import Finished, run
 from launcher import running
 
+from server.overlay import Overlay
+
 
 def call(*words: object) -> Finished:
     return run("-m", "export", *map(str, words))
+
+
+def test_what_a_publication_is_about_to_rename_is_not_shown_to_tritonserver(tmp_path: Path) -> None:
+    model = tmp_path / "models" / "m"
+    (model / "1").mkdir(parents=True)
+    for name in ("config.pbtxt", "staging-config.pbtxt.0123abcd", "inactive-config.pbtxt", "labels.txt"):
+        (model / name).touch()
+    Overlay(tmp_path / "overlay").show("m", "", model, [1])
+    assert sorted(path.name for path in (tmp_path / "overlay" / "m").iterdir()) == ["1", "config.pbtxt", "labels.txt"]
 
 
 def test_a_server_is_waited_for_forth_and_back_and_tells_why_it_cannot_follow(
