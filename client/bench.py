@@ -11,8 +11,10 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from .infer import DEFAULT_URLS, ClientError, Connection
+from .connection import Connection
+from .errors import ClientError
 from .locations import name_command
+from .options import DEFAULT_URLS
 from .perf_analyzer import Measurement, find_perf_analyzer, measure_texts
 
 _EXAMPLES = f"""

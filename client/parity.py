@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
-from .infer import DEFAULT_URLS, ClientError, Connection
+from .connection import Connection
+from .errors import ClientError
 from .locations import name_command
+from .options import DEFAULT_URLS
 
 _EXAMPLES = f"""
 example:

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .infer import ClientError, Model
+from .errors import ClientError
 from .locations import CACHE
+from .model import Model
 
 # The last tritonclient whose wheel carries the program. It runs on every glibc that the server runs on, where the
 # distribution perf-analyzer needs glibc 2.38 and is below that, silently, an empty 0.1.0.

@@ -106,6 +106,15 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+# Path → what sentences call it.
+_SHOWN: dict[str, str] = {}
+
+
+def show_path_as(path: str, name: str) -> None:
+    """Have sentences say `name` for `path`, which the reader did not type."""
+    _SHOWN[path] = name
+
+
 def list_some(names: Iterable[T], limit: int = 10) -> str:
     """Return `names` sorted and joined, the first `limit` of them, then `+N more`; a long one without its middle."""
     ordered = sorted(_name(name) for name in names)
@@ -134,6 +143,8 @@ def escape_controls(text: str) -> str:
 
 def _fit(part: str) -> str:
     """Return `part` of a sentence on one line, bounded, and safe to print."""
+    for path, name in _SHOWN.items():
+        part = part.replace(path, name)
     # Bounded first: splitting ten million characters would take as many times their memory.
     return shorten(escape_controls(" ".join(shorten(part, 2 * _MAX_PART_CHARS).split())), _MAX_PART_CHARS)
 

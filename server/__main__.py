@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .control_key import open_key
 from .doctor import examine, render
+from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError, ShortageError
 from .health import check_ensembles
 from .installation import Installation, assemble_backends, find_installation
@@ -23,10 +24,10 @@ from .log import Log
 from .models import list_models, wait_for_model
 from .orphans import PREFIX, own, remove_orphans
 from .passed_options import check_passed_options
-from .process import Endpoints, check_ports_free
+from .settings import Settings
 from .status import Status
 from .status_port import serve_status
-from .supervisor import Settings, Supervisor
+from .supervisor import Supervisor
 
 _DESCRIPTION = """
 Serve a model repository with the real tritonserver. Without a command, it serves.

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError
 from .installation import Installation, build_environment, find_installation
 from .limits import COMFORTABLE_OPEN_FILES, check_open_files, check_threads
 from .locations import name_command
 from .models import list_models
-from .process import Endpoints, check_ports_free
 
 Verdict = Literal["ok", "warning", "broken"]
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from .control_key import ControlKey
-from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .endpoints import Endpoints
+from .process import EXIT_TIMEOUT_S, TritonServer
 from .stubs import StubTable
 
 # Between two steps of an ensemble a request is nowhere to be seen, for well under a millisecond.

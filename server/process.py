@@ -4,17 +4,15 @@ import ctypes
 import re
 import resource
 import signal
-import socket
 import subprocess
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
-from .control_key import ControlKey
-from .errors import PortTakenError, ShortageError
-from .installation import Installation, build_environment
+from .errors import ShortageError
+from .installation import build_environment
 from .log import Log
 from .private_memory import keep_shared_memory_private
+from .settings import Settings
 
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
 EXIT_TIMEOUT_S = 10
@@ -39,76 +37,36 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Endpoints:
-    """Where the server listens."""
-
-    host: str
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    status_port: int
-
-    @property
-    def http_url(self) -> str:
-        """The URL under which a program on this machine reaches the HTTP port."""
-        return f"http://{self._local_host}:{self.http_port}"
-
-    @property
-    def metrics_url(self) -> str:
-        """The URL of the metrics port, likewise."""
-        return f"http://{self._local_host}:{self.metrics_port}"
-
-    @property
-    def status_url(self) -> str:
-        """The URL of the launcher's own port, likewise."""
-        return f"http://{self._local_host}:{self.status_port}"
-
-    @property
-    def _local_host(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"[{host}]" if ":" in host else host
-
-
 class TritonServer:
     """A tritonserver in a session of its own, so that Ctrl-C reaches only us and we decide how it ends.
+
+    Args:
+        settings: What to serve, and how.
+        models: Names of the models to load.
+        log: Log that its lines go to.
 
     Raises:
         ShortageError: It could not even be started.
     """
 
-    def __init__(
-        self,
-        installation: Installation,
-        *,
-        repository: Path,
-        models: list[str],
-        endpoints: Endpoints,
-        key: ControlKey,
-        run_directory: Path,
-        verbose: bool,
-        passed_options: tuple[str, ...],
-        log: Log,
-    ) -> None:
-        command = _build_command(installation, repository, models, endpoints, run_directory / "backends", verbose)
-        command += [*key.options, *passed_options]
-        self._key = key
+    def __init__(self, settings: Settings, models: list[str], log: Log) -> None:
+        self._key, self._is_verbose = settings.key, settings.verbose
         self._log = log
         # An empty working directory: the Python backend has it first on sys.path.
-        working_directory = run_directory / "empty"
+        working_directory = settings.run_directory / "empty"
         try:
             working_directory.mkdir(exist_ok=True)
             self._process = subprocess.Popen(
-                command,
+                [*_build_command(settings, models), *settings.key.options, *settings.passed_options],
                 cwd=working_directory,
-                env=build_environment(installation),
+                env=build_environment(settings.installation),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=_prepare_process,
             )
-            self._reader = threading.Thread(target=self._relay_log, args=(verbose,), daemon=True)
+            self._reader = threading.Thread(target=self._relay_log, daemon=True)
             self._start_reader()
         # SubprocessError: the child could not be prepared.
         except (OSError, MemoryError, subprocess.SubprocessError) as exc:
@@ -121,7 +79,7 @@ class TritonServer:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -148,10 +106,10 @@ class TritonServer:
             self._process.wait()
             raise OSError(str(exc)) from exc
 
-    def _relay_log(self, verbose: bool) -> None:
+    def _relay_log(self) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
-            if verbose or not _is_noise(line):
+            if self._is_verbose or not _is_noise(line):
                 self._log.relay(self._key.redact(line))
 
 
@@ -160,48 +118,15 @@ def _is_noise(line: bytes) -> bool:
     return not line.strip() or bool(_INFORMATION.match(line)) or any(text in line for text in _HARMLESS_WITHOUT_GPU)
 
 
-def check_ports_free(endpoints: Endpoints) -> None:
-    """Refuse to start where another program listens.
-
-    Raises:
-        PortTakenError: Naming the port and its option.
-    """
-    ports = {
-        "--http-port": endpoints.http_port,
-        "--grpc-port": endpoints.grpc_port,
-        "--metrics-port": endpoints.metrics_port,
-        "--status-port": endpoints.status_port,
-    }
-    for option, port in ports.items():
-        family = socket.AF_INET6 if ":" in endpoints.host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((endpoints.host, port))
-            except OSError as exc:
-                raise PortTakenError(
-                    f"port {port} on {endpoints.host} cannot be used",
-                    expected="it to be free",
-                    got=f"'{exc.strerror}'",
-                    remedy=f"stop the program that listens there or pass another {option}",
-                ) from exc
-
-
-def _build_command(
-    installation: Installation,
-    repository: Path,
-    models: list[str],
-    endpoints: Endpoints,
-    backends: Path,
-    verbose: bool,
-) -> list[str]:
+def _build_command(settings: Settings, models: list[str]) -> list[str]:
+    endpoints = settings.endpoints
     has_gpu = Path("/dev/nvidiactl").exists()
     command = [
-        str(installation.executable),
-        f"--model-repository={repository.resolve()}",
-        f"--backend-directory={backends}",
+        str(settings.installation.executable),
+        f"--model-repository={settings.overlay.resolve()}",
+        f"--backend-directory={settings.backends}",
         # Its own default is a folder of NVIDIA's image.
-        f"--cache-directory={installation.backends.parent / 'caches'}",
+        f"--cache-directory={settings.installation.backends.parent / 'caches'}",
         # Explicit, for polling sees half-copied models. Complete configs are required, so nothing is guessed.
         "--model-control-mode=explicit",
         *(f"--load-model={name}" for name in models),
@@ -215,7 +140,7 @@ def _build_command(
         f"--grpc-port={endpoints.grpc_port}",
         f"--metrics-port={endpoints.metrics_port}",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        f"--log-info={str(verbose).lower()}",
+        f"--log-info={str(settings.verbose).lower()}",
     ]
     if not has_gpu:
         command += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]

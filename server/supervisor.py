@@ -3,26 +3,25 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-from .control import Control, ModelState
-from .control_key import ControlKey, hide_key
+from .control import Control
+from .control_key import hide_key
 from .draining import Retirement, drain
+from .endpoints import Endpoints
 from .errors import ControlError, GaveUpError, ShortageError, StartError
 from .following import Follower
 from .healing import Healer
-from .health import check_answer
-from .installation import Installation
 from .locations import name_command
 from .log import Log
 from .overlay import Overlay
-from .process import EXIT_TIMEOUT_S, Endpoints, TritonServer
+from .process import EXIT_TIMEOUT_S, TritonServer
 from .processes import list_children, read_stat, wants_core
 from .pulse import Pulse
 from .rollout import Roller
+from .settings import Settings
 from .shortage import is_shortage
 from .status import Status
+from .verdicts import FAILED, judge_models, render_verdicts
 from .work_queue import KNOWN_VERSIONS
 
 # Dead and hung processes are looked for this often.
@@ -46,34 +45,6 @@ _MAX_SHORTAGE_PAUSE_S = 10.0
 # Starts in a row that never came to an answer, after which it is given up.
 MAX_FAILED_STARTS = 5
 
-# Below the run directory: what tritonserver is shown.
-_OVERLAY = "models"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What to serve, and how.
-
-    Attributes:
-        installation: The tritonserver.
-        repository: Model repository.
-        endpoints: Where to listen.
-        key: That opens the control endpoints.
-        run_directory: An empty folder with the assembled `backends`.
-        verbose: Whether to show the whole log of tritonserver.
-        passed_options: Options for tritonserver that we have no opinion of.
-        follows: Whether what becomes active in the repository is served without a restart.
-    """
-
-    installation: Installation
-    repository: Path
-    endpoints: Endpoints
-    key: ControlKey
-    run_directory: Path
-    verbose: bool
-    passed_options: tuple[str, ...] = ()
-    follows: bool = True
-
 
 class Supervisor:
     """One tritonserver after another, of which each serves until it dies.
@@ -96,7 +67,7 @@ class Supervisor:
         self._say = log.say
         self._control = Control(settings.endpoints.http_url, settings.key)
         self._shortage = ""
-        overlay = Overlay(settings.run_directory / _OVERLAY)
+        overlay = Overlay(settings.overlay)
         self._roller = Roller(settings.repository, overlay, self._control)
         self._follower = Follower(settings.repository, self._roller, status.follow, log.say)
         self._follower.start()
@@ -160,20 +131,9 @@ class Supervisor:
         Raises:
             ShortageError: This machine has not what it takes.
         """
-        settings = self._settings
-        server = TritonServer(
-            settings.installation,
-            repository=settings.run_directory / _OVERLAY,
-            models=self._follower.models,
-            endpoints=settings.endpoints,
-            key=settings.key,
-            run_directory=settings.run_directory,
-            verbose=settings.verbose,
-            passed_options=settings.passed_options,
-            log=self._log,
-        )
+        server = TritonServer(self._settings, self._follower.models, self._log)
         try:
-            pulse = Pulse(settings.endpoints.http_url)
+            pulse = Pulse(self._settings.endpoints.http_url)
         except RuntimeError as exc:
             server.kill()
             raise ShortageError("tritonserver cannot be watched", expected="a thread for it", got=f"'{exc}'") from exc
@@ -358,33 +318,22 @@ class Supervisor:
         Raises:
             StartError: None does.
         """
-        models, repository = self._follower.models, self._settings.repository
-        states = [state for state in self._control.read_states() if state.state != "NOT LOADED"]
-        # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
-        states += [
-            ModelState(
-                name=name, version="", state="NOT LOADED", reason="a step of it or its configuration failed, see above"
-            )
-            for name in models
-            if name not in {state.name for state in states}
-        ]
-        verdicts = {state: self._judge(state) for state in states if state.name in models and state.state}
-        width = max(len(state.name) for state in verdicts)
-        for state, (_, text) in verdicts.items():
-            self._say(f"  {state.name:<{width}}  {'version ' + state.version if state.version else '-':<11}  {text}")
+        verdicts = judge_models(self._settings, self._control, self._follower.models)
+        for line in render_verdicts(verdicts):
+            self._say(line)
         public = {item.name for item in self._follower.published}
-        if not any(answers and state.name in public for state, (answers, _) in verdicts.items()):
+        if not any(verdict.answers and verdict.model in public for verdict in verdicts):
             raise StartError(
-                f"no model of {repository} can be served",
-                expected=f"at least one of {', '.join(models)} to load",
+                f"no model of {self._settings.repository} can be served",
+                expected=f"at least one of {', '.join(self._follower.models)} to load",
                 got="none",
                 remedy="see the log above",
             )
-        answering = {state.name for state, (answers, _) in verdicts.items() if answers}
-        failed = {state.name: text for state, (_, text) in verdicts.items() if state.name not in answering}
+        answering = {verdict.model for verdict in verdicts if verdict.answers}
+        failed = {verdict.model: verdict.text for verdict in verdicts if verdict.model not in answering}
         for published in self._follower.published:
             if reasons := [failed[name] for name in published.configs if name in failed]:
-                self._follower.doubt(published.name, reasons[0].removeprefix("FAILED: "))
+                self._follower.doubt(published.name, reasons[0].removeprefix(FAILED))
         self._count_models()
 
     def _runs_in_stubs(self) -> bool:
@@ -395,17 +344,6 @@ class Supervisor:
             return all(name in in_stubs or self._control.is_ensemble(name) for name in ready)
         except (OSError, ControlError):
             return False
-
-    def _judge(self, state: ModelState) -> tuple[bool, str]:
-        if not state.ready:
-            return False, f"FAILED: {' '.join((state.reason or state.state).split())}"
-        try:
-            error = check_answer(
-                self._settings.endpoints.http_url, self._settings.repository, state.name, state.version
-            )
-        except (OSError, ValueError, KeyError) as exc:
-            return False, f"FAILED: {exc}"
-        return True, "ready" if error is None else f"ready, answers as verified within {error:.1e}"
 
 
 def _describe(endpoints: Endpoints) -> str:

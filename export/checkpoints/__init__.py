@@ -2,6 +2,7 @@
 
 from .formats import open_checkpoint
 from .state_dict import StateDict, TensorSpec
+from .storage.joined_folders import join_folders
 from .stored_checkpoint import StoredCheckpoint
 
-__all__ = ["StateDict", "StoredCheckpoint", "TensorSpec", "open_checkpoint"]
+__all__ = ["StateDict", "StoredCheckpoint", "TensorSpec", "join_folders", "open_checkpoint"]

@@ -8,8 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+from ..checkpoints import join_folders
 from ..consolidation.consolidate import DTYPES, consolidate
-from ..errors import escape_controls
+from ..errors import SettingsError, escape_controls
 from .verb import Verbs, add_verb
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -41,11 +42,19 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "./zero3_run ./model",
             "./zero3_run ./model --tag global_step1000",
             "./zero3_run ./model --dtype bfloat16 --max-shard-size 2GB",
+            "./node0/run ./node1/run --output ./model",
         ),
         succeeded="written",
     )
-    parser.add_argument("directory", type=Path, help="folder or file of the checkpoint, as the trainer left it")
-    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="DIRECTORY",
+        help="folder or file of the checkpoint, as the trainer left it, or the folders of all nodes; and without "
+        "--output, the folder to make as the last one",
+    )
+    parser.add_argument("--output", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument(
         "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
     )
@@ -60,12 +69,35 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument("--allow-non-finite", action="store_true", help="accept NaN and infinite weights")
 
 
+def _tell_apart(paths: list[Path], output: Path | None) -> tuple[list[Path], Path]:
+    """Return the folders of the checkpoint, and the folder to make.
+
+    Raises:
+        SettingsError: Nothing says which is the folder to make, or a folder that is to be made is there.
+    """
+    if output is not None:
+        return paths, output
+    if len(paths) == 1:
+        raise SettingsError(
+            "there is no folder to write to", expected="DIRECTORY OUT, or --output OUT", got=str(paths[0])
+        )
+    if len(paths) > 2 and paths[-1].exists():
+        raise SettingsError(
+            f"{paths[-1]} cannot be made",
+            expected="a new folder as the last one",
+            got="something there",
+            remedy="name the folder to make with --output, if it is a part of the checkpoint",
+        )
+    return paths[:-1], paths[-1]
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the verb; write a line on what was done and one on each thing missing. Raises what `consolidate` raises."""
     started = time.monotonic()
+    directories, out = _tell_apart(args.paths, args.output)
     done = consolidate(
-        args.directory,
-        args.out,
+        join_folders(directories),
+        out,
         tag=args.tag,
         dtype=args.dtype,
         max_shard_bytes=args.max_shard_size,
@@ -73,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     )
     tied = f", {done.tied} tied names recorded" if done.tied else ""
     lines = [
-        f"{args.out}: {done.tensors} tensors, {done.total_bytes / 1e9:.3f} GB{tied}, from {done.format_name}, "
+        f"{out}: {done.tensors} tensors, {done.total_bytes / 1e9:.3f} GB{tied}, from {done.format_name}, "
         f"in {time.monotonic() - started:.1f} s",
         *(f"missing: {what}" for what in done.missing),
     ]

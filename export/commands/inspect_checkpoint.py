@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..checkpoints import StoredCheckpoint, open_checkpoint
+from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
+from ..checkpoints.storage.paths import find_linked, read_json_beside
 from ..errors import escape_controls
 from .verb import Verbs, add_verb
 
@@ -18,12 +19,17 @@ from .verb import Verbs, add_verb
 _CONSOLIDATE_MEMORY_BYTES = 100 * 10**6
 _CONSOLIDATE_BASE_S = 0.15
 _CONSOLIDATE_BYTES_PER_S = 4.0e9
-# Measured on all-MiniLM-L6-v2 (91 MB in fp32) and a BERT-base (438 MB): resident 1.05 and 2.92 GB at most, 34 and 74 s
-# of one core. The model, its graph in memory and on disk, and the session that verifies it are each of its size.
-_EXPORT_BASE_BYTES = 560 * 10**6
-_EXPORT_COPIES = 5.4
+# Measured on random BERTs in fp32, of all processes together, resident at most: 1.28 GB for 45 MB of weights, 1.92 GB
+# for 166 MB, 2.96 GB for 438 MB. The model, its graph in memory and on disk, and the session that verifies it are each
+# of its size.
+_EXPORT_BASE_BYTES = 1_120 * 10**6
+_EXPORT_COPIES = 4.3
+# Of all-MiniLM-L6-v2 (91 MB) and a BERT-base (438 MB): 34 and 74 s of one core.
 _EXPORT_BASE_S = 24.0
 _EXPORT_BYTES_PER_S = 8.7e6
+# One instance of the same three, resident once it is ready: 131, 204 and 466 MB, of which the tables of tokens take
+# nearly nothing until texts use their rows.
+_INSTANCE_BASE_BYTES = 110 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,7 @@ class Inspection:
     Attributes:
         tensors: Name → dtype and shape, in the order of the model; tied names included.
         tied: Groups of names that share one tensor, the holder first.
+        tied_by: What else says that output and input embeddings are one, where the files hold them once.
         dtypes: Name of the type → number of tensors.
         parameters: Elements of floating-point tensors that are not buffers, tied ones once.
         total_bytes: Bytes of weights, tied ones once.
@@ -49,6 +56,7 @@ class Inspection:
     total_bytes: int
     dtypes: dict[str, int]
     tied: list[list[str]]
+    tied_by: str
     missing: list[str]
     files: list[str]
     estimates: dict[str, float]
@@ -82,14 +90,23 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
         total_bytes=sum(tensor.nbytes for tensor in owned.values()),
         dtypes=dict(Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())),
         tied=list(groups.values()),
+        tied_by=_find_tie(checkpoint),
         missing=list(facts.missing),
-        files=[str(path) for path in checkpoint.weight_files],
+        files=[str(find_linked(path)) for path in checkpoint.weight_files],
         estimates=_estimate(checkpoint),
         tensors={
             name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
             for name, tensor in checkpoint.tensors.items()
         },
     )
+
+
+def _find_tie(checkpoint: StoredCheckpoint) -> str:
+    """Return who says that the head is the embeddings, which then are in the files once."""
+    derived = (checkpoint.config or {}).get("tie_word_embeddings")
+    recorded = read_json_beside(checkpoint.directory / "config.json").get("tie_word_embeddings")
+    source = "the trainer's arguments" if derived is True else "config.json" if recorded is True else ""
+    return f"the head is the embeddings, as {source} say{'s' * (source == 'config.json')}" if source else ""
 
 
 def _estimate(checkpoint: StoredCheckpoint) -> dict[str, float]:
@@ -101,12 +118,25 @@ def _estimate(checkpoint: StoredCheckpoint) -> dict[str, float]:
         "consolidate_memory_bytes": _CONSOLIDATE_MEMORY_BYTES,
         "consolidate_s": round(_CONSOLIDATE_BASE_S + (total_bytes + copies) / _CONSOLIDATE_BYTES_PER_S, 1),
         "export_memory_bytes": _EXPORT_BASE_BYTES + round(_EXPORT_COPIES * fp32_bytes),
+        "serving_memory_bytes": _INSTANCE_BASE_BYTES + fp32_bytes - _count_table_bytes(checkpoint),
+        "serving_memory_used_bytes": _INSTANCE_BASE_BYTES + fp32_bytes,
         "export_s": round(_EXPORT_BASE_S + fp32_bytes / _EXPORT_BYTES_PER_S, 1),
     }
 
 
-def format_inspection(found: Inspection) -> str:
-    """Return the inspection as lines of text for a reader."""
+def _count_table_bytes(checkpoint: StoredCheckpoint) -> int:
+    """Return the bytes in fp32 of the largest tensor that has a row for each token; 0 where no config says how many."""
+    config = checkpoint.config or read_json_beside(checkpoint.directory / "config.json")
+    tables = [
+        4 * tensor.numel
+        for tensor in checkpoint.owned().values()
+        if len(tensor.shape) == 2 and tensor.shape[0] == config.get("vocab_size")
+    ]
+    return max(tables, default=0)
+
+
+def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
+    """Return the inspection as lines of text for a reader; below it, where asked for, every tensor."""
     shapes = [f"  {name}  {entry['dtype']} {entry['shape']}" for name, entry in found.tensors.items()]
     estimates = found.estimates
     rows = [
@@ -115,10 +145,15 @@ def format_inspection(found: Inspection) -> str:
         ("ranks", _or_unknown(found.world_size)),
         ("ZeRO stage", _or_unknown(found.stage)),
         ("step", _or_unknown(found.step)),
-        ("tensors", f"{len(found.tensors)}: " + ", ".join(f"{n} {dtype}" for dtype, n in found.dtypes.items())),
+        (
+            "tensors",
+            f"{len(found.tensors)}: "
+            + ", ".join(f"{n} {dtype}" for dtype, n in found.dtypes.items())
+            + ("" if lists_tensors else " (--tensors lists them)"),
+        ),
         ("parameters", f"{found.parameters:,}"),
         ("weights", f"{found.total_bytes / 1e9:.3f} GB in {len(found.files)} files"),
-        ("tied", "; ".join(" = ".join(group) for group in found.tied) or "none"),
+        ("tied", "; ".join(" = ".join(group) for group in found.tied) or found.tied_by or "none in the files"),
         ("missing", "; ".join(found.missing) or "nothing"),
         (
             "consolidate",
@@ -128,8 +163,14 @@ def format_inspection(found: Inspection) -> str:
             "export",
             f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory",
         ),
+        (
+            "serving",
+            f"about {estimates['serving_memory_bytes'] / 1e9:.2f} GB of memory for each instance in fp32, "
+            f"{estimates['serving_memory_used_bytes'] / 1e9:.2f} GB once texts have used every token",
+        ),
     ]
-    lines = [found.directory, *(f"{label:12} {text}" for label, text in rows), *shapes]
+    shown = shapes if lists_tensors else []
+    lines = [found.directory, *(f"{label:12} {text}" for label, text in rows), *shown]
     return "\n".join(map(escape_controls, lines)) + "\n"
 
 
@@ -145,18 +186,48 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         run,
         help="say what a checkpoint is and holds, without reading its tensors",
         description="Say what a training checkpoint is and holds. Reads hardly any tensor data, runs nothing from it.",
-        examples=("./zero3_run", "./zero3_run --tag global_step1000", "./zero3_run --json | jq .missing"),
+        examples=(
+            "./zero3_run",
+            "./node0/run ./node1/run",
+            "./zero3_run --tag global_step1000",
+            "./zero3_run --json | jq .missing",
+        ),
         succeeded="told",
     )
-    parser.add_argument("directory", type=Path, help="folder or file of the checkpoint, as the trainer left it")
+    parser.add_argument(
+        "directories",
+        type=Path,
+        nargs="+",
+        metavar="DIRECTORY",
+        help="folder or file of the checkpoint, as the trainer left it; or the folders of all nodes",
+    )
     parser.add_argument(
         "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
     )
+    parser.add_argument("--tensors", action="store_true", help="list every tensor with its dtype and shape")
     parser.add_argument("--json", action="store_true", help="write JSON for programs instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb and write what was found. Raises what `inspect_checkpoint` raises."""
-    found = inspect_checkpoint(args.directory, tag=args.tag)
-    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else format_inspection(found))
+    if len(args.directories) == 1 and _is_published(args.directories[0]):
+        return _run_published(args.directories[0], as_json=args.json)
+    found = inspect_checkpoint(join_folders(args.directories), tag=args.tag)
+    found = replace(found, directory=", ".join(map(str, args.directories)))
+    text = format_inspection(found, lists_tensors=args.tensors)
+    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else text)
+    return 0
+
+
+def _is_published(directory: Path) -> bool:
+    """Tell whether it is the folder of a model in a repository."""
+    names = ("config.pbtxt", "inactive-config.pbtxt")
+    return any((directory / name).is_file() for name in names)
+
+
+def _run_published(directory: Path, *, as_json: bool) -> int:
+    from .published import describe_model, format_model
+
+    told = describe_model(directory)
+    sys.stdout.write(json.dumps(told, indent=2) + "\n" if as_json else format_model(told))
     return 0

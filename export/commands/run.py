@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ..checkpoints import join_folders
 from ..errors import escape_controls
 from ..locations import name_command
 from ..options import add_options, build_request, read_options
@@ -28,6 +29,7 @@ _EXAMPLES = (
     "./checkpoint --name tickets --precision int8 --target 25.08",
     "--factory model.py:build --inputs inputs.json --name scores",
     "./checkpoint --name tickets --json > result.json",
+    "./node0/run ./node1/run --base ./model --name tickets",
 )
 
 
@@ -44,11 +46,11 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         more="\n".join(["tasks:", *(f"  {entry.name:<29} {entry.help}" for entry in TASKS.values())]),
     )
     parser.add_argument(
-        "checkpoint",
+        "checkpoints",
         type=Path,
-        nargs="?",
+        nargs="*",
         metavar="CHECKPOINT",
-        help="folder that a trainer or save_pretrained left (optional with --factory)",
+        help="folder that a trainer or save_pretrained left, or the folders of all nodes (optional with --factory)",
     )
     parser.add_argument("--name", required=True, help="name that clients will use")
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
@@ -59,7 +61,10 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
-    request = build_request(vars(arguments), read_options(arguments.config) if arguments.config else {})
+    checkpoint = join_folders(arguments.checkpoints) if arguments.checkpoints else None
+    request = build_request(
+        vars(arguments) | {"checkpoint": checkpoint}, read_options(arguments.config) if arguments.config else {}
+    )
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     console = Console(stderr=True)
     check_destination(request.repository, request.name, partial(_tell, console))

@@ -44,6 +44,7 @@ KILL_EVERY = 10
 NEAR = 1e-3
 
 PATIENCE_S = 120.0
+SETTLING_S = 20.0
 
 
 @dataclass
@@ -194,7 +195,9 @@ def roll(server: Running, repository: Path, rate: float, activations: int) -> tu
                 memory.look()
                 took = (time.monotonic() - start) / (number + 1)
                 say(f"  {number + 1:>4} activations, {took:.1f} s each, {describe(memory.rows[-1][1])}")
-    memory.look()
+        # The last version before it ends some seconds after the new one is served.
+        time.sleep(SETTLING_S)
+        memory.look()
     return idle, rolled, memory
 
 

@@ -203,7 +203,40 @@ def rename_expert(folder: Path) -> None:
     torch.save({name.replace("weight", "kernel"): tensor for name, tensor in torch.load(path).items()}, path)
 
 
+def empty_pieces(content: dict) -> None:
+    groups = content["optimizer_state_dict"]["fp32_flat_groups"]
+    groups[:] = [torch.empty(0) for _ in groups]
+
+
+def offload_to_nvme(folder: Path) -> None:
+    """As DeepSpeed 0.19.8 saves with offload_optimizer.device nvme (engine.py, `save_checkpoint`)."""
+    for rank in (0, 1):
+        rewrite(optimizer_file(folder, rank), empty_pieces)
+        swapped = folder / TAG / "offloaded_tensors" / f"rank{rank}"
+        swapped.mkdir(parents=True)
+        (swapped / "140123_param.tensor.swp").write_bytes(bytes(64))
+
+
+def configure_nvme(folder: Path) -> None:
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}
+    for path in (folder / TAG).glob("*_model_states.pt"):
+        rewrite(path, lambda content: content["ds_config"]["zero_optimization"].update(offload))
+    for rank in (0, 1):
+        rewrite(optimizer_file(folder, rank), empty_pieces)
+
+
 DAMAGE = [
+    (
+        "z3_bf16",
+        offload_to_nvme,
+        "optim_states.pt holds no fp32 weights, because the optimizer was offloaded to NVMe: expected them in the "
+        r"file itself, got swap files in offloaded_tensors for rank0, rank1, which say nothing .* save_16bit_model\.",
+    ),
+    (
+        "z3_bf16",
+        configure_nvme,
+        "because the optimizer was offloaded to NVMe: .*offload_optimizer.device nvme in the run",
+    ),
     ("z2_bf16", swap_optimizers, r"rank_0_mp_rank_00_optim_states.pt is the file of another rank: expected rank 0"),
     ("z2_round_robin_bf16", swap_optimizers, "is the file of another rank|disagree with the bfloat16 copy"),
     ("z1_bf16_optimizer", swap_optimizers, "is the file of another rank|disagree with the bfloat16 copy"),

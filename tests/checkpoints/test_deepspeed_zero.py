@@ -1,11 +1,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from harness import CHECKOUT
+from harness import CHECKOUT, Finished
+from nodes import spread_over_nodes
 from safetensors import safe_open
 from trainers.zero_checkpoints import (
     EXCLUDED_ZERO,
@@ -20,7 +22,7 @@ from trainers.zero_checkpoints import (
 )
 from transformers import GPT2LMHeadModel
 
-from export.checkpoints import open_checkpoint
+from export.checkpoints import join_folders, open_checkpoint
 from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError
 
@@ -69,6 +71,49 @@ def test_a_universal_checkpoint_whose_parameters_the_conversion_mixed_up_is_refu
     checkpoint = open_checkpoint(find_checkpoint("universal_z2_round_robin"))
     with pytest.raises(CheckpointError, match=r"disagree with the bfloat16 copy .* on .*inner\.weight"):
         checkpoint.read("inner.weight")
+
+
+@pytest.mark.parametrize("name", ["z1_bf16", "z3_bf16"])
+def test_the_folders_of_all_nodes_are_one_checkpoint(
+    name: str, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    nodes = spread_over_nodes(find_checkpoint(name), tmp_path)
+    assert_equal(open_checkpoint(join_folders(nodes)), read_truth(name))
+    one = export_cli("inspect", str(nodes[1]))
+    assert one.code == 1
+    assert "lacks" in one.err
+    told = json.loads(export_cli("inspect", *map(str, nodes), "--json").out)
+    assert {Path(path).relative_to(tmp_path).parts[0] for path in told["files"]} == {"node0", "node1"}
+    done = export_cli("consolidate", *map(str, nodes), "--output", str(tmp_path / "out"))
+    assert done.code == 0, done.err
+    consolidate(find_checkpoint(name), tmp_path / "whole")
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_folders_of_two_saves_or_runs_are_refused(tmp_path: Path, export_cli: Callable[..., Finished]) -> None:
+    first, second = map(str, spread_over_nodes(find_checkpoint("z3_bf16"), tmp_path))
+    latest = Path(second, "latest")
+    tag = latest.read_text()
+    latest.write_text("global_step9")
+    refused = export_cli("inspect", first, second)
+    assert refused.code == 1
+    assert refused.err == (
+        f"error: {second}/latest and {first}/latest are two different files of one name: expected the folders of one "
+        "save, in which files of one name are equal, got other bytes; pass the folders of one run and one step.\n"
+    )
+    latest.write_text(tag)
+    # The same rank of another step.
+    (states,) = Path(second, tag).glob("*_optim_states.pt")
+    content = torch.load(states, weights_only=False)
+    for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
+        state["step"] += 1
+    torch.save(content, states)
+    refused = export_cli("inspect", first, second)
+    assert refused.code == 1
+    assert f"error: the files in {{{first},{second}}}/{tag} are from different steps" in refused.err
+    assert "one folder is named twice" in export_cli("inspect", first, first).err
+    assert "there is no folder to write to" in export_cli("consolidate", first).err
 
 
 def test_a_shared_parameter_is_the_same_bytes_as_its_holder() -> None:

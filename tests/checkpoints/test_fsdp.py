@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import CHECKOUT
+from nodes import spread_over_nodes
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from transformers import GPT2Config
 
-from export.checkpoints import StoredCheckpoint, open_checkpoint
+from export.checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from export.checkpoints.fsdp import folder as fsdp
 from export.checkpoints.fsdp.dcp_metadata import read_metadata
 from export.checkpoints.pickles.torch_zip import open_torch_zip
@@ -117,6 +118,12 @@ def test_consolidate_streams_every_way_of_sharding(
     for name, tensor in truth.items():
         cast = tensor.to(torch.bfloat16) if dtype and tensor.is_floating_point() else tensor
         assert torch.equal(written[name], cast), name
+
+
+@pytest.mark.parametrize("variant", ["w4/dcp_raw", "w4/dcp_alone", "w2/rank_files", "w2/verl"])
+def test_the_folders_of_all_nodes_are_one_checkpoint(trained: Path, variant: str, tmp_path: Path) -> None:
+    nodes = spread_over_nodes(trained / variant, tmp_path)
+    assert_equal(open_checkpoint(join_folders(nodes)), read_truth(trained / variant))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])

@@ -258,7 +258,8 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_
     assert str(refusal.value) == (
         f"{tmp_path} holds no checkpoint: expected one of model.safetensors, model.safetensors.index.json, "
         "pytorch_model.bin, pytorch_model.bin.index.json, index.json, DeepSpeed's latest and *_model_states.pt, "
-        "torch.distributed.checkpoint's .metadata, or FSDP's pytorch_model_fsdp*, "
+        "Megatron-LM's iter_*/mp_rank_*/model_optim_rng.pt, torch.distributed.checkpoint's .metadata, "
+        "or FSDP's pytorch_model_fsdp*, "
         f"one *.pth, *.pt, *.ckpt or *.pkl, got checkpoint-5{os.sep}, notes.txt; pass one of checkpoint-5{os.sep}."
     )
     with pytest.raises(

@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 from harness import CHECKOUT
+from nodes import spread_over_nodes
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from export.checkpoints import StoredCheckpoint, open_checkpoint
+from export.checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from export.checkpoints.megatron.args import MegatronArgs
 from export.checkpoints.megatron.parts import canonical_name, flatten, name_layers
 from export.checkpoints.megatron.to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
@@ -66,6 +67,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in VARIANTS:
         (out / name / "vocab.json").write_text(json.dumps({f"t{index}": index for index in range(VOCABULARY)}))
     return out
+
+
+def test_the_folders_of_all_nodes_are_one_checkpoint(trained: Path, tmp_path: Path) -> None:
+    whole = open_checkpoint(trained / "p2t2d2_bf16")
+    joined = open_checkpoint(join_folders(spread_over_nodes(trained / "p2t2d2_bf16", tmp_path)))
+    assert joined.tensors.keys() == whole.tensors.keys()
+    assert all(torch.equal(joined.read(name), whole.read(name)) for name in whole.tensors)
 
 
 def read_truth(folder: Path) -> Truth:

@@ -9,7 +9,9 @@ import random
 import re
 import struct
 import subprocess
+import sys
 import tarfile
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -435,3 +437,35 @@ def test_a_stored_tensor_is_cut_only_within_its_elements(tmp_path: Path) -> None
     assert part.to_torch().tolist() == [4, 5, 6]
     with pytest.raises(CheckpointError, match="is too short: expected elements 4 to 11, row-major, got 10 elements"):
         tensor.cut(4, 11)
+
+
+class Npu:
+    """Pickled as torch_npu pickles a tensor of an Ascend device: by its own function, and a format behind it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tensor = self.tensor
+        place = (tensor._typed_storage(), tensor.storage_offset(), tuple(tensor.size()), tensor.stride())
+        return sys.modules["torch_npu.utils.storage"]._rebuild_npu_tensor, (*place, False, {}, 29)
+
+
+@pytest.mark.parametrize("device", ["npu:0", "xpu:0", "hpu", "maia:3", "a device of 2031"])
+def test_a_storage_of_any_device_is_read(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torch_npu.utils.storage")
+    exec("def _rebuild_npu_tensor(*args): ...", module.__dict__)
+    module._rebuild_npu_tensor.__module__ = module.__name__
+    for name in ("torch_npu", "torch_npu.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    # What torch itself writes is then of that device.
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: device)
+    plain, view = torch.randn(3, 4), torch.randn(4, 6)[1:, ::2]
+    from_cpu = (torch._utils._rebuild_device_tensor_from_cpu_tensor, (plain, plain.dtype, device, False))
+    whole = type("Whole", (), {"__reduce__": lambda self: from_cpu})()
+    torch.save({"plain": plain, "npu": Npu(plain), "view": Npu(view), "whole": whole}, tmp_path / "x.pt")
+    monkeypatch.undo()
+    content = open_torch_zip(tmp_path / "x.pt").content
+    for name, expected in {"plain": plain, "npu": plain, "view": view, "whole": plain}.items():
+        assert torch.equal(content[name].to_torch(), expected), name

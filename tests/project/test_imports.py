@@ -26,7 +26,8 @@ LIBRARIES = {
     },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
-    "client": {"tritonclient", "numpy", "platformdirs", "PIL"},
+    # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
+    "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip

@@ -4,6 +4,8 @@ import contextlib
 import gzip
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import ssl
@@ -13,11 +15,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import client as http_client
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.grpc
+import tritonclient.http
 from harness import CHECKOUT, Finished, Published, run
 from launcher import Running, find_ports, running
 from tritonclient.utils import InferenceServerException
@@ -74,16 +78,23 @@ def proxy(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Ite
         make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
         make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "certificate.pem"]
         subprocess.run(make, cwd=folder, check=True, capture_output=True)
-        assert NGINX is not None
-        # As root it would change to a user who may not enter this folder.
-        directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
-        nginx = subprocess.Popen([NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives])
-        try:
-            wait_for_port(http)
+        with running_nginx(folder, http):
             yield Proxy(server, http, grpc, folder, key_file)
-        finally:
-            nginx.terminate()
-            nginx.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def running_nginx(folder: Path, port: int) -> Iterator[None]:
+    """Run nginx with the configuration in `folder` and wait until it listens on `port`."""
+    assert NGINX is not None
+    # As root it would change to a user who may not enter this folder.
+    directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
+    nginx = subprocess.Popen([NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives])
+    try:
+        wait_for_port(port)
+        yield
+    finally:
+        nginx.terminate()
+        nginx.wait(timeout=10)
 
 
 def wait_for_port(port: int) -> None:
@@ -233,3 +244,37 @@ def test_without_tls_the_proxy_says_so_and_the_client_repeats_it(proxy: Proxy) -
     assert done.code == 1
     assert "The plain HTTP request was sent to HTTPS port" in done.err
     assert done.err.count("\n") == 1
+
+
+def test_the_list_of_models_can_be_opened_and_nothing_else_that_the_key_opens(proxy: Proxy, tmp_path: Path) -> None:
+    http, grpc = find_ports(2)
+    text = (CHECKOUT / "docker" / "index" / "nginx.conf").read_text()
+    (recipe,) = re.findall(r"^#     (sed .*) \.cache/control\.key$", text, re.MULTILINE)
+    for old, new in (
+        ("127.0.0.1:8010", f"127.0.0.1:{http}"),
+        ("127.0.0.1:8011", f"127.0.0.1:{grpc}"),
+        ("127.0.0.1:8000", f"127.0.0.1:{proxy.server.http}"),
+        ("127.0.0.1:8001", f"127.0.0.1:{proxy.server.grpc}"),
+        ("/tmp/nginx-index", str(tmp_path / "nginx")),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "nginx.conf").write_text(text)
+    key = subprocess.run([*shlex.split(recipe), proxy.key_file], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "key.conf").write_text(key)
+    with (
+        running_nginx(tmp_path, http),
+        tritonclient.http.InferenceServerClient(f"127.0.0.1:{http}") as over_http,
+        tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{grpc}") as over_grpc,
+    ):
+        assert "sentence_embedding" in {model["name"] for model in over_http.get_model_repository_index()}
+        assert "sentence_embedding" in {model.name for model in over_grpc.get_model_repository_index().models}
+        for client in (over_http, over_grpc):
+            assert client.is_model_ready("sentence_embedding")
+            with pytest.raises(InferenceServerException, match="restricted"):
+                client.unload_model("sentence_embedding")
+        for path in ("models/x/load/../../../index", "models/x/load%2f..%2f..%2f..%2findex", "/index"):
+            connection = http_client.HTTPConnection("127.0.0.1", http, timeout=60)
+            connection.request("POST", f"/v2/repository/{path}", b"{}")
+            assert connection.getresponse().status == 400
+            connection.close()

@@ -75,6 +75,9 @@ def test_the_bare_install_is_the_client_and_light(bare: Path, tmp_path: Path) ->
     assert not re.search(r"^(torch|transformers|onnx\w*|nvidia-\w+|tokenizers)==", installed, re.MULTILINE)
     version = (CHECKOUT / "modelyard" / "__init__.py").read_text().split('__version__ = "')[1].split('"')[0]
     assert call(bare / "python", "-c", LIGHT, cwd=tmp_path).out == f"{version}\n"
+    code = "from modelyard.client import AsyncClient, Client; print(Client.__module__, AsyncClient.__module__)"
+    names = "modelyard.client.synchronous modelyard.client.asynchronous\n"
+    assert call(bare / "python", "-c", code, cwd=tmp_path).out == names
     assert call(bare / "modelyard", "--version", cwd=tmp_path).out == f"modelyard {version}\n"
     done = call(bare / "modelyard", "infer", "--url", "localhost:9", "--text", "x", cwd=tmp_path)
     assert done.code == 1

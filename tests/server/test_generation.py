@@ -23,6 +23,7 @@ from launcher import Running, running
 from trainers.writers import save_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from client import Client, RefusedError
 from export.__main__ import main
 from export.repository.config_file import parse_config, render_config
 from export.tasks.text import read_verification_texts
@@ -174,6 +175,20 @@ def test_what_comes_is_what_transformers_writes_while_others_ask_and_leave(write
     assert (idle["waiting"], idle["cache_usage_percent"]) == (0, 0)
     # Whoever left was not written to the end.
     assert idle["generation_tokens_total"] - before["generation_tokens_total"] < sum(e.tokens for e in heard) + 4000
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_client_library_hears_the_pieces_and_cancels_what_it_leaves(writers: Writers, protocol: str) -> None:
+    before = writers.read_metrics("gpt2")
+    with Client(f"127.0.0.1:{getattr(writers.server, protocol)}", protocol=protocol, model="gpt2") as client:
+        pieces = list(client.generate("The cat sat on", max_tokens=TOKENS, temperature=0))
+        assert "".join(pieces) == writers.write("gpt2", "The cat sat on") and len(pieces) > TOKENS / 3
+        left = client.generate("The cat sat on", max_tokens=4000, ignore_eos=True)
+        next(left)
+        left.close()
+        writers.wait_for("gpt2", lambda found: found["cancelled_total"] > before["cancelled_total"])
+        with pytest.raises(RefusedError, match="the parameter 'bogus' is unknown: expected one of max_tokens"):
+            next(client.generate("x", bogus=1))
 
 
 def test_a_whole_answer_is_what_was_asked_for(writers: Writers) -> None:

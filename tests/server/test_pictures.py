@@ -25,7 +25,8 @@ from trainers.architectures import ARCHITECTURES, save_model
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.image_utils import load_image
 
-from client.infer import ClientError, Connection
+from client import Client, ClientError
+from client.connection import Connection
 from demo.serving import Addresses
 from export.__main__ import main as run_export_cli
 from export.tasks.picture_samples import build_pictures
@@ -202,6 +203,9 @@ def test_the_client_asks_about_folders_and_draws(served: Served, photographs: li
     rows = json.loads(done.out)["results"]
     assert [Path(row["image"]).name for row in rows] == ["broken.png", "china.jpg", "flower.jpg"]
     assert (done.code, ["error" in row for row in rows]) == (1, [True, False, False])
+    with Client(served.addresses.grpc, protocol="grpc") as client:
+        found = client.image([path.read_bytes() for path in sorted(photographs)])
+    assert [[label.label for label in row] for row in found] == [row["LABEL"] for row in rows[1:]]
     assert len(rows[1]["LABEL"]) == 5 and "broken.png: the server refused the request: " in done.err
     drawn = tmp_path / "annotated.png"
     done = run(*infer, "--image", str(photographs[0]), "--output", str(drawn))

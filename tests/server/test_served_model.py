@@ -19,7 +19,7 @@ from launcher import read_golden_texts
 from tritonclient.utils import InferenceServerException
 
 from client.bench import read_corpus
-from client.infer import Connection
+from client.connection import Connection
 from demo.serving import Addresses
 
 MODEL = "sentence_embedding"

@@ -22,7 +22,8 @@ from transformers import (
     pipeline,
 )
 
-from client.infer import ClientError, Connection
+from client.connection import Connection
+from client.errors import ClientError
 from demo.serving import Addresses, serve
 from export.__main__ import main as run_export_cli
 

@@ -17,6 +17,9 @@ from ..pickles.torch_zip import Record, open_torch_zip, refuse_foreign_tensors
 from ..storage.stored_tensor import ContiguousTensor, StoredTensor
 from ..wrapper_names import plain_name, plain_names
 
+# Beside the files of a tag: a folder for each rank with what DeepSpeed had swapped out to NVMe.
+OFFLOADED = "offloaded_tensors"
+
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 _T = TypeVar("_T")
@@ -59,6 +62,13 @@ class ModelStates:
     num_experts: tuple[int, ...]
     # Whether the file has `frozen_param_shapes`, as None.
     nulls_frozen: bool
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the run's configuration keeps the optimizer's states on NVMe."""
+        zero = self.config.get("zero_optimization")
+        offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+        return isinstance(offload, dict) and offload.get("device") == "nvme"
 
     @property
     def stage(self) -> int | None:
@@ -197,12 +207,13 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
     sliced = "fp32_flat_groups" in state
     pieces = state.get("fp32_flat_groups" if sliced else "single_partition_of_fp32_groups")
     if not isinstance(pieces, list) or not all(isinstance(piece, StoredTensor) for piece in pieces):
-        offloaded = (path.parent / "offloaded_tensors").exists()
+        if (path.parent / OFFLOADED).exists():
+            raise describe_offloaded(path)
         raise CheckpointError(
             f"{path} holds no fp32 pieces",
             expected="fp32_flat_groups or single_partition_of_fp32_groups",
-            got="an optimizer offloaded to NVMe" if offloaded else "neither",
-            remedy="save without NVMe offload" if offloaded else "pass a checkpoint with its optimizer states",
+            got="neither",
+            remedy="pass a checkpoint with its optimizer states",
         )
     inner = state.get("optimizer_state_dict" if sliced else "base_optimizer_state")
     counters = _find_counters(inner)
@@ -219,6 +230,21 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
         steps=frozenset(_count_steps(counters)),
         counter_sharers=_count_sharers(counters),
         checksums=tuple(block.crc32 for _, block in sorted(opened.storages.items())),
+    )
+
+
+def describe_offloaded(path: Path) -> CheckpointError:
+    """Return what is to be said of optimizer states whose fp32 weights are on NVMe."""
+    folder = path.parent / OFFLOADED
+    copied = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    return CheckpointError(
+        f"{path} holds no fp32 weights, because the optimizer was offloaded to NVMe",
+        expected="them in the file itself",
+        got=f"swap files in {OFFLOADED} for {list_some(copied)}, which say nothing of what they hold"
+        if copied
+        else "offload_optimizer.device nvme in the run's configuration",
+        remedy="load it with DeepSpeed and save it again with offload_optimizer.device cpu, or save the weights with "
+        "save_16bit_model",
     )
 
 

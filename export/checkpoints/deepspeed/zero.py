@@ -27,7 +27,14 @@ from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from .fragments import derive_groups
 from .masters import name_masters
 from .partitions import Shapes, join_contiguous_group, join_sliced_group
-from .states import ModelStates, OptimizerStates, read_model_states, read_optimizer_states
+from .states import (
+    OFFLOADED,
+    ModelStates,
+    OptimizerStates,
+    describe_offloaded,
+    read_model_states,
+    read_optimizer_states,
+)
 from .universal import read_universal
 
 __all__ = ["LOOKED_FOR", "open_folder", "read_trained", "recognises"]
@@ -140,8 +147,16 @@ def _read_states(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> list[O
             remedy=REMOVE_OLDER,
         )
     states = [read_optimizer_states(path) for path in paths.values()]
+    _refuse_offloaded(files, states, models[0])
     check_optimizer_states(files, states, models[0])
     return states
+
+
+def _refuse_offloaded(files: DeepSpeedFiles, states: Sequence[OptimizerStates], model: ModelStates) -> None:
+    """Refuse states whose larger pieces were swapped out: DeepSpeed 0.19.8 leaves tensors of size 0 of them."""
+    emptied = [state.path for state in states if any(piece.numel == 0 for piece in state.pieces)]
+    if emptied and (model.is_offloaded or (files.folder / OFFLOADED).exists()):
+        raise describe_offloaded(emptied[0])
 
 
 def _join_groups(

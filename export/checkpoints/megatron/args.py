@@ -44,6 +44,9 @@ _GPT2_VALUES: dict[str, tuple[Any, ...]] = {
     "use_alibi_position_embeddings": (False,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "qk_layernorm": (False,),
+    "group_query_attention": (False,),
+    "multi_latent_attention": (False,),
+    "quick_geglu": (False,),
 }
 # What older and newer versions call the same number.
 _TENSOR_RANKS = ("tensor_model_parallel_size", "model_parallel_size")
@@ -110,7 +113,7 @@ def read_args(content: Mapping[Any, Any], path: Path) -> MegatronArgs:
         vocabulary=_number(settings.get("vocab_size")),
         padded_vocabulary=_number(settings.get("padded_vocab_size")),
         activation=_find_activation(settings),
-        norm_epsilon=_read_epsilon(settings.get("layernorm_epsilon"), path),
+        norm_epsilon=_read_epsilon(settings.get("layernorm_epsilon", settings.get("norm_epsilon")), path),
         tied=settings.get("untie_embeddings_and_output_weights") is not True,
     )
 

@@ -108,7 +108,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     parts = _choose_parts(files, low, ranks)
     source = str(files.folder)
     merged = join_tensor_ranks(parts, source)
-    positions = _check_shapes(merged, args, source)
+    positions = check_shapes(merged, args, source)
     vocab_size, unsure = find_vocab_size(files.directory, args, merged["word_embeddings.weight"].shape[0])
 
     def convert(tensors: Tensors) -> dict[str, StoredTensor]:
@@ -286,7 +286,7 @@ def _choose_parts(
     return parts
 
 
-def _check_shapes(merged: Tensors, args: MegatronArgs, source: str) -> int:
+def check_shapes(merged: Tensors, args: MegatronArgs, source: str) -> int:
     """Check the whole model's names and shapes against the arguments; return the rows of the position embeddings."""
     found = (merged.get("word_embeddings.weight"), merged.get("position_embeddings.weight"))
     rows, positions = (table.shape[0] if table is not None and table.shape else 0 for table in found)

@@ -306,6 +306,24 @@ def _rebuild_untyped(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTe
     return _read_metadata(metadata) or _build_tensor(machine, storage, offset, shape, stride, dtype)
 
 
+def _rebuild_npu(machine: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor | ForeignTensor:
+    """`_rebuild_npu_tensor`: as `_rebuild_tensor_v2`, then the layout that Ascend had it in before it was saved.
+
+    torch_npu 2.1, torch_npu/utils/storage.py, `_reduce_ex`: what is written was moved to the CPU first.
+    """
+    return _rebuild_typed(machine, args[:6])
+
+
+def _rebuild_from_cpu(_: InertUnpickler, args: tuple[Any, ...]) -> StoredTensor | ForeignTensor:
+    """`_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: devices without storages (HPU)."""
+    data, dtype, *_rest = args
+    if isinstance(data, ForeignTensor):
+        return data
+    if not isinstance(data, StoredTensor) or dtype != data.dtype:
+        raise ValueError("a device's tensor that is not one of the CPU")
+    return data
+
+
 def _read_metadata(metadata: list[Any]) -> ForeignTensor | None:
     """Return what stands for a tensor whose metadata says that its values are not its bytes; None where it says none.
 
@@ -389,9 +407,11 @@ _BUILDERS: dict[str, Builder] = {
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch._utils._rebuild_parameter": _rebuild_parameter,
     "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _rebuild_from_cpu,
     "torch._utils._rebuild_tensor": _rebuild_typed,
     "torch._utils._rebuild_tensor_v2": _rebuild_typed,
     "torch._utils._rebuild_tensor_v3": _rebuild_untyped,
+    "torch_npu.utils.storage._rebuild_npu_tensor": _rebuild_npu,
 }
 
 _CONSTANTS: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,20 @@ _KINDS = {
 }
 
 
+# Folder of links → the folders that its links may lead into.
+_LINKED: dict[Path, tuple[Path, ...]] = {}
+
+
+def let_links_into(directory: Path, parts: Sequence[Path]) -> None:
+    """Let links in `directory`, which this process made, lead into `parts`; all of these are resolved paths."""
+    _LINKED[directory] = tuple(parts)
+
+
+def find_linked(path: Path) -> Path:
+    """Return what a link in such a folder leads to; any other path as it is."""
+    return path.readlink() if any(path.is_relative_to(linked) for linked in _LINKED) else path
+
+
 def check_inside(path: Path, directory: Path) -> None:
     """Refuse a symbolic link at `path` that leads out of `directory`.
 
@@ -46,7 +60,8 @@ def check_inside(path: Path, directory: Path) -> None:
             got=(exc.strerror if isinstance(exc, OSError) else None) or "a link to itself",
             remedy=RECOPY,
         ) from exc
-    if target.is_relative_to(root):
+    parts = (part for linked, parts in _LINKED.items() if root.is_relative_to(linked) for part in parts)
+    if any(target.is_relative_to(allowed) for allowed in (root, *parts)):
         return
     if root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs":
         return

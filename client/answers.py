@@ -1,0 +1,165 @@
+"""What each task's tensors mean: rows of values that a caller can read. Names are those of docs/contracts.md."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ModelError
+from .model import Model
+from .options import Words
+from .pieces import Text, ask_tensors, ask_texts, encode
+from .session import Arrays, Session
+
+
+class Label(NamedTuple):
+    """A label of a text, and how sure the model is of it."""
+
+    label: str
+    score: float
+
+
+class Entity(NamedTuple):
+    """Characters `start` to `end` of a text, the last one not included, and what they name."""
+
+    label: str
+    score: float
+    start: int
+    end: int
+
+
+class Answer(NamedTuple):
+    """An answer, which is characters `start` to `end` of the context."""
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+class Ranked(NamedTuple):
+    """A document by its place in the list that was passed, and its score."""
+
+    position: int
+    score: float
+
+
+async def ask(session: Session, texts: Sequence[Text], pairs: Sequence[Text] | None, model: str | None) -> Arrays:
+    """Return output name → rows of an ensemble of any task, as `ask_texts` does."""
+    found = await find_texts_model(session, model)
+    return await ask_texts(session, found, encode(texts), encode(pairs or ()))
+
+
+async def infer(
+    session: Session,
+    inputs: Mapping[str, npt.ArrayLike],
+    outputs: Sequence[str] | None,
+    model: str | None,
+) -> Arrays:
+    """Return output name → values of any model, as `ask_tensors` does."""
+    return await ask_tensors(session, await session.find_model(model), inputs, outputs)
+
+
+async def embed(session: Session, texts: Sequence[Text], model: str | None) -> npt.NDArray[np.float32]:
+    """Return one vector a text, [texts, hidden]."""
+    return (await _ask(session, texts, (), model, makes=("EMBEDDING",)))["EMBEDDING"]
+
+
+async def classify(
+    session: Session, texts: Sequence[Text], pairs: Sequence[Text] | None, model: str | None
+) -> list[list[Label]]:
+    """Return each text's labels, best first."""
+    arrays = await _ask(session, texts, pairs or (), model, makes=("LABEL", "SCORE"))
+    rows = zip(arrays["LABEL"], arrays["SCORE"].tolist(), strict=True)
+    return [[Label(label.decode(), score) for label, score in zip(*row, strict=True)] for row in rows]
+
+
+async def image(session: Session, pictures: Sequence[bytes], model: str | None) -> list[list[Label]]:
+    """Return the labels of each encoded picture, best first."""
+    found = await session.find_model(model)
+    if found.inputs != ("IMAGE",):
+        raise ModelError(
+            f"{found.name} takes no pictures",
+            expected="the input IMAGE",
+            got=", ".join(found.inputs),
+            remedy=f"choose with {session.options.words.model}",
+        )
+    return await classify(session, pictures, None, model)
+
+
+async def entities(session: Session, texts: Sequence[Text], model: str | None) -> list[list[Entity]]:
+    """Return what each text names, in the order of the text."""
+    arrays = await _ask(session, texts, (), model, makes=("LABEL", "SCORE", "START", "END"))
+    return [[Entity(*found) for found in row] for row in _read_spans(arrays, "LABEL")]
+
+
+async def answer(
+    session: Session, questions: Sequence[Text], contexts: Sequence[Text], model: str | None
+) -> list[list[Answer]]:
+    """Return each question's answers, best first."""
+    arrays = await _ask(session, questions, contexts, model, makes=("ANSWER", "SCORE", "START", "END"))
+    return [[Answer(*found) for found in row] for row in _read_spans(arrays, "ANSWER")]
+
+
+async def rerank(
+    session: Session, query: Text, documents: Sequence[Text], label: str | None, model: str | None
+) -> list[Ranked]:
+    """Return the documents by the score of `label`, best first; equal ones in the order that they came in."""
+    found = await classify(session, [query] * len(documents), documents, model)
+    scores = [_find_score(row, label, model or session.options.model, session.options.words) for row in found]
+    return [Ranked(index, scores[index]) for index in sorted(range(len(scores)), key=lambda index: -scores[index])]
+
+
+async def find_texts_model(session: Session, name: str | None) -> Model:
+    """Return the model named, or the one ensemble there is, which takes a text or a pair of them.
+
+    Raises:
+        ClientError: There is no such model, or not exactly one ensemble, or no answer, or it takes something else.
+    """
+    model = await session.find_model(name)
+    if not model.takes_texts or len(model.takes) > 2:
+        raise ModelError(
+            f"{model.name} takes no texts",
+            expected="one or two inputs of one string a row",
+            got=", ".join(model.inputs),
+            remedy="ask the ensemble it belongs to",
+        )
+    return model
+
+
+async def _ask(
+    session: Session, texts: Sequence[Text], pairs: Sequence[Text], model: str | None, *, makes: tuple[str, ...]
+) -> Arrays:
+    found = await find_texts_model(session, model)
+    if set(makes) != set(found.outputs):
+        raise ModelError(
+            f"{found.name} is of another task",
+            expected=f"a model that answers with {', '.join(makes)}",
+            got=", ".join(found.outputs),
+            remedy=f"choose with {session.options.words.model}",
+        )
+    return await ask_texts(session, found, encode(texts), encode(pairs))
+
+
+def _read_spans(arrays: Arrays, words: str) -> list[list[tuple[str, float, int, int]]]:
+    """Return the answers of each row that are some: a place of -1 fills up a row that has fewer than another."""
+    columns = [arrays[name].tolist() for name in (words, "SCORE", "START", "END")]
+    return [
+        [(word.decode(), score, start, end) for word, score, start, end in zip(*row, strict=True) if start != -1]
+        for row in zip(*columns, strict=True)
+    ]
+
+
+def _find_score(row: list[Label], label: str | None, model: str | None, words: Words) -> float:
+    if label is None and len(row) == 1:
+        return row[0].score
+    for found in row:
+        if found.label == label:
+            return found.score
+    raise ModelError(
+        f"{model or 'the model'} does not say which score to rank by",
+        expected="the only label, or one of its answers",
+        got=f"{label!r} among {', '.join(found.label for found in row)}",
+        remedy=f"pass label, or choose with {words.model}",
+    )

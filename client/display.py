@@ -1,0 +1,97 @@
+"""How the command line shows answers: a table for people, one JSON object for programs."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .model import Model
+
+
+def decode(text: bytes) -> str:
+    """Return a text for showing, whatever its bytes are."""
+    return text.decode("utf-8", errors="replace")
+
+
+def to_json(model: Model, texts: list[str], pairs: list[str], answers: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    """Return the answers with the texts that they belong to, as JSON knows values."""
+    rows = [
+        {"text": text}
+        | ({"pair": pairs[index]} if pairs else {})
+        | {name: to_plain(array[index]) for name, array in answers.items()}
+        for index, text in enumerate(texts)
+    ]
+    return {"model": model.name, "version": model.version, "results": rows}
+
+
+def to_plain(values: npt.NDArray[Any]) -> list[Any]:
+    """Return an array as nested lists of numbers and texts."""
+    return [to_plain(value) if isinstance(value, np.ndarray) else _to_value(value) for value in values]
+
+
+def _to_value(value: Any) -> Any:
+    return decode(value) if isinstance(value, bytes) else value.item()
+
+
+def to_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
+    """Return lines for a terminal: vectors by their similarity, everything else by text."""
+    if list(answers) == ["EMBEDDING"]:
+        return _to_similarity_table(texts, answers["EMBEDDING"])
+    return _to_answer_table(texts, answers)
+
+
+def _to_answer_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
+    """Return one line an answer: the text, then what was found in it, best first or in the order of the text."""
+    headings: list[str] = [
+        name for name in ("SCORE", "REWARD", "START", "END", "LABEL", "ANSWER", "TOKEN") if name in answers
+    ]
+    rows = ["".join(f"{name:>9}" if name not in _WORDS else f"  {name:<24}" for name in headings).rstrip()]
+    for index, text in enumerate(texts):
+        rows.append(f"\n{index + 1:>4}  {_shorten(text)}")
+        columns = [answers[name][index].reshape(-1) for name in headings]
+        found = [line for line in zip(*columns, strict=True) if not _is_absent(headings, line)]
+        rows += ["".join(_format(name, value) for name, value in zip(headings, line, strict=True)) for line in found]
+        if not found:
+            rows.append("           nothing found")
+    return rows
+
+
+_NUMBERS = ("SCORE", "REWARD")
+_WORDS = ("LABEL", "ANSWER", "TOKEN")
+
+
+def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:
+    """Tell whether an answer only fills up a row that has fewer than another."""
+    values = dict(zip(headings, line, strict=True))
+    return values.get("START") == -1 or ("TOKEN" in values and values["TOKEN"] == b"" and values["SCORE"] == 0)
+
+
+def _format(name: str, value: Any) -> str:
+    if name in _WORDS:
+        return f"  {_shorten(decode(value)):<24}".rstrip()
+    return f"{value:9.4f}" if name in _NUMBERS else f"{value:>9}"
+
+
+def _to_similarity_table(texts: list[str], embeddings: npt.NDArray[np.float32]) -> list[str]:
+    """Return the cosine of every pair while that fits a terminal, else each text's nearest other one."""
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    cosines = unit @ unit.T
+    title = f"{embeddings.shape[1]} values a text; cosine similarities:"
+    if len(texts) <= 8:
+        rows = [f"{title}\n", "    " + "".join(f"{index + 1:>7}" for index in range(len(texts))) + "  text"]
+        for index, text in enumerate(texts):
+            rows.append(
+                f"{index + 1:>4}" + "".join(f"{value:7.3f}" for value in cosines[index]) + f"  {_shorten(text)}"
+            )
+        return rows
+    np.fill_diagonal(cosines, -np.inf)
+    rows = [f"{title}\n", f"{'':>4}{'nearest':>9}{'cosine':>8}  text"]
+    for index, text in enumerate(texts):
+        nearest = int(cosines[index].argmax())
+        rows.append(f"{index + 1:>4}{nearest + 1:>9}{cosines[index, nearest]:8.3f}  {_shorten(text)}")
+    return rows
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:59]}…"

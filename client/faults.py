@@ -1,0 +1,120 @@
+"""Every way in which tritonclient, aiohttp and gRPC fail, as an error of ours."""
+
+import asyncio
+import os
+import re
+
+import aiohttp
+from tritonclient.utils import InferenceServerException
+
+from .errors import (
+    AccessError,
+    ClientError,
+    DeadlineError,
+    ForeignError,
+    GarbledError,
+    ModelError,
+    RefusedError,
+    UnavailableError,
+    UnreachableError,
+    UntrustedError,
+)
+from .options import Options
+
+# What a call may raise beside InferenceServerException. ValueError: the answer is not JSON.
+FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
+
+# 502: a proxy could not reach the server, or lost it.
+_FOR_NOW = ("502", "503", "StatusCode.UNAVAILABLE")
+# A model that is loaded again, or a server that drains: NOT_FOUND, as for a name that it never had.
+_NOT_READY = re.compile("has no available versions|is not at ready state")
+_CONTENT = ("400", "StatusCode.INVALID_ARGUMENT")
+_NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED")
+
+
+def explain(exc: Exception, options: Options) -> ClientError:
+    """Return one of `FAILURES` as an error of ours."""
+    if isinstance(exc, InferenceServerException):
+        return _explain_refusal(exc, options)
+    if isinstance(exc, (asyncio.TimeoutError, TimeoutError)):
+        return _explain_deadline(options)
+    if isinstance(exc, aiohttp.ClientConnectorCertificateError):
+        reason = exc.certificate_error
+        return _explain_distrust(getattr(reason, "verify_message", str(reason)), options)
+    if isinstance(exc, (OSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)):
+        return _explain_unreachable(_read_reason(exc), options)
+    # The peer speaks no HTTP, or what it says is no JSON.
+    return _explain_unreachable("another answer than KServe's", options, kind=ForeignError)
+
+
+def _read_reason(exc: Exception) -> str:
+    if isinstance(exc, OSError):
+        # asyncio writes its own text, with the address in it; the resolver's numbers are not the system's.
+        return os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
+    return str(exc)
+
+
+def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientError:
+    status, message = str(exc.status()), " ".join(str(exc.message()).split())
+    if "DEADLINE_EXCEEDED" in status:
+        return _explain_deadline(options)
+    if match := re.search(r"CERTIFICATE_VERIFY_FAILED: [^:;]+|Hostname Verification Check failed", message):
+        return _explain_distrust(match[0].split(": ")[-1], options)
+    is_garbled = "while decoding the response" in message
+    # What stands in front of a server answers in its own words, and so does another port than the one meant.
+    if is_garbled:
+        message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", str(exc.debug_details())).split())[:200]
+    message = message.rstrip(".")
+    if status in _NO_ACCESS:
+        return AccessError(
+            f"{options.url} lets nobody in without leave",
+            expected="a token that it knows and a call that it allows",
+            got=f"'{message}'",
+            remedy=f"pass the token with {options.words.token}",
+        )
+    # gRPC reports a server that is not there as it reports one that refuses for now.
+    if status == "StatusCode.UNAVAILABLE" and re.search("connect|socket closed", message, re.IGNORECASE):
+        return _explain_unreachable(message.rsplit(": ", 1)[-1], options)
+    is_for_now = status in _FOR_NOW or _NOT_READY.search(message) is not None
+    if "unknown model" in message:
+        return (UnavailableError if is_for_now else ModelError)(
+            message,
+            expected=f"a model that {options.url} serves",
+            remedy=f"choose with {options.words.model}",
+        )
+    sentence = f"the server refused the request: {message}"
+    if is_for_now:
+        return UnavailableError(sentence)
+    refusal = (GarbledError if is_garbled else RefusedError)(sentence)
+    refusal.is_content = status in _CONTENT
+    return refusal
+
+
+def _explain_deadline(options: Options) -> ClientError:
+    return DeadlineError(
+        f"no answer from {options.url}",
+        expected=f"one within {options.timeout_s:g} s",
+        got="none",
+        remedy=f"raise {options.words.timeout}",
+    )
+
+
+def _explain_distrust(reason: str, options: Options) -> ClientError:
+    return UntrustedError(
+        f"the server at {options.url} is not trusted",
+        expected=f"a certificate of that name from an authority in {options.ca or 'the default ones'}",
+        got=f"'{reason}'",
+        remedy=f"pass the authority's certificate with {options.words.ca}",
+    )
+
+
+def _explain_unreachable(
+    reason: str, options: Options, *, kind: type[UnreachableError] = UnreachableError
+) -> ClientError:
+    words = options.words
+    return kind(
+        f"no server can be reached at {options.url} over {options.protocol}",
+        expected="one to listen there",
+        got=f"'{reason}'",
+        remedy=f"start it with `{words.serve}`, or correct {words.url} and {words.protocol.strip(' =')}",
+    )

@@ -1,0 +1,92 @@
+"""A model, as its metadata describe it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.utils import triton_to_np_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """An input or an output.
+
+    Attributes:
+        name: Name by which the server knows it.
+        datatype: KServe's name of its type, such as `BYTES` or `FP32`.
+        shape: Dimensions, the batch first where the model has one; -1 for any.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+    def make_empty(self) -> npt.NDArray[Any]:
+        """Return its values for no rows at all."""
+        shape = (0, *(max(size, 0) for size in self.shape[1:]))
+        return np.empty(shape, dtype=triton_to_np_dtype(self.datatype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model, as its metadata describe it.
+
+    Attributes:
+        name: Name by which the server knows it.
+        version: Newest version that answers.
+        takes: Its inputs.
+        makes: Its outputs.
+        max_batch_size: Rows that one request may hold.
+        has_batch: Whether a request may hold several rows at all.
+    """
+
+    name: str
+    version: str
+    takes: tuple[Tensor, ...]
+    makes: tuple[Tensor, ...]
+    max_batch_size: int
+    has_batch: bool
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of its inputs."""
+        return tuple(tensor.name for tensor in self.takes)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of its outputs."""
+        return tuple(tensor.name for tensor in self.makes)
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether each input is one string a row."""
+        return all((tensor.datatype, tensor.shape) == ("BYTES", (-1, 1)) for tensor in self.takes)
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether every text goes with a second one."""
+        return len(self.takes) == 2
+
+
+def read_model(name: str, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> Model:
+    """Return the model that a server's two answers describe, over either protocol."""
+    # The gRPC client wraps the configuration once more.
+    rows = int(config.get("config", config).get("max_batch_size", 0))
+    return Model(
+        name=name,
+        version=max(metadata["versions"], key=int),
+        takes=_read_tensors(metadata["inputs"]),
+        makes=_read_tensors(metadata["outputs"]),
+        max_batch_size=rows or 1,
+        has_batch=rows > 0,
+    )
+
+
+def _read_tensors(described: Iterable[Mapping[str, Any]]) -> tuple[Tensor, ...]:
+    # gRPC spells numbers as text.
+    return tuple(
+        Tensor(name=tensor["name"], datatype=tensor["datatype"], shape=tuple(map(int, tensor["shape"])))
+        for tensor in described
+    )

@@ -1,0 +1,169 @@
+"""Pictures on the command line: which files are meant, what the server says about each, and what is drawn onto one."""
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .connection import Connection
+from .display import decode, to_plain, to_table
+from .errors import ClientError, RefusedError
+from .model import Model
+from .pieces import join_rows
+
+# What a model of pictures calls its input, and the files of a folder that are sent to it.
+_IMAGE = "IMAGE"
+_PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureAnswer:
+    """What became of one picture.
+
+    Attributes:
+        path: Its file.
+        answers: Output name → its values, without the batch.
+        refusal: Why there are none.
+    """
+
+    path: Path
+    answers: Mapping[str, npt.NDArray[Any]]
+    refusal: str = ""
+
+
+def ask_pictures(arguments: Namespace, connect: Callable[[], Connection]) -> int:
+    """Ask about every picture, print the answers, and return 0 where none was refused."""
+    if arguments.text or arguments.pair or arguments.file:
+        raise ClientError("--image goes alone", expected="no texts beside it", got="--text, --pair or --file")
+    paths = _collect_images(arguments.image)
+    if arguments.output and len(paths) != 1:
+        raise ClientError("--output takes one picture", expected="one --image", got=str(len(paths)))
+    draw = _import_drawing() if arguments.output else None
+    connection = connect()
+    model = connection.find_model(arguments.model)
+    if model.inputs != (_IMAGE,):
+        raise ClientError(
+            f"{model.name} takes no pictures",
+            expected=f"the input {_IMAGE}",
+            got=", ".join(model.inputs),
+            remedy="choose with --model",
+        )
+    start = time.perf_counter()
+    found: list[PictureAnswer] = []
+    for first in range(0, len(paths), model.max_batch_size):
+        found += _ask_batch(connection, model, paths[first : first + model.max_batch_size])
+        if len(paths) > model.max_batch_size:
+            print(f"{len(found)} of {len(paths)} pictures", file=sys.stderr)  # noqa: T201
+    seconds = time.perf_counter() - start
+    refused = [answer for answer in found if answer.refusal]
+    if arguments.json:
+        print(json.dumps(_to_picture_json(model, found), ensure_ascii=False))  # noqa: T201
+    else:
+        head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
+        print(f"{head}: {len(paths)} pictures in {seconds * 1000:.1f} ms\n")  # noqa: T201
+        answered = [answer for answer in found if not answer.refusal]
+        if answered:
+            columns = {name: join_rows([answer.answers[name][None] for answer in answered]) for name in model.outputs}
+            print("\n".join(to_table([str(answer.path) for answer in answered], columns)))  # noqa: T201
+    for answer in refused:
+        print(f"error: {answer.path}: {answer.refusal}", file=sys.stderr)  # noqa: T201
+    if draw and not refused:
+        draw(found[0], arguments.output)
+    return 1 if refused else 0
+
+
+def _ask_batch(connection: Connection, model: Model, paths: list[Path]) -> list[PictureAnswer]:
+    """Return what became of pictures that are asked about in one request; one by one where one of them is refused."""
+    pictures = np.empty((len(paths), 1), dtype=np.object_)
+    for row, path in enumerate(paths):
+        try:
+            pictures[row, 0] = path.read_bytes()
+        except OSError as exc:
+            raise ClientError(
+                f"{path} cannot be read", expected="a picture", got=f"'{exc.strerror}'", remedy="correct --image"
+            ) from exc
+    try:
+        answers = connection.infer_tensors(model, {_IMAGE: pictures})
+    except RefusedError as exc:
+        if not exc.is_content:
+            raise
+        if len(paths) > 1:
+            return [answer for path in paths for answer in _ask_batch(connection, model, [path])]
+        return [PictureAnswer(path=paths[0], answers={}, refusal=str(exc))]
+    return [
+        PictureAnswer(path=path, answers={name: values[row] for name, values in answers.items()})
+        for row, path in enumerate(paths)
+    ]
+
+
+def _collect_images(given: list[str]) -> list[Path]:
+    """Return the files that are named, lie in a folder that is named, or match a pattern, in order."""
+    found: list[Path] = []
+    for text in given:
+        path = Path(text)
+        if path.is_dir():
+            found += sorted(entry for entry in path.iterdir() if entry.suffix.lower() in _PICTURE_SUFFIXES)
+        elif path.exists() or not set("*?[") & set(text):
+            found.append(path)
+        else:
+            root = Path(path.anchor)
+            found += sorted(entry for entry in root.glob(str(path.relative_to(root))) if entry.is_file())
+    if not found:
+        raise ClientError(
+            "there is no picture to send",
+            expected="files of " + ", ".join(_PICTURE_SUFFIXES),
+            got=f"none in {', '.join(given)}",
+            remedy="correct --image",
+        )
+    return found
+
+
+def _import_drawing() -> Callable[[PictureAnswer, Path], None]:
+    """Return what draws answers onto a picture; the one thing that needs Pillow, which the client goes without.
+
+    Raises:
+        ClientError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageDraw, ImageFont, ImageOps
+    except ImportError as exc:
+        raise ClientError(
+            "--output cannot draw", expected="Pillow", got="none for this Python", remedy="pip install pillow"
+        ) from exc
+
+    def draw(answer: PictureAnswer, path: Path) -> None:
+        image: Any = ImageOps.exif_transpose(Image.open(answer.path)).convert("RGB")
+        canvas = ImageDraw.Draw(image)
+        size = max(12, min(image.size) // 24)
+        font = ImageFont.load_default(size)
+        if "LABEL" in answer.answers:
+            values = zip(answer.answers["LABEL"], answer.answers["SCORE"], strict=True)
+            text = "\n".join(f"{score:.3f} {decode(label)}" for label, score in values)
+            place = (size // 2, size // 2)
+            canvas.rectangle(canvas.multiline_textbbox(place, text, font=font), fill="black")
+            canvas.multiline_text(place, text, fill="white", font=font)
+        try:
+            image.save(path)
+        except (OSError, ValueError) as exc:
+            raise ClientError(
+                f"{path} cannot be written", expected="a name such as annotated.png", got=f"'{exc}'"
+            ) from exc
+
+    return draw
+
+
+def _to_picture_json(model: Model, found: list[PictureAnswer]) -> dict[str, Any]:
+    rows = [
+        {"image": str(answer.path)}
+        | ({"error": answer.refusal} if answer.refusal else {})
+        | {name: to_plain(values) for name, values in answer.answers.items()}
+        for answer in found
+    ]
+    return {"model": model.name, "version": model.version, "results": rows}

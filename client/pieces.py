@@ -1,0 +1,185 @@
+"""Lists of any length, cut into requests that the server takes, and the answers put together again in order."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import RefusedError, UsageError
+from .model import Model
+from .options import Words
+from .session import Arrays, Session, gather
+
+Text = str | bytes
+
+# A preprocess step takes 1 MiB of text in one request, or 128 KiB where it reads long texts in windows.
+_MOST_BYTES = 128 * 1024
+
+
+def encode(texts: Iterable[Text]) -> list[bytes]:
+    """Return texts as UTF-8; what is bytes goes out as it is.
+
+    Raises:
+        UsageError: One is neither a string nor bytes, or holds half of a character.
+    """
+    if isinstance(texts, (str, bytes)):
+        raise UsageError("the texts are one text", expected="a list of them", got=type(texts).__name__)
+    return [_encode(row, text) for row, text in enumerate(texts)]
+
+
+def _encode(row: int, text: object) -> bytes:
+    if isinstance(text, bytes):
+        return text
+    if not isinstance(text, str):
+        raise UsageError(f"text {row} is not a text", expected="str, or bytes of UTF-8", got=type(text).__name__)
+    try:
+        return text.encode()
+    except UnicodeEncodeError as exc:
+        raise UsageError(
+            f"text {row} has no UTF-8", expected="whole characters", got=f"U+{ord(text[exc.start]):04X}"
+        ) from exc
+
+
+def check_pairs(model: Model, texts: Sequence[bytes], pairs: Sequence[bytes], words: Words) -> None:
+    """Refuse texts without their partners, and partners that the model does not take.
+
+    Raises:
+        UsageError: The numbers do not fit the model or each other.
+    """
+    if model.takes_pairs and len(pairs) != len(texts):
+        raise UsageError(
+            f"{model.name} takes pairs",
+            expected=f"a second text for each of {len(texts)}",
+            got=str(len(pairs)),
+            remedy=f"pass as many {words.pair} as {words.text}",
+        )
+    if pairs and not model.takes_pairs:
+        raise UsageError(f"{model.name} takes single texts", expected=f"no {words.pair}", got=str(len(pairs)))
+
+
+async def ask_texts(
+    session: Session, model: Model, texts: Sequence[bytes], pairs: Sequence[bytes] = (), *, binary: bool = True
+) -> Arrays:
+    """Return output name → answers, one row a text.
+
+    Args:
+        session: The server.
+        model: An ensemble that takes texts, or pairs of them.
+        texts: UTF-8.
+        pairs: The second text of each, where the model takes pairs.
+        binary: How tensors travel over HTTP, as `Session.infer` takes it.
+
+    Returns:
+        Where one text has more answers than another, the shorter rows are filled up with empty texts, scores of 0 and
+        places of -1, as the server does within a batch.
+
+    Raises:
+        ClientError: The server refuses a text or does not answer.
+    """
+    check_pairs(model, texts, pairs, session.options.words)
+    columns = (texts, pairs)[: len(model.takes)]
+    sizes = [sum(map(len, row)) for row in zip(*columns, strict=True)]
+    # The first input takes the texts, the second one, where there is one, their partners.
+    inputs = {
+        name: np.array(values, dtype=np.object_).reshape(-1, 1)
+        for name, values in zip(model.inputs, columns, strict=True)
+    }
+    return await _ask_pieces(session, model, inputs, _cut(sizes, model.max_batch_size), binary=binary)
+
+
+async def ask_tensors(
+    session: Session, model: Model, inputs: Mapping[str, npt.ArrayLike], outputs: Sequence[str] | None = None
+) -> Arrays:
+    """Return output name → values; rows beyond what one request may hold are sent in several.
+
+    Args:
+        session: The server.
+        model: Whom to ask.
+        inputs: Name → values, the batch first where the model has one.
+        outputs: Names of those that are wanted; None for all.
+
+    Raises:
+        ClientError: A name is unknown, or the inputs differ in rows, or the server refuses or does not answer.
+    """
+    arrays = {name: _to_array(values) for name, values in inputs.items()}
+    for kind, given, known in (("input", arrays, model.inputs), ("output", outputs or (), model.outputs)):
+        if unknown := [name for name in given if name not in known]:
+            raise UsageError(f"{model.name} has no {kind} {', '.join(unknown)}", expected=f"some of {', '.join(known)}")
+    if not model.has_batch:
+        return await session.infer(model, arrays, outputs)
+    rows = {name: len(values) if values.ndim else -1 for name, values in arrays.items()}
+    if len(set(rows.values())) != 1 or -1 in rows.values():
+        raise UsageError(
+            f"the inputs of {model.name} are not one batch",
+            expected="as many rows in each",
+            got=", ".join(f"{name} {values.shape}" for name, values in arrays.items()) or "none",
+        )
+    sizes = [0] * next(iter(rows.values()))
+    return await _ask_pieces(session, model, arrays, _cut(sizes, model.max_batch_size), outputs=outputs)
+
+
+def _to_array(values: npt.ArrayLike) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    # KServe's strings have no common width.
+    return array.astype(np.object_) if array.dtype.kind in "US" else array
+
+
+def _cut(sizes: Sequence[int], most_rows: int) -> list[range]:
+    """Return the rows of each request: as many as one may hold, unless their texts are too long together."""
+    pieces, start, held = [], 0, 0
+    for row, size in enumerate(sizes):
+        if row > start and (row - start == most_rows or held + size > _MOST_BYTES):
+            pieces.append(range(start, row))
+            start, held = row, 0
+        held += size
+    return [*pieces, range(start, len(sizes))] if sizes else []
+
+
+async def _ask_pieces(
+    session: Session,
+    model: Model,
+    inputs: Mapping[str, npt.NDArray[Any]],
+    pieces: Sequence[range],
+    *,
+    outputs: Sequence[str] | None = None,
+    binary: bool = True,
+) -> Arrays:
+    names = tuple(outputs or model.outputs)
+    if not pieces:
+        return {tensor.name: tensor.make_empty() for tensor in model.makes if tensor.name in names}
+
+    async def ask(rows: range) -> Arrays:
+        part = {name: values[rows.start : rows.stop] for name, values in inputs.items()}
+        try:
+            return await session.infer(model, part, names, binary=binary)
+        except RefusedError as exc:
+            if len(pieces) == 1:
+                raise
+            # The server counts rows from the first of its request.
+            error = type(exc)(
+                f"{exc.what} (in a request of rows {rows.start} to {rows.stop - 1})",
+                expected=exc.expected,
+                got=exc.got,
+                remedy=exc.remedy,
+            )
+            error.rows, error.is_content = rows, exc.is_content
+            raise error from exc
+
+    answers = await gather(ask(rows) for rows in pieces)
+    return {name: join_rows([answer[name] for answer in answers]) for name in names}
+
+
+def join_rows(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return the rows of all requests, each filled up to the most answers that one has."""
+    shape = np.array([array.shape[1:] for array in arrays]).max(axis=0)
+    filling: Any = {"O": b"", "f": 0.0}.get(arrays[0].dtype.kind, -1)
+    padded = [
+        np.pad(
+            array,
+            [(0, 0), *((0, most - got) for most, got in zip(shape, array.shape[1:], strict=True))],
+            constant_values=filling,
+        )
+        for array in arrays
+    ]
+    return np.concatenate(padded)

@@ -1,0 +1,38 @@
+"""Prompts on the command line: what a model writes after one, whole or as it comes."""
+
+import contextlib
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .connection import Connection
+from .errors import ClientError
+from .streams import PROMPT
+
+
+def ask_writer(arguments: Namespace, connect: Callable[[], Connection]) -> int:
+    """Print what a model writes after a prompt, and return 0."""
+    others = [flag for flag in ("text", "pair", "file", "output") if getattr(arguments, flag)]
+    if others:
+        raise ClientError(f"--{others[0]} has no effect", expected="--prompt alone", got="both", remedy="leave it out")
+    connection = connect()
+    name = connection.find_writer(arguments.model)
+    inputs = {
+        PROMPT: [arguments.prompt.encode("utf-8", errors="surrogateescape")],
+        "sampling_parameters": [arguments.parameters.encode()],
+    }
+    asked: dict[str, Any] = {key: np.array(value, dtype=np.object_) for key, value in inputs.items()}
+    pieces = []
+    with contextlib.closing(
+        connection.write(name, asked | {"exclude_input_in_output": np.array([True])}, is_streamed=arguments.stream)
+    ) as written:
+        for piece in written:
+            pieces.append(piece)
+            if not arguments.json:
+                print(piece, end="", flush=True)  # noqa: T201
+    content = {"model": name, "prompt": arguments.prompt, "text": "".join(pieces)}
+    print(json.dumps(content, ensure_ascii=False) if arguments.json else "")  # noqa: T201
+    return 0

@@ -1,0 +1,178 @@
+"""Text that a model writes, piece by piece: over gRPC in a stream, over HTTP as server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import grpc
+import numpy as np
+import numpy.typing as npt
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from .errors import ModelError
+from .faults import FAILURES, explain
+from .pieces import Text, encode
+from .session import Session, make_trust
+
+# What a model that generates text calls its input, and what it makes.
+PROMPT, _WRITTEN = "text_input", "text_output"
+
+# A whole answer is one line.
+_LINE_BYTES = 1 << 24
+
+Values = Mapping[str, npt.NDArray[Any]]
+
+
+async def generate(
+    session: Session, prompt: Text, model: str | None, parameters: Mapping[str, Any]
+) -> AsyncGenerator[str, None]:
+    """Yield what a model writes after a prompt, as `write` does.
+
+    Args:
+        session: The server.
+        prompt: As it is: a chat's template is not applied.
+        model: Whom to ask; None for the one that generates text.
+        parameters: Such as `max_tokens` and `temperature`; docs/generation.md has them all.
+
+    Raises:
+        ClientError: The server refuses or does not answer, or the connection breaks.
+    """
+    texts = {PROMPT: encode([prompt]), "sampling_parameters": [json.dumps(parameters).encode()]}
+    inputs = {name: np.array(values, dtype=np.object_) for name, values in texts.items()}
+    pieces = write(session, await find_writer(session, model), inputs)
+    try:
+        async for piece in pieces:
+            yield piece
+    finally:
+        await pieces.aclose()
+
+
+async def write(session: Session, model: str, inputs: Values, *, is_streamed: bool = True) -> AsyncGenerator[str, None]:
+    """Yield what a model writes, in pieces as they come; closed early, it cancels the request.
+
+    It is asked again only until the first piece is there: another answer would be another text.
+
+    Args:
+        session: The server.
+        model: One that generates text.
+        inputs: Name → its one value, as `text_input`.
+        is_streamed: Whether there are several pieces.
+
+    Raises:
+        ClientError: The server refuses or does not answer, or the connection breaks.
+    """
+    listen = {"http": _listen_http, "grpc": _listen_grpc}[session.options.protocol]
+    asked = {**inputs, "stream": np.array([is_streamed])}
+
+    async def begin(client: Any) -> tuple[AsyncGenerator[str, None], str | None]:
+        pieces = listen(session, client, model, asked)
+        return pieces, await anext(pieces, None)
+
+    pieces, piece = await session.repeat(begin)
+    try:
+        while piece is not None:
+            yield piece
+            piece = await anext(pieces, None)
+    except FAILURES as exc:
+        raise explain(exc, session.options) from exc
+    finally:
+        # Whoever has heard enough cancels the request with it.
+        await pieces.aclose()
+
+
+async def find_writer(session: Session, name: str | None) -> str:
+    """Return the name of the model that generates text: the one named, or the one there is.
+
+    Raises:
+        ClientError: There is none, or not exactly one, or the one that is named takes no prompt.
+    """
+    words = session.options.words
+    name = name or session.options.model
+    if name is None:
+        models = [await session.find_model(each) for each in await session.list_models()]
+        writers = [model.name for model in models if PROMPT in model.inputs]
+        if len(writers) == 1:
+            return writers[0]
+        raise ModelError(
+            f"there is not exactly one model that generates text at {session.options.url}",
+            expected="one",
+            got=", ".join(writers) or "none",
+            remedy=f"choose with {words.model}",
+        )
+    inputs = (await session.find_model(name)).inputs
+    if PROMPT not in inputs:
+        raise ModelError(
+            f"{name} generates no text",
+            expected=f"an input {PROMPT}",
+            got=", ".join(inputs),
+            remedy=f"ask with {words.text}",
+        )
+    return name
+
+
+async def _listen_grpc(session: Session, client: Any, model: str, inputs: Values) -> AsyncGenerator[str, None]:
+    options = session.options
+    tensors = []
+    for name, values in inputs.items():
+        tensors.append(tritonclient.grpc.InferInput(name, [1], np_to_triton_dtype(values.dtype)))
+        tensors[-1].set_data_from_numpy(values)
+
+    async def ask() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": model, "inputs": tensors}
+
+    # With that header an error has a status; without it, a sentence alone.
+    headers = {name.lower(): value for name, value in options.headers.items()} | {"triton_grpc_error": "true"}
+    answers = client.stream_infer(ask(), headers=headers, compression_algorithm=options.compression)
+    try:
+        while True:
+            # The answer takes as long as it takes; each piece has its time.
+            try:
+                result, error = await asyncio.wait_for(anext(answers), options.timeout_s)
+            except StopAsyncIteration:
+                return
+            if error is not None:
+                raise error
+            yield result.as_numpy(_WRITTEN)[0].decode("utf-8", errors="replace")
+    except grpc.RpcError as exc:
+        raise InferenceServerException(msg=exc.details(), status=str(exc.code())) from exc
+    finally:
+        answers.cancel()
+
+
+async def _listen_http(session: Session, client: Any, model: str, inputs: Values) -> AsyncGenerator[str, None]:
+    options = session.options
+    # tritonclient has no such call.
+    times = aiohttp.ClientTimeout(total=None, sock_connect=options.timeout_s, sock_read=options.timeout_s)
+    asked = {
+        name: values[0].decode("utf-8", errors="replace") if values.dtype == object else values[0].item()
+        for name, values in inputs.items()
+    }
+    ending = "generate_stream" if asked["stream"] else "generate"
+    url = f"{'https' if options.tls else 'http'}://{options.url}/v2/models/{quote(model)}/{ending}"
+    connector = aiohttp.TCPConnector(ssl=make_trust(options))
+    async with (
+        aiohttp.ClientSession(
+            connector=connector, timeout=times, headers=options.headers, read_bufsize=_LINE_BYTES
+        ) as connection,
+        connection.post(url, json=asked) as answer,
+    ):
+        if answer.status != 200:
+            raise InferenceServerException(msg=_read_error(await answer.text()), status=str(answer.status))
+        async for line in answer.content:
+            if text := line.removeprefix(b"data: ").strip():
+                event = json.loads(text)
+                if "error" in event:
+                    raise InferenceServerException(msg=event["error"], status="400")
+                yield event[_WRITTEN]
+
+
+def _read_error(body: str) -> str:
+    try:
+        # An event, even where the whole answer is refused.
+        return str(json.loads(body.removeprefix("data: "))["error"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(body.split())[:200]

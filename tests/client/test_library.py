@@ -1,0 +1,212 @@
+"""The client library and runs over files, against the real server."""
+
+import asyncio
+import itertools
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import CHECKOUT, run
+
+import client as library
+from client import (
+    AsyncClient,
+    Client,
+    ClientError,
+    DeadlineError,
+    ForeignError,
+    ModelError,
+    RefusedError,
+    UnreachableError,
+    UsageError,
+)
+from client.files import answer_file
+from demo.serving import Addresses
+
+INFER = str(CHECKOUT / "client" / "infer.py")
+TEXTS = [f"text number {number}" for number in range(1000)]
+
+
+@pytest.fixture(scope="module")
+def vectors(server: Addresses) -> np.ndarray:
+    with Client(server.grpc, protocol="grpc") as client:
+        return client.embed(TEXTS)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_list_of_any_length_is_answered_in_its_order(server: Addresses, vectors: np.ndarray, protocol: str) -> None:
+    assert (vectors.shape, vectors.dtype) == ((1000, 384), np.float32)
+    with Client(getattr(server, protocol), protocol=protocol, in_flight=3, compression="gzip") as client:
+        places = [0, 31, 32, 500, 999]
+        alone = np.stack([client.embed([TEXTS[place]])[0] for place in places])
+        assert np.abs(alone - vectors[places]).max() < 1e-5
+        assert np.abs(client.embed(TEXTS[:100]) - vectors[:100]).max() < 1e-5
+        assert client.embed([]).shape == (0, 384)
+        ids = np.ones((70, 5), dtype=np.int64)
+        tensors = {"input_ids": ids, "attention_mask": ids, "token_type_ids": 0 * ids}
+        made = client.infer(tensors, model="sentence_embedding_model")
+        assert [values.shape for values in made.values()] == [(70, 384)]
+
+
+def test_more_text_than_one_request_may_hold_is_sent_in_several(server: Addresses) -> None:
+    with Client(server.grpc, protocol="grpc") as client:
+        assert client.embed(["word " * 10_000] * 22).shape == (22, 384)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_with_asyncio_many_tasks_share_one_client(server: Addresses, vectors: np.ndarray, protocol: str) -> None:
+    async def ask() -> list[np.ndarray]:
+        async with AsyncClient(getattr(server, protocol), protocol=protocol) as client:
+            return await asyncio.gather(*(client.embed([text]) for text in TEXTS[:40]))
+
+    assert np.abs(np.concatenate(asyncio.run(ask())) - vectors[:40]).max() < 1e-5
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, protocol: str) -> None:
+    url = getattr(server, protocol)
+    other = {"http": server.grpc, "grpc": server.http}[protocol]
+    with Client(url, protocol=protocol) as client, socket.create_server(("127.0.0.1", 0)) as silent:
+        cases = [
+            (ModelError, "is of another task: expected a model that answers with LABEL, SCORE, got EMBEDDING",
+             lambda: client.classify(["x"])),
+            (ModelError, "unknown model: 'nope' is not found", lambda: client.embed(["x"], model="nope")),
+            (ModelError, "takes no texts", lambda: client.embed(["x"], model="sentence_embedding_model")),
+            (RefusedError, r"TEXT row 8 is not UTF-8.*\(in a request of rows 32 to 40\)",
+             lambda: client.embed([b"x"] * 40 + [b"\xff"])),
+            (UsageError, "the texts are one text: expected a list of them, got str", lambda: client.embed("x")),
+            (UsageError, "text 1 has no UTF-8", lambda: client.embed(["x", "\ud800"])),
+            (UsageError, "has no input X: expected some of TEXT", lambda: client.infer({"X": np.zeros(3)})),
+            (UsageError, "takes single texts: expected no pairs, got 1", lambda: client.ask(["x"], ["y"])),
+            (ForeignError, "is another port than the one meant", lambda: Client(other, protocol=protocol).embed(["x"])),
+            (UnreachableError, "got 'Connection refused'; start it with `python -m server`, or correct url",
+             lambda: Client("localhost:9", protocol=protocol, retry_s=0.2).embed(["x"])),
+            (DeadlineError, "expected one within 0.5 s, got none; raise timeout_s",
+             lambda: Client(f"127.0.0.1:{silent.getsockname()[1]}", protocol=protocol, timeout_s=0.5).embed(["x"])),
+            (UsageError, "the compression is not known", lambda: Client(url, protocol=protocol, compression="zip")),
+        ]  # fmt: skip
+        for kind, sentence, ask in cases:
+            with pytest.raises(ClientError, match=sentence) as raised:
+                ask()
+            assert type(raised.value) is kind
+    assert all(issubclass(kind, ClientError) for name, kind in vars(library).items() if name.endswith("Error"))
+
+
+class Relay:
+    """A way to a server that can be shut and opened, counting what comes."""
+
+    def __init__(self, target: str, *, refusals: int) -> None:
+        """Refuse the first ones for now, as a server does that starts, and hang up on the next."""
+        self.target = target.rsplit(":", 1)
+        self.refusals = itertools.chain([b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"] * refusals, [b""])
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.seen = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self.listener.accept()[0]
+            except OSError:
+                return
+            self.seen += 1
+            refusal = next(self.refusals, None)
+            if refusal is not None:
+                connection.recv(65536)
+                connection.sendall(refusal)
+                connection.close()
+                continue
+            onward = socket.create_connection((self.target[0], int(self.target[1])))
+            for source, target in ((connection, onward), (onward, connection)):
+                threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with source, target:
+        while data := source.recv(65536):
+            target.sendall(data)
+
+
+def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_not(server: Addresses) -> None:
+    relay = Relay(server.http, refusals=3)
+    with Client(relay.url, model="sentence_embedding", in_flight=1) as client:
+        assert client.embed(["x"]).shape == (1, 384)
+        # Three times 503, one hung up connection (and the look at what else may listen), then the server.
+        assert relay.seen >= 5
+        seen = relay.seen
+        with pytest.raises(RefusedError, match="not UTF-8"):
+            client.embed([b"\xff"])
+        assert relay.seen == seen, "it kept its connection, and asked once"
+    relay.listener.close()
+    busy = Relay(server.http, refusals=1000)
+    with Client(busy.url, retry_s=0) as client, pytest.raises(library.UnavailableError, match="empty response"):
+        client.embed(["x"])
+    busy.listener.close()
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    rows = [json.dumps({"id": number, "text": text}) for number, text in enumerate(TEXTS[:300])]
+    path.write_text("\n".join([*rows, json.dumps("the last")]) + "\n")
+    return path
+
+
+def test_a_file_is_taken_up_again_where_a_kill_left_it(
+    server: Addresses, vectors: np.ndarray, lines: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from client import Client; from client.files import answer_file\n"
+        "answer_file(Client(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), chunk_lines=32)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, server.http, str(lines), str(target)], cwd=CHECKOUT)
+    deadline = time.monotonic() + 60
+    while not (target.is_file() and target.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    whole = target.read_bytes().count(b"\n")
+    assert 32 <= whole < 301
+    with target.open("ab") as broken:
+        broken.write(b'{"id": 7, "te')
+    done = run(INFER, "--url", server.grpc, "--protocol", "grpc", "--file", str(lines), "--output", str(target))
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{target}: 301 lines, {301 - whole} asked now in ")
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["text"] for row in rows] == [*TEXTS[:300], "the last"]
+    assert [row["id"] for row in rows[:-1]] == list(range(300))
+    assert np.abs(np.array([row["EMBEDDING"] for row in rows[:-1]]) - vectors[:300]).max() < 1e-5
+    again = run(INFER, "--url", server.http, "--file", str(lines), "--output", str(target))
+    assert again.out.startswith(f"{target}: 301 lines, 0 asked now in ")
+
+
+def test_a_file_run_is_refused_in_one_sentence(server: Addresses, tmp_path: Path) -> None:
+    source, target, bad = tmp_path / "in.txt", tmp_path / "out.jsonl", tmp_path / "bad.jsonl"
+    source.write_text("one\ntwo\nthree\n")
+    told: list[int] = []
+    with Client(server.http) as client:
+        assert answer_file(client, source, target, chunk_lines=2, on_progress=told.append) == 3
+        assert told == [0, 2, 3]
+        source.write_text("one\ntwo\nfour\n")
+        bad.write_text('"good"\n{"no": "text"}\n')
+        cases = {
+            f"{target} belongs to another file: expected answers to the first 3 lines of {source}": (source, target),
+            f"line 2 of {bad} holds no text: expected a string, or": (bad, tmp_path / "b"),
+            f"{tmp_path}/nowhere cannot be used: ": (tmp_path / "nowhere", tmp_path / "c"),
+        }
+        for sentence, (file, output) in cases.items():
+            with pytest.raises(UsageError, match=re.escape(sentence)):
+                answer_file(client, file, output)
+    done = run(INFER, "--url", server.http, "--file", "-", "--output", str(target))
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "error: --output needs --file; a file can be taken up again, a stream cannot.\n"
