@@ -20,14 +20,15 @@ _CONSOLIDATE_MEMORY_BYTES = 100 * 10**6
 _CONSOLIDATE_BASE_S = 0.15
 _CONSOLIDATE_BYTES_PER_S = 4.0e9
 # Measured on random BERTs in fp32, of all processes together, resident at most: 1.28 GB for 45 MB of weights, 1.92 GB
-# for 166 MB, 2.96 GB for 438 MB. The model, its graph in memory and on disk, and the session that verifies it are each of its size.
+# for 166 MB, 2.96 GB for 438 MB. The model, its graph in memory and on disk, and the session that verifies it are each
+# of its size.
 _EXPORT_BASE_BYTES = 1_120 * 10**6
 _EXPORT_COPIES = 4.3
 # Of all-MiniLM-L6-v2 (91 MB) and a BERT-base (438 MB): 34 and 74 s of one core.
 _EXPORT_BASE_S = 24.0
 _EXPORT_BYTES_PER_S = 8.7e6
-# One instance of the same two, resident once it is ready: 131 and 204 MB, of which the tables of tokens take nearly
-# nothing until texts use their rows.
+# One instance of the same three, resident once it is ready: 131, 204 and 466 MB, of which the tables of tokens take
+# nearly nothing until texts use their rows.
 _INSTANCE_BASE_BYTES = 110 * 10**6
 
 

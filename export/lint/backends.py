@@ -31,7 +31,7 @@ BACKENDS = {
         *(Backend(name=name) for name in ("distributed_addsub", "hugectr", "hps", "stateful", "armnn_tflite")),
         *(Backend(name=name) for name in ("paddle", "redis", "rapids_identity", "nvtabular", "merlinmodels")),
         # modelyard's own.
-        *(Backend(name=f"python_{step}") for step in ("preprocess", "postprocess", "openvino")),
+        *(Backend(name=f"python_{step}") for step in ("preprocess", "postprocess", "lean", "openvino")),
         Backend(name="openvino_generate"),
     )
 }

@@ -138,6 +138,12 @@ TASKS: Mapping[str, TaskEntry] = {
             options=(TOP_K, PREPROCESS),
         ),
         TaskEntry(
+            name="image-embedding",
+            help="one vector a picture, sent as an encoded file",
+            place="image_vectors:ImageEmbedding",
+            options=(NORMALIZE, PREPROCESS),
+        ),
+        TaskEntry(
             name="image-classification-tensors",
             help="tensors: the scores of an image's labels",
             place="signals:ImageClassification",

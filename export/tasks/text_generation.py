@@ -91,6 +91,9 @@ class TextGeneration(GenerationTask):
         self.vocabulary = self.model.config.get_text_config().vocab_size
         self.context = _find_context(self.model.config.get_text_config(), source.max_length)
         self.generation_config = _read_generation_config(source.directory, self.model.config)
+        # Trainers that save no configuration of transformers' know it of the tokenizer alone.
+        if not self.ends:
+            self.generation_config.eos_token_id = self.tokenizer.eos_token_id
         self.module = _TwiceModule(DecoderModule(self.model)).eval()
         dims = (BATCH, SEQ_LEN)
         names = ("logits", "logits_with_past")
@@ -131,8 +134,9 @@ class TextGeneration(GenerationTask):
     @property
     def ends(self) -> list[int]:
         """Tokens that end a text."""
-        ends = self.generation_config.eos_token_id
-        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        said = self.generation_config.eos_token_id
+        ends = [] if said is None else [said] if isinstance(said, int) else said
+        return sorted({end for end in ends if 0 <= end < self.vocabulary})
 
     @property
     def description(self) -> str:
@@ -145,8 +149,8 @@ class TextGeneration(GenerationTask):
         if self.ends:
             return ()
         return (
-            "Neither generation_config.json nor config.json says which token ends a text, so every answer goes on to "
-            "max_tokens; write eos_token_id into one of them.",
+            "Neither generation_config.json nor config.json nor the tokenizer says which token ends a text, so every "
+            "answer goes on to max_tokens; write eos_token_id into one of them.",
         )
 
     @property

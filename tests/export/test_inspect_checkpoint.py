@@ -15,7 +15,7 @@ from export.commands import inspect_checkpoint as verb
 from export.commands.inspect_checkpoint import format_inspection, inspect_checkpoint
 
 # Layers and width of a random BERT → resident bytes of an export in fp32 and of one instance, on two cores.
-MEASURED_MEMORY = ((4, 256, 1.279e9, 131e6), (8, 512, 1.919e9, 204e6))
+MEASURED_MEMORY = ((4, 256, 1.279e9, 131e6), (8, 512, 1.919e9, 204e6), (12, 768, 2.965e9, 466e6))
 
 
 def test_it_says_what_the_run_was() -> None:
@@ -43,9 +43,8 @@ def test_the_estimates_are_what_was_measured(checkpoint: Path, tmp_path: Path) -
     # Layers, width, and what all processes of an export and one instance of a server held at most.
     for layers, hidden, export_bytes, instance_bytes in MEASURED_MEMORY:
         folder = tmp_path / str(hidden)
-        config = BertConfig(
-            vocab_size=30522, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=4 * hidden
-        )
+        sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": hidden // 64}
+        config = BertConfig(vocab_size=30522, num_hidden_layers=layers, **sizes)
         folder.mkdir()
         config.save_pretrained(folder)
         with torch.device("meta"):

@@ -203,7 +203,7 @@ def test_the_client_asks_about_folders_and_draws(served: Served, photographs: li
     rows = json.loads(done.out)["results"]
     assert [Path(row["image"]).name for row in rows] == ["broken.png", "china.jpg", "flower.jpg"]
     assert (done.code, ["error" in row for row in rows]) == (1, [True, False, False])
-    with Client(served.addresses.grpc, protocol="grpc") as client:
+    with Client(served.addresses.grpc, protocol="grpc", model=NAME) as client:
         found = client.image([path.read_bytes() for path in sorted(photographs)])
     assert [[label.label for label in row] for row in found] == [row["LABEL"] for row in rows[1:]]
     assert len(rows[1]["LABEL"]) == 5 and "broken.png: the server refused the request: " in done.err
