@@ -194,8 +194,8 @@ class Shortening:
         if longest <= max(_WHOLE_CHARACTERS, _CHARACTERS_PER_TOKEN[-1] * self._tokens):
             return row
         return TextError(
-            f"a text is too long: expected at most {_WHOLE_CHARACTERS} characters of what cannot be cut without reading it"
-            f", got {longest}; cut it at the {self._tokens} tokens that the model reads"
+            f"a text is too long: expected at most {_WHOLE_CHARACTERS} characters of what cannot be cut before it is "
+            f"read, got {longest}; cut it at the {self._tokens} tokens that the model reads"
         )
 
     def _keeps_order(self, row: tuple[str, ...], cut: Mapping[str, Beginning]) -> bool:

@@ -47,7 +47,7 @@ def test_what_the_tokenizer_does_not_split_into_words_is_never_cut(tmp_path: Pat
     whole, endless = tokenizer.encode([("ab" * (1 << 16),), ("ab" * (1 << 16) + "a",)])
     assert whole.windows[0].ids == [0, 1, 0, 1]
     assert str(endless) == (
-        "a text is too long: expected at most 131072 characters of what cannot be cut without reading it, got 131073; "
+        "a text is too long: expected at most 131072 characters of what cannot be cut before it is read, got 131073; "
         "cut it at the 4 tokens that the model reads"
     )
 
