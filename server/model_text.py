@@ -78,6 +78,12 @@ def read_parameter(config: str, key: str) -> str | None:
     return None
 
 
+def read_inputs(config: str) -> list[str]:
+    """Return the names of the inputs that `config` lists."""
+    listed = " ".join(field for key, field in read_fields(config) if key == "input")
+    return re.findall(r"""\bname : ["']((?:\\.|[^"'\\])*)["']""", listed)
+
+
 def read_versions(config: str) -> list[int]:
     """Return the versions that the policy of `config` names; none where it leaves the choice to the server."""
     policy = " ".join(field for key, field in read_fields(config) if key == "version_policy")

@@ -13,9 +13,11 @@ from .following import Follower
 from .healing import Healer
 from .locations import name_command
 from .log import Log
+from .model_text import read_inputs
 from .overlay import Overlay
 from .process import EXIT_TIMEOUT_S, TritonServer
 from .processes import list_children, read_stat, wants_core
+from .published import Published
 from .pulse import Pulse
 from .rollout import Roller
 from .settings import Settings
@@ -41,6 +43,9 @@ _IDLE_LOOKS = 12
 # Between attempts to start one for which this machine has nothing left: at first, and at most.
 _SHORTAGE_PAUSE_S = 0.5
 _MAX_SHORTAGE_PAUSE_S = 10.0
+
+# What `infer` is asked with, by the input that a model has.
+_QUESTIONS = {"TEXT": '--text "Hello"', "text_input": '--prompt "Once upon a time"', "IMAGE": "--image photo.jpg"}
 
 # Starts in a row that never came to an answer, after which it is given up.
 MAX_FAILED_STARTS = 5
@@ -84,7 +89,7 @@ class Supervisor:
             if self._wait_until_live():
                 self._report_models()
                 self._status.ready = True
-                self._say(_describe(self._settings.endpoints))
+                self._say(_describe(self._settings.endpoints, self._follower.published))
             while not self._stops():
                 self._watch()
                 time.sleep(_INTERVAL_S)
@@ -346,10 +351,19 @@ class Supervisor:
             return False
 
 
-def _describe(endpoints: Endpoints) -> str:
-    port = endpoints.http_port
+def _describe(endpoints: Endpoints, models: list[Published]) -> str:
     return (
-        f"serving HTTP on {endpoints.host}:{port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
+        f"serving HTTP on {endpoints.host}:{endpoints.http_port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
         f"metrics on {endpoints.host}:{endpoints.metrics_port}, status on {endpoints.host}:{endpoints.status_port}\n"
-        f'Next: {name_command("infer")} --url localhost:{port} --text "Hello"    (Ctrl-C here stops the server)'
+        f"Next: {_name_next(endpoints, models)}    (Ctrl-C here stops the server)"
     )
+
+
+def _name_next(endpoints: Endpoints, models: list[Published]) -> str:
+    """Return a command that asks one of the models; one of tensors has nothing that could be typed."""
+    for model in models:
+        for input_name, question in _QUESTIONS.items():
+            if input_name in read_inputs(model.configs[model.name]):
+                named = f" --model {model.name}" if len(models) > 1 else ""
+                return f"{name_command('infer')} --url localhost:{endpoints.http_port}{named} {question}"
+    return name_command("check")

@@ -41,7 +41,7 @@ def test_an_error_of_the_system_is_one_sentence_and_a_bug_is_none(
 
 VERBS = (
     *("inspect", "consolidate", "run", "versions", "activate", "promote", "prune", "remove"),
-    "verify-repository",
+    *("verify-repository", "lint"),
 )
 
 

@@ -7,6 +7,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from server.model_text import (
     read_fields,
+    read_inputs,
     read_parameter,
     read_steps,
     read_versions,
@@ -54,6 +55,7 @@ def test_a_field_is_replaced_wherever_it_stands_and_nothing_else() -> None:
 def test_versions_and_steps_are_read() -> None:
     assert read_versions(BY_HAND) == [1, 3]
     assert read_steps(BY_HAND) == [("a", -1), ("b", 3)]
+    assert read_inputs(BY_HAND) == ["A", 'B # no comment } \\" {']
     assert read_versions('name: "x" version_policy { latest { num_versions: 2 } }') == []
     assert read_versions('name: "x"') == read_steps('name: "x"') == []
 
