@@ -37,6 +37,11 @@ def _describe_version(version: Version) -> dict[str, Any]:
     }
 
 
+def _name_engine(engine: str | None) -> str:
+    # None is what the lock records where the task chose its own.
+    return f"{engine} of " if engine else ""
+
+
 def format_model(told: dict[str, Any]) -> str:
     """Return the same as lines of text for a reader."""
     lines = [f"{told['name']} in {told['repository']}"]
@@ -45,7 +50,7 @@ def format_model(told: dict[str, Any]) -> str:
         facts = {
             "size": f"{version['bytes'] / 1e6:.1f} MB",
             "checkpoint": f"SHA-256 {version['checkpoint_sha256']}" if version["checkpoint_sha256"] else "",
-            "made as": f"{version['precision']}, for {version['engine']} of Triton {version['target']}"
+            "made as": f"{version['precision']}, for {_name_engine(version['engine'])}Triton {version['target']}"
             if version["precision"]
             else "",
             "proof": f"{version['cases']} cases, {'all passed' if version['passed'] else 'not all passed'}",
