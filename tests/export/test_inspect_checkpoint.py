@@ -102,7 +102,7 @@ def test_a_published_model_tells_its_versions(published: Published, export_cli: 
     assert f"version {version} (active)\n" in told.out
     cases = len(published.result["report"]["cases"])
     assert f"  proof        {cases} cases, all passed\n" in told.out
-    assert "  made as      fp32, for onnxruntime of Triton 24.10\n" in told.out
+    assert "  made as      fp32, for Triton 24.10\n" in told.out
     step = json.loads(export_cli("inspect", str(published.repository / f"{name}_model"), "--json").out)
     assert (step["name"], step["active"]) == (name, version)
     assert len(step["versions"][-1]["checkpoint_sha256"]) == 64
