@@ -185,8 +185,8 @@ def test_a_module_of_ones_own_is_published_as_a_model_of_tensors(
     assert config.max_batch_size == 32
     assert {tensor.name: list(tensor.dims) for tensor in config.output} == {"scores": [3], "states": [-1, 12]}
     files = {path.name for path in (module_file.parent / "models" / "mine" / "1").iterdir()}
-    documents = {"golden.json", "verification.json", "verification.html", "modelyard.lock.json", "SHA256SUMS"}
-    assert files == {"model.onnx", "configs", *documents}
+    documents = {"golden.json", "verification.json", "verification.html", "modelyard.lock.json", "publication.json"}
+    assert files == {"model.onnx", "configs", "SHA256SUMS", *documents}
 
 
 def test_trained_weights_are_placed_and_others_are_refused(

@@ -157,7 +157,8 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     # As a large model is published: its weights in a file of their own.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnx_export, "EXTERNAL_ABOVE_BYTES", 0)
-        assert main(["run", str(folder / "vit"), "--name", "pictures", "--repository", str(folder / "models")]) == 0
+        options = ["--task", "image-classification-tensors", "--repository", str(folder / "models")]
+        assert main(["run", str(folder / "vit"), "--name", "pictures", *options]) == 0
     assert (folder / "models" / "pictures" / "1" / "model.onnx.data").is_file()
     # The server's own check at its start, of every model's golden answers, has passed when it yields.
     with serve(folder / "models") as addresses:

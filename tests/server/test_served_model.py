@@ -110,7 +110,7 @@ def test_unusual_texts_are_answered(server: Addresses, protocol: str, text: str)
     [
         (b"ab\xffcd", "TEXT row 1 is not UTF-8: expected valid bytes, got 0xff at byte 2"),
         (b"x " * 524_288, "there is too much text in the request: expected at most 1048576 bytes in all its rows, got"),
-        (b"x" * 70_000, "expected at most 8192 characters, or more than the 256 tokens that the model reads in its"),
+        (b"x" * 200_000, "expected at most 131072 characters of what cannot be cut before it is read, got 200000"),
     ],
     ids=["invalid UTF-8", "over 1 MiB", "one endless word"],
 )
