@@ -1,6 +1,7 @@
 """Files of any length: each line asked once, answered in order, and taken up again where it was broken off."""
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -49,6 +50,13 @@ def answer_file(
         ClientError: A file cannot be read or written, `target` belongs to other lines, another process writes it, or
             the server refuses a line or does not answer; what was answered until then stays.
     """
+    if target.exists() and not target.is_file():
+        raise UsageError(
+            f"{target} cannot be appended to",
+            expected="a regular file, or none yet",
+            got="something else",
+            remedy="correct --output",
+        )
     with _explain_files(), source.open("rb") as lines, target.open("a+b") as answers:
         _lock(answers, target)
         done, last = _repair(answers)
@@ -173,6 +181,13 @@ def _explain_files() -> Iterator[None]:
     except ClientError:
         raise
     except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ClientError(
+                "the answers cannot be written",
+                expected="room on the disk of --output",
+                got=f"'{exc.strerror}'",
+                remedy="make room, and repeat the command: it goes on where it stopped",
+            ) from exc
         raise UsageError(
             f"{exc.filename or 'a file'} cannot be used",
             expected="lines to read, and a file to append to",

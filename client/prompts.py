@@ -9,8 +9,28 @@ from typing import Any
 import numpy as np
 
 from .connection import Connection
-from .errors import ClientError
-from .streams import PROMPT
+from .errors import ClientError, UsageError
+from .streams import PROMPT, check_parameters
+
+
+def _read_parameters(text: str) -> dict[str, Any]:
+    """Return what `--parameters` says.
+
+    Raises:
+        UsageError: It is not a JSON object.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UsageError(
+            "--parameters is not a JSON object",
+            expected="such as '{\"max_tokens\": 20}'",
+            got=text[:40],
+            remedy="correct it",
+        )
+    return content
 
 
 def ask_writer(arguments: Namespace, connect: Callable[[], Connection]) -> int:
@@ -18,6 +38,7 @@ def ask_writer(arguments: Namespace, connect: Callable[[], Connection]) -> int:
     others = [flag for flag in ("text", "pair", "file", "output") if getattr(arguments, flag)]
     if others:
         raise ClientError(f"--{others[0]} has no effect", expected="--prompt alone", got="both", remedy="leave it out")
+    check_parameters(_read_parameters(arguments.parameters))
     connection = connect()
     name = connection.find_writer(arguments.model)
     inputs = {

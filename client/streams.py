@@ -13,7 +13,7 @@ import numpy.typing as npt
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from .errors import ModelError
+from .errors import ModelError, UsageError
 from .faults import FAILURES, explain
 from .pieces import Text, encode
 from .session import Session, make_trust
@@ -41,6 +41,7 @@ async def generate(
     Raises:
         ClientError: The server refuses or does not answer, or the connection breaks.
     """
+    check_parameters(parameters)
     texts = {PROMPT: encode([prompt]), "sampling_parameters": [json.dumps(parameters).encode()]}
     inputs = {name: np.array(values, dtype=np.object_) for name, values in texts.items()}
     pieces = write(session, await find_writer(session, model), inputs)
@@ -49,6 +50,21 @@ async def generate(
             yield piece
     finally:
         await pieces.aclose()
+
+
+def check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Refuse what asks for several answers: their pieces would come as one text.
+
+    Raises:
+        UsageError: It does.
+    """
+    if parameters.get("n", 1) not in (1, "1", None):
+        raise UsageError(
+            "n asks for several answers",
+            expected="1, for what comes back is one text",
+            got=str(parameters["n"])[:40],
+            remedy="ask several times, or ask for the tensors themselves",
+        )
 
 
 async def write(session: Session, model: str, inputs: Values, *, is_streamed: bool = True) -> AsyncGenerator[str, None]:

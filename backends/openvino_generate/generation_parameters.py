@@ -10,6 +10,9 @@ MAX_TEXT_BYTES = 1 << 20
 _MAX_ANSWERS = 16
 _MAX_STOPS = 16
 
+# Scores are divided by it in single precision.
+_MIN_TEMPERATURE = 0.001
+
 
 class RequestError(ValueError):
     """A request that is refused; the message is for the caller who sent it."""
@@ -67,7 +70,7 @@ class _Number:
         return number
 
     def __str__(self) -> str:
-        return f"{'a whole number' if self.convert is int else 'a number'} from {self.low:g} to {self.high:g}"
+        return f"{'a whole number' if self.convert is int else 'a number'} from {self.low} to {self.high}"
 
 
 class _Flag:
@@ -98,7 +101,7 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "temperature": _Number(float, 0, 100),
     "top_p": _Number(float, 1e-6, 1),
     "top_k": _Number(int, -1, 1 << 30),
-    "min_p": _Number(float, 0, 1),
+    "min_p": _Number(float, 0, 0.999),
     "repetition_penalty": _Number(float, 0.01, 100),
     "presence_penalty": _Number(float, -2, 2),
     "frequency_penalty": _Number(float, -2, 2),
@@ -132,6 +135,15 @@ def read_parameters(given: str | None, flat: Mapping[str, Any], defaults: Mappin
         asked[name] = value
     read = {**defaults, **{name: _read(name, value) for name, value in asked.items() if value is not None}}
     parameters = Parameters(**read)
+    if 0 < parameters.temperature < _MIN_TEMPERATURE:
+        raise RequestError(
+            f"temperature is too small: expected 0, which takes the likeliest token, or at least {_MIN_TEMPERATURE}, "
+            f"got {parameters.temperature:g}"
+        )
+    if parameters.min_tokens > parameters.max_tokens:
+        raise RequestError(
+            f"min_tokens {parameters.min_tokens} has no effect: expected at most max_tokens, {parameters.max_tokens}"
+        )
     if parameters.temperature == 0 and parameters.n > 1:
         raise RequestError(f"n {parameters.n} has no effect: expected a temperature above 0 beside it, got 0")
     return parameters

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ..repository.config_file import CONFIG_FILE
 from ..repository.contents import CLAIM_FILE, STAGING_PREFIX
+from ..repository.version import Version
 from .backends import BACKEND_OF_FILE
 from .finding import Problem
 from .model import Model, Repository
@@ -61,7 +62,8 @@ def check_version_names(model: Model, _: Repository) -> Iterator[Problem]:
 
 
 def check_model_file(model: Model, _: Repository) -> Iterator[Problem]:
-    """Find versions without the file that their backend loads."""
+    """Find versions without the file that their backend loads, or without one that modelyard published them with."""
+    yield from _find_unpublished(model)
     config = model.config
     if model.backend not in _STRICT or config.cc_model_filenames or config.HasField("model_repository_agents"):
         return
@@ -73,6 +75,18 @@ def check_model_file(model: Model, _: Repository) -> Iterator[Problem]:
                 what=f"version {version} of {model.name} has no {' or '.join(model.model_files)}",
                 instead=f"put {folder / model.model_files[0]} there, or name the file in `default_model_filename`",
             )
+
+
+def _find_unpublished(model: Model) -> Iterator[Problem]:
+    for version in model.served:
+        published = Version(repository=model.folder.parent, name=model.name, number=version)
+        for path in published.read_sums():
+            if not path.exists():
+                yield Problem(
+                    path=path,
+                    what=f"version {version} of {model.name} was published with {path.name}, which is not there",
+                    instead="publish it again, or activate another version",
+                )
 
 
 def check_extra_file(model: Model, _: Repository) -> Iterator[Problem]:

@@ -17,6 +17,10 @@ from . import onnx_file
 from .backends import BACKEND_OF_FILE, BACKENDS, PLATFORMS
 from .source import Node, find_ignored, find_line, scan
 
+# Beyond these it is no configuration, and what reads it gives up in other ways.
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_DEPTH = 100
+
 
 @dataclass(frozen=True)
 class Model:
@@ -41,8 +45,26 @@ class Model:
         return self.folder / CONFIG_FILE
 
     @cached_property
+    def unreadable(self) -> str:
+        """Why its configuration cannot be read, empty where it can or is not there."""
+        path = self.config_path
+        if not path.exists() or path.is_dir():
+            return ""
+        if not path.is_file():
+            return "it is not a regular file"
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            return f"it has more than {_MAX_CONFIG_BYTES} bytes"
+        depth = deepest = 0
+        for byte in path.read_bytes():
+            depth += (byte in b"{<") - (byte in b"}>")
+            deepest = max(deepest, depth)
+        return f"its braces are nested more than {_MAX_DEPTH} deep" if deepest > _MAX_DEPTH else ""
+
+    @cached_property
     def text(self) -> str | None:
         """The text of its configuration, None where it has none."""
+        if self.unreadable:
+            return ""
         try:
             # Comments may be in any encoding.
             return self.config_path.read_text(encoding="utf-8", errors="replace")
@@ -62,6 +84,8 @@ class Model:
     @cached_property
     def parsed(self) -> pb.ModelConfig | text_format.ParseError:
         """The configuration but for the fields that nobody knows; or why there is none."""
+        if self.unreadable:
+            return text_format.ParseError(self.unreadable)
         try:
             return text_format.Parse(self.text or "", pb.ModelConfig(), allow_unknown_field=True)
         except text_format.ParseError as exc:

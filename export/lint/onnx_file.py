@@ -12,6 +12,8 @@ from google.protobuf.message import DecodeError
 if TYPE_CHECKING:
     import onnx
 
+_MAX_BYTES = 1 << 31
+
 # ONNX element type → what a configuration calls it (triton-inference-server/onnxruntime_backend, onnxruntime_utils.cc).
 TRITON_TYPES = {
     1: "TYPE_FP32",
@@ -85,6 +87,10 @@ def read(path: Path) -> Graph | str:
     import onnx
 
     file = path / "model.onnx" if path.is_dir() else path
+    if not file.is_file():
+        return "it is not a regular file"
+    if file.stat().st_size > _MAX_BYTES:
+        return "it has more than the 2 GiB that protobuf reads; weights can lie in a file beside it"
     try:
         proto = onnx.load(str(file), load_external_data=False)
     except (DecodeError, OSError) as exc:

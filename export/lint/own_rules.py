@@ -64,6 +64,9 @@ def _find_highest_id(path: Path) -> int:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    # A pipe would be waited for.
+    if not path.is_file():
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -60,7 +60,8 @@ def activate(repository: Path, name: str, version: int | None = None) -> Activat
     """
     check_published(repository, name)
     with change(repository, name, "switched in") as undo:
-        chosen = find_version(repository, name, version or max(list_versions(repository / name), default=0))
+        newest = max(list_versions(repository / name), default=0)
+        chosen = find_version(repository, name, newest if version is None else version)
         check_whole(chosen)
         configs = chosen.read_configs()
         remove_leftovers(repository, name, configs)

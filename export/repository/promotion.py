@@ -66,14 +66,15 @@ def promote(
             another model or one of other tensors, or the disk fails.
     """
     check_published(repository, name)
-    if destination.is_dir() and destination.samefile(repository):
+    places = destination.resolve(), repository.resolve()
+    if places[0].is_relative_to(places[1]) or places[1].is_relative_to(places[0]):
         raise RepositoryError(
             f"{name} cannot be promoted to {destination}",
-            expected="another repository",
-            got="the one that it is in",
+            expected="another repository, neither inside of this one nor around it",
+            got="the one that it is in" if places[0] == places[1] else f"'{places[0]}', with {places[1]}",
             remedy="pass another --to, or use `activate`",
         )
-    chosen = find_version(repository, name, version or _find_active(repository, name))
+    chosen = find_version(repository, name, _find_active(repository, name) if version is None else version)
     with use(chosen.folder):
         check_whole(chosen)
         sums = chosen.read_sums()

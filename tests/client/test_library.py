@@ -203,10 +203,16 @@ def test_a_file_run_is_refused_in_one_sentence(server: Addresses, tmp_path: Path
             f"{target} belongs to another file: expected answers to the first 3 lines of {source}": (source, target),
             f"line 2 of {bad} holds no text: expected a string, or": (bad, tmp_path / "b"),
             f"{tmp_path}/nowhere cannot be used: ": (tmp_path / "nowhere", tmp_path / "c"),
+            "/dev/full cannot be appended to: ": (source, Path("/dev/full")),
         }
         for sentence, (file, output) in cases.items():
             with pytest.raises(UsageError, match=re.escape(sentence)):
                 answer_file(client, file, output)
+        with pytest.raises(UsageError, match="n asks for several answers: expected 1"):
+            next(client.generate("Once", n=2, temperature=1))
+    for parameters in ("{max_tokens: 3}", "[1]"):
+        done = run(INFER, "--url", server.http, "--prompt", "Once", "--parameters", parameters)
+        assert done.code == 1 and done.err.startswith("error: --parameters is not a JSON object: expected such as")
     done = run(INFER, "--url", server.http, "--file", "-", "--output", str(target))
     assert (done.code, done.out) == (1, "")
     assert done.err == "error: --output needs --file; a file can be taken up again, a stream cannot.\n"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -136,6 +137,35 @@ def test_the_target_decides_what_is_too_new(tmp_path: Path) -> None:
     SEEDS["opset"](tmp_path)
     assert [each.rule for each in find(tmp_path)] == ["opset"]
     assert not find(tmp_path, "25.03")
+
+
+@pytest.mark.parametrize("name", ["config.pbtxt", "1/model.onnx"])
+@pytest.mark.parametrize("kind", ["a pipe", "larger than memory", "nested"])
+def test_what_cannot_be_read_is_a_finding_of_its_model_alone(kind: str, name: str, tmp_path: Path) -> None:
+    for model in ("bad", "good"):
+        (tmp_path / model / "1").mkdir(parents=True)
+        (tmp_path / model / "config.pbtxt").write_text(f'name: "{model}" backend: "onnxruntime" max_batch_size: 0')
+    path = tmp_path / "bad" / name
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "nested":
+        path.write_text("input {" * 5_000)
+    else:
+        with path.open("wb") as file:
+            file.truncate(5 << 30)
+    found = find(tmp_path)
+    wanted = "parse-error" if name == "config.pbtxt" else "damaged-graph"
+    assert [each.path for each in found if each.rule == wanted] == [path]
+    assert [each.model for each in found if each.rule == "missing-model-file" and each.model == "good"] == ["good"]
+
+
+@pytest.mark.parametrize("lost", ["embedding_model/1/model.onnx", "embedding_preprocess/1/tokenizer.json"])
+def test_a_file_that_was_published_and_is_gone_is_found(lost: str, published: Published, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(published.repository, tmp_path / "models"))
+    path = copy / f"sentence_{lost}"
+    path.unlink()
+    assert path in [each.path for each in find(copy) if each.rule == "missing-model-file"]
 
 
 @pytest.mark.parametrize("seed", ["parse-error", "python-class", "damaged-graph", "unfed-tensor"])

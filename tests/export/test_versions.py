@@ -65,6 +65,7 @@ def test_activation_goes_forth_and_back_and_refuses_what_is_damaged(
     assert "version 2 is active, version 1 before" in export_cli("activate", "tickets", *here).out
     assert "version 2 was active already" in export_cli("activate", "tickets", "2", *here).out
     assert "version 1 is active, version 2 before" in export_cli("activate", "tickets", "1", *here).out
+    assert "tickets in " in (none := export_cli("activate", "tickets", "0", *here)).err and none.code == 1
     assert fingerprint(models) == before
     graph = models / "tickets_model" / "2" / "model.onnx"
     graph.write_bytes(graph.read_bytes()[:-1] + b"x")
@@ -113,6 +114,9 @@ def test_prune_keeps_the_active_version_and_one_that_is_used(models: Path, expor
 def test_promotion_copies_the_proof_keeps_the_number_and_is_done_once(
     models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
 ) -> None:
+    for place in (models, models / "tickets", tmp_path):
+        done = export_cli("promote", "tickets", "--repository", str(models), "--to", str(place))
+        assert done.code == 1 and "expected another repository, neither inside of this one nor around it" in done.err
     words = ("promote", "tickets", 2, "--repository", models, "--to", tmp_path / "production")
     assert ask(export_cli, *words, "--no-activate") == {
         "name": "tickets",

@@ -290,10 +290,11 @@ def test_the_recipes_of_the_page_run(writers: Writers) -> None:
         done = subprocess.run(["bash", "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         prints.append(done.stdout)
-    whole, events, printed = prints
+    whole, events, stopped, printed = prints
     assert json.loads(whole)["text_output"] == wanted
     lines = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line]
     assert "".join(line["text_output"] for line in lines) == wanted and len(lines) > 5
+    assert not {".", "!"} & set(json.loads(stopped)["text_output"])
     assert printed == wanted.split(".")[0] + "\n"
 
 
