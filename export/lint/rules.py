@@ -72,7 +72,7 @@ _ALL = (
     _rule("version-name", _W, file_rules.check_version_names,
           "a folder looks like a version and is none", "resnet/v1", "resnet/1"),
     _rule("missing-model-file", _E, file_rules.check_model_file,
-          "a version lacks the file that its backend loads", "resnet/1/resnet.onnx", "resnet/1/model.onnx"),
+          "a version lacks the file that its backend loads, or one that modelyard published it with", "resnet/1/resnet.onnx", "resnet/1/model.onnx"),
     _rule("extra-model-file", _N, file_rules.check_extra_file,
           "a version holds a file of another backend", "resnet/1/model.onnx resnet/1/model.plan",
           "resnet/1/model.onnx"),
