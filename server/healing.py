@@ -150,7 +150,7 @@ class ModelHealer:
     def _replace_in_worker(self, stubs: list[Stub], reason: str) -> None:
         now = time.monotonic()
         self._deaths.append(now)
-        # Instances are replaced together, so what dies of the old ones from here on is no news.
+        # Instances are replaced together, so what dies of the old ones from here on is not a new death.
         for stub in stubs:
             stub.handled = True
         known = {stub for stub, _ in self._replaced}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-# What stands for bytes that are no character, or not yet.
+# What stands for bytes that are not a character, or not yet.
 _INCOMPLETE = "\ufffd"
 
 

@@ -115,7 +115,7 @@ def check_leftovers(model: Model, _: Repository) -> Iterator[Problem]:
 
 
 def check_is_model(model: Model, _: Repository) -> Iterator[Problem]:
-    """Find folders that are no models."""
+    """Find folders that are not models."""
     if not (model.is_model or model.is_inactive or model.name.startswith(STAGING_PREFIX)):
         yield Problem(
             path=model.folder,

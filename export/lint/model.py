@@ -17,7 +17,7 @@ from . import onnx_file
 from .backends import BACKEND_OF_FILE, BACKENDS, PLATFORMS
 from .source import Node, find_ignored, find_line, scan
 
-# Beyond these it is no configuration, and what reads it gives up in other ways.
+# Beyond these it is not a configuration, and what reads it gives up in other ways.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_DEPTH = 100
 

@@ -65,7 +65,7 @@ def fit_vocabulary(
     """
     table = find_input_embedding(config, weights.specs())
     before, recorded = weights.specs()[table].shape[0], int(config.vocab_size or 0)
-    # Marian's decoder may have a vocabulary of its own, which the tokens of the source are no part of.
+    # Marian's decoder may have a vocabulary of its own, which does not hold the tokens of the source.
     is_shared = getattr(config, "share_encoder_decoder_embeddings", True)
     _set_vocab_size(config, before, is_shared=is_shared)
     outputs = find_output_tables(config, weights.specs(), before, table) if is_shared else []

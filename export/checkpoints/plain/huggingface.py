@@ -38,7 +38,7 @@ SAFETENSORS_SUFFIX = ".safetensors"
 _SHARD_SUFFIXES = (SAFETENSORS_SUFFIX, ".bin")
 # A file that is not one of several, whose index was not copied.
 _ALONE = re.compile(r"(?!.*-\d+-of-\d+\.).+\.safetensors")
-# What peft calls the weights of an adapter, which are no model.
+# What peft calls the weights of an adapter, which is not a model.
 _ADAPTER = "adapter_"
 
 # Keys of a safetensors file's metadata. The first names the framework; the other, our own, has a JSON list of the
