@@ -24,7 +24,7 @@ _STOPPED_S = 1.0
 # A process that is at one piece of work for this long is asked what it is doing, at every look.
 _SAMPLE_AFTER_S = 0.5
 
-# A loop has been seen so often, and used a core so long: on a machine with too much to do, a wait for one is not a loop.
+# A loop has been seen so often, and used a core so long: on a machine that is overloaded, a wait for one is not a loop.
 _LOOP_SAMPLES = 3
 _LOOP_CPU_S = 0.5
 
