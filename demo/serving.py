@@ -108,12 +108,13 @@ def _wait_for_answer(http: str, server: "subprocess.Popen[bytes]") -> None:
 
 def _find_free_addresses() -> Addresses:
     """Return ports that are free now, so that this runs beside whatever listens on 8000."""
-    free = (port for port in random.sample(_PORTS, len(_PORTS)) if _is_free(port))
+    free = (port for port in random.sample(_PORTS, len(_PORTS)) if is_free(port))
     http, grpc, metrics, status = (f"localhost:{port}" for port in itertools.islice(free, 4))
     return Addresses(http=http, grpc=grpc, metrics=metrics, status=status)
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Tell whether a server could listen on a port of this machine now."""
     with socket.socket() as listener:
         # Connections that ended a moment ago keep a server from nothing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from harness import CHECKOUT, Finished, run
 
+from demo.serving import is_free
 from server.processes import list_children
 from server.stubs import Stub, StubTable
 
@@ -32,17 +32,7 @@ _CANDIDATES = itertools.cycle(
 
 def find_ports(count: int = 4) -> list[int]:
     """Return ports on which nobody listens."""
-    return list(itertools.islice(filter(_is_free, _CANDIDATES), count))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+    return list(itertools.islice(filter(is_free, _CANDIDATES), count))
 
 
 class Running:
