@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from harness import CHECKOUT
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GPT2Config,
@@ -34,8 +33,8 @@ def train_bpe() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [path.read_text(encoding="utf-8") for path in sorted((CHECKOUT / "docs").glob("*.md"))]
-    tokenizer.train_from_iterator(read_verification_texts() + texts, trainer)
+    # Nothing that is edited now and then: another vocabulary would be another model, and other texts.
+    tokenizer.train_from_iterator(read_verification_texts(), trainer)
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     names = {"eos_token": END, "bos_token": END, "unk_token": END}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
