@@ -23,7 +23,8 @@ from .errors import ControlError, RolloutError
 from .health import check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .published import Published, list_versions
+from .published import GOLDEN_FILE, Published, list_versions
+from .wishes import keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
 CANDIDATE_SUFFIX = ".candidate"
@@ -51,6 +52,22 @@ class Roller:
         self._control = control
         # A model is revived by another thread than the one that rolls it.
         self._changing = threading.RLock()
+        self._limits_rate = False
+        # Model and version → what it was, of those whose answers may lie in the response cache.
+        self._cached: dict[tuple[str, int], bytes] = {}
+
+    def begin(self, shown: Iterable[Published], *, limits_rate: bool) -> None:
+        """Take orders for a tritonserver that is about to start, whose response cache is empty.
+
+        Args:
+            shown: What it loads first.
+            limits_rate: Whether its rate limiter is on.
+        """
+        self._limits_rate = limits_rate
+        self._cached.clear()
+        for published in shown:
+            with contextlib.suppress(OSError, ControlError):
+                self._check_wishes(published)
 
     def revive(self, model: str) -> None:
         """Reload a model as it is shown; what is left of it answers until the new one is ready.
@@ -70,7 +87,7 @@ class Roller:
             self._control.load(model)
 
     def show(self, published: Published) -> None:
-        """Show a model to a tritonserver that is about to start."""
+        """Show a model to a tritonserver that starts or runs."""
         for name, config in published.configs.items():
             versions = [published.version] if published.version else list_versions(self._repository / name)
             self._overlay.show(name, config, self._repository / name, versions)
@@ -82,6 +99,7 @@ class Roller:
             RolloutError: It cannot be loaded or does not answer as verified; nothing of it stays loaded.
         """
         try:
+            self._check_wishes(published)
             self.show(published)
             for name in published.configs:
                 self._control.load(name)
@@ -104,6 +122,7 @@ class Roller:
             RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
         """
         try:
+            self._check_wishes(new)
             if new.version and new.steps:
                 self._load_steps(old, new)
             if new.version:
@@ -114,6 +133,30 @@ class Roller:
             self._restore(old, new)
             raise _refuse(new, exc, f"version {old.version} is served as before") from exc
         self._finish(old, new)
+
+    def _check_wishes(self, published: Published) -> None:
+        """Refuse what tritonserver would pass over in silence, or answer with what another model has answered.
+
+        Raises:
+            ControlError: The rate limiter is off, or the number was that of another version, whose answers are kept.
+        """
+        if not self._limits_rate and any(limits_rate(config) for config in published.configs.values()):
+            raise ControlError(
+                f"{published.name} asks for the rate limiter",
+                expected="it to be on",
+                got="a tritonserver without it",
+                remedy="restart the server",
+            )
+        if published.version and keeps_answers(published.configs[published.name]):
+            golden = self._repository / published.name / str(published.version) / GOLDEN_FILE
+            told = golden.read_bytes()
+            if self._cached.setdefault((published.name, published.version), told) != told:
+                raise ControlError(
+                    f"the response cache may hold answers of another version {published.version}",
+                    expected="a number that was not served before",
+                    got="other recorded answers",
+                    remedy="restart the server",
+                )
 
     def _load_steps(self, old: Published, new: Published) -> None:
         """Serve both versions of each step that they share, and the new one alone of a step that only it has."""
@@ -130,7 +173,8 @@ class Roller:
         """Serve the new version under a name of its own for a moment."""
         name = new.name + CANDIDATE_SUFFIX
         try:
-            config = rename(new.configs[new.name], name)
+            # The answer must be the model's own, not one that was kept.
+            config = rename(replace_field(new.configs[new.name], "response_cache"), name)
             self._show_and_load(name, config, self._repository / new.name, [new.version])
             yield name
         finally:

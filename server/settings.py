@@ -38,6 +38,11 @@ class Settings:
         return self.run_directory / "backends"
 
     @property
+    def caches(self) -> Path:
+        """Folder of the response caches that came with tritonserver; it may not be there."""
+        return self.installation.backends.parent / "caches"
+
+    @property
     def overlay(self) -> Path:
         """Folder of what tritonserver is shown; it may not be there yet."""
         return self.run_directory / "models"

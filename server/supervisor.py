@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from . import wishes
 from .control import Control
 from .control_key import hide_key
 from .draining import Retirement, drain
@@ -136,7 +137,12 @@ class Supervisor:
         Raises:
             ShortageError: This machine has not what it takes.
         """
-        server = TritonServer(self._settings, self._follower.models, self._log)
+        shown = self._follower.published
+        configs = [text for published in shown for text in published.configs.values()]
+        passed = self._settings.passed_options
+        options = wishes.list_options(configs, self._settings.caches, passed)
+        self._roller.begin(shown, limits_rate=wishes.has_option([*options, *passed], "rate-limit"))
+        server = TritonServer(self._settings, self._follower.models, options, self._log)
         try:
             pulse = Pulse(self._settings.endpoints.http_url)
         except RuntimeError as exc:
