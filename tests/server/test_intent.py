@@ -82,8 +82,9 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
-    traced = ["--", "--trace-config", f"triton,file={folder / 'trace.json'}", "--trace-config", "level=TIMESTAMPS"]
-    with running(folder / "models", *traced, "--trace-config", "rate=1") as server:
+    settings = (f"triton,file={folder / 'trace'}", "triton,log-frequency=1", "level=TIMESTAMPS", "rate=1")
+    traced = [word for setting in settings for word in ("--trace-config", setting)]
+    with running(folder / "models", "--", *traced) as server:
         server.read_until("Next:")
         server.follow()
         yield server
@@ -129,7 +130,7 @@ def test_what_shares_a_resource_never_runs_at_once(server: Running, folder: Path
     """The last test: the trace is whole when the server has ended."""
     ask_together(server, "patient", [1] * 12)
     assert server.stop() == 0
-    traces = json.loads((folder / "trace.json").read_text())
+    traces = [trace for path in folder.glob("trace*") for trace in json.loads(path.read_text())]
     models = {trace["id"]: trace["model_name"] for trace in traces if "model_name" in trace}
     times: dict[int, dict[str, int]] = {}
     for trace in traces:
