@@ -15,7 +15,7 @@ from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
 from .option_kinds import BOUNDS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
-from .options_file import OPTIONS_FILE, read_file
+from .options_file import OPTIONS_FILE, VARIANTS, read_file
 from .serving_options import ServingOptions
 from .targets import DEFAULT_TARGET
 from .tasks.table import TASKS, list_task_options
@@ -61,6 +61,7 @@ class ExportRequest:
         inputs: File that describes that module's inputs and outputs.
         vocabulary: What becomes of the tokenizer and its rows.
         serving: How the server is to serve it.
+        variants: Name → how a server is to serve it that is told that name.
         task_options: Option of a task → what was asked for, or None.
     """
 
@@ -220,6 +221,7 @@ class ExportRequest:
     )
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
     serving: ServingOptions = field(default_factory=ServingOptions)
+    variants: Mapping[str, ServingOptions] = field(default_factory=dict)
     task_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -269,7 +271,8 @@ def read_options(path: Path | None, name: str) -> dict[str, Any]:
     """
     if path is None and not Path(OPTIONS_FILE).exists():
         return {}
-    return read_file(path or Path(OPTIONS_FILE), name, list_options())
+    variable = [option for item in fields(ServingOptions) for option in _options_of(item)]
+    return read_file(path or Path(OPTIONS_FILE), name, list_options(), variable)
 
 
 def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> ExportRequest:
@@ -291,6 +294,10 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         name=arguments["name"],
         vocabulary=VocabularyOptions(**_fill(VocabularyOptions, arguments, settings)),
         serving=ServingOptions(**_fill(ServingOptions, arguments, settings)),
+        variants={
+            name: ServingOptions(**_fill(ServingOptions, _leave_out(arguments, others), {**settings, **others}))
+            for name, others in settings.get(VARIANTS, {}).items()
+        },
         task_options={option.name: _choose(option, arguments, settings) for option in list_task_options()},
         **chosen,
     )
@@ -319,6 +326,10 @@ def _is_given(option: Option, value: Any) -> bool:
 def _choose(option: Option, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     given = arguments.get(option.name)
     return settings.get(option.name) if given is None else given
+
+
+def _leave_out(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if key not in others}
 
 
 def _fill(holder: type, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+# The key, beside the options, whose tables are variants of how a model is served.
+VARIANTS = "configs"
+
 # Read where it lies in the working directory and no other file is named.
 OPTIONS_FILE = "modelyard.toml"
 
 # The table of every model, and the one that holds those of single models.
 _DEFAULT, _MODELS = "default", "models"
+
+_VARIANT_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 _TABLE = re.compile(r"\s*\[(?!\[)")
 
@@ -40,8 +45,14 @@ class _Table:
     locate: Callable[[str], str]
 
 
-def read_file(path: Path, name: str, options: list[Option]) -> dict[str, Any]:
-    """Return option → its value for the model `name`, or the list of its items.
+def read_file(path: Path, name: str, options: list[Option], variable: list[Option]) -> dict[str, Any]:
+    """Return option → its value for the model `name`, or the list of its items; and under `VARIANTS` its variants.
+
+    Args:
+        path: JSON or TOML.
+        name: The model.
+        options: What may be said of it.
+        variable: What a variant may say otherwise.
 
     Raises:
         SettingsError: The file cannot be read, or holds a key or a value that cannot be used.
@@ -49,9 +60,34 @@ def read_file(path: Path, name: str, options: list[Option]) -> dict[str, Any]:
     tables = _read_toml(path, name) if path.suffix == ".toml" else [_read_json(path)]
     known = {option.name: option for option in options}
     settings: dict[str, Any] = {}
+    variants: dict[str, dict[str, Any]] = {}
     for table in tables:
-        settings |= {key: _read_value(table.locate(key), key, value, known) for key, value in table.content.items()}
-    return settings
+        plain = {key: value for key, value in table.content.items() if key != VARIANTS}
+        settings |= {key: _read_value(table.locate(key), key, value, known) for key, value in plain.items()}
+        for variant, values in _read_variants(table, variable).items():
+            variants[variant] = variants.get(variant, {}) | values
+    return settings | ({VARIANTS: variants} if variants else {})
+
+
+def _read_variants(table: _Table, variable: list[Option]) -> dict[str, dict[str, Any]]:
+    """Return variant → option → value, of the table of variants in a table, if there is one."""
+    found = table.content.get(VARIANTS, {})
+    place = table.locate(VARIANTS)
+    if not isinstance(found, dict) or not all(isinstance(values, dict) for values in found.values()):
+        what = f"{VARIANTS} in {place} holds no variants"
+        raise SettingsError(what, expected="a table of options for each name", got=json.dumps(found, default=str))
+    for name in found:
+        if not _VARIANT_NAME.fullmatch(name):
+            raise SettingsError(
+                f"{VARIANTS} in {place} has a variant that cannot be named so",
+                expected="letters, digits, _ and -",
+                got=json.dumps(name),
+            )
+    known = {option.name: option for option in variable}
+    return {
+        name: {key: _read_value(f"{place}, {name},", key, value, known) for key, value in values.items()}
+        for name, values in found.items()
+    }
 
 
 def find_nearest(word: str, known: Mapping[str, Any]) -> str:

@@ -85,7 +85,8 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     if engine is not usual:
         others, stages = stages, _plan(request, precision, engine, target)
         progress.expect(2 * len(stages) - 2 * len(others))
-    check_effect(request.serving, engine, task.signature)
+    for serving in (request.serving, *request.variants.values()):
+        check_effect(serving, engine, task.signature)
     check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
@@ -184,6 +185,7 @@ def _publish(
             report=report,
             engine=engine,
             serving=request.serving,
+            variants=request.variants,
             activates=not request.no_activate,
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),

@@ -21,7 +21,7 @@ from .installation import Installation, assemble_backends, find_installation
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
-from .models import list_models, wait_for_model
+from .models import check_variant, list_models, wait_for_model
 from .orphans import PREFIX, own, remove_orphans
 from .passed_options import check_passed_options
 from .settings import Settings
@@ -87,6 +87,7 @@ def serve(arguments: argparse.Namespace) -> int:
     installation = find_installation()
     if not arguments.wait:
         list_models(arguments.repository)
+        check_variant(arguments.repository, arguments.model_config_name)
     key = open_key(arguments.key_file)
     check_open_files()
     check_threads()
@@ -112,6 +113,7 @@ def serve(arguments: argparse.Namespace) -> int:
             verbose=arguments.verbose,
             passed_options=tuple(arguments.passed_options),
             follows=arguments.follow == "on",
+            variant=arguments.model_config_name,
         )
         answered = Supervisor(settings, status, stops, log).run()
         log.say("stopped" if answered else "stopped before everything in flight was answered")
@@ -206,6 +208,7 @@ def _add_serve(commands: "_Commands") -> None:
             "",
             "--repository /srv/models --host 0.0.0.0",
             "--http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003",
+            "--model-config-name staging",
             "-- --trace-config mode=opentelemetry --trace-config opentelemetry,url=localhost:4318/v1/traces",
             "-- --cache-config local,size=104857600 --metrics-config summary_latencies=true",
         ),
@@ -229,6 +232,12 @@ def _add_serve(commands: "_Commands") -> None:
         choices=("on", "off"),
         default="on",
         help="whether what becomes active in the repository is served without a restart (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model-config-name",
+        default="",
+        metavar="NAME",
+        help="serve each version as table configs.NAME of modelyard.toml said when it was exported, if it did",
     )
     parser.add_argument(
         "--wait", action="store_true", help="wait for a first model where the repository holds none, instead of ending"

@@ -75,7 +75,7 @@ class Supervisor:
         self._shortage = ""
         overlay = Overlay(settings.overlay)
         self._roller = Roller(settings.repository, overlay, self._control)
-        self._follower = Follower(settings.repository, self._roller, status.follow, log.say)
+        self._follower = Follower(settings.repository, self._roller, status.follow, log.say, settings.variant)
         self._follower.start()
         self._launch()
 

@@ -114,10 +114,15 @@ def _add(chosen: Version, sums: Mapping[Path, str], destination: Path, activates
         if created:
             version = Version(repository=destination, name=name, number=number)
             # The configurations alone name the number; the proof is kept to the byte, under that which it was made for.
-            copied = [path for path in sums if path.parent.name != CONFIGS_FOLDER]
+            kept = Path(os.path.normpath(chosen.folder)) / CONFIGS_FOLDER
+            copied = [path for path in sums if not path.is_relative_to(kept)]
             files = {part: [path for path in copied if path.parent.parent.name == part] for part in configs}
             digests = {path.name: sums[path] for path in copied}
-            add_version(version, files, digests, {}, pinned, undo)
+            variants = {
+                key: {part: pin_config(config, version=number, served=[number]) for part, config in each.items()}
+                for key, each in chosen.read_variants().items()
+            }
+            add_version(version, files, digests, {}, pinned, undo, variants)
             check_whole(version)
         switched = activates and switch(destination, name, pinned, undo)
         active = find_active_version(destination, name)

@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from tritonclient.grpc import model_config_pb2 as pb
@@ -88,6 +89,7 @@ def publish(
     report: VerificationReport,
     engine: Engine = ONNXRUNTIME,
     serving: ServingOptions = DEFAULT_SERVING,
+    variants: Mapping[str, ServingOptions] = MappingProxyType({}),
     document: Callable[[Version], Mapping[str, str]] = lambda version: {},
     activates: bool = True,
     patience_s: float = PATIENCE_S,
@@ -102,6 +104,7 @@ def publish(
         report: The verification report of exactly these files.
         engine: What runs the model.
         serving: How it is to be served; the same files that are to be served otherwise are another version.
+        variants: Name → how it is to be served by a server that is told that name.
         document: Given the version, returns file name → text of what is kept beside the report.
         activates: Whether it becomes the active version; else it is only there.
         patience_s: How long another publication is waited for.
@@ -119,10 +122,13 @@ def publish(
         check_contract(repository, names, signature, engine)
         remove_leftovers(repository, names.name, names.all)
 
-        def configure(number: int) -> Mapping[str, pb.ModelConfig]:
+        def configure(number: int, serving: ServingOptions = serving) -> Mapping[str, pb.ModelConfig]:
             return build_configs(names, signature, version=number, served=[number], engine=engine, serving=serving)
 
-        number = _find_equal_version(repository, names, homes, report, configure)
+        def vary(number: int) -> Mapping[str, Mapping[str, pb.ModelConfig]]:
+            return {key: configure(number, each) for key, each in variants.items()}
+
+        number = _find_equal_version(repository, names, homes, report, configure, vary)
         created = number is None
         number = number or find_free_version(repository, names.all)
         configs = configure(number)
@@ -133,7 +139,7 @@ def publish(
                 GOLDEN_FILE: json.dumps(report.golden) + "\n",
                 **document(version),
             }
-            add_version(version, homes, report.sha256, documents, configs, undo)
+            add_version(version, homes, report.sha256, documents, configs, undo, vary(number))
         switched = activates and switch(repository, names.name, configs, undo)
         active = find_active_version(repository, names.name)
     return Publication(
@@ -169,11 +175,16 @@ def _find_equal_version(
     files: Mapping[str, list[Path]],
     report: VerificationReport,
     configure: Callable[[int], Mapping[str, pb.ModelConfig]],
+    vary: Callable[[int], Mapping[str, Mapping[str, pb.ModelConfig]]],
 ) -> int | None:
     """Return the newest version that is complete, holds these very files, was proven for the same and is served so."""
     for number in reversed(list_versions(repository / names.name)):
         version = Version(repository=repository, name=names.name, number=number)
-        if _holds_files(repository, names, number, files, report) and _is_served_so(version, configure(number)):
+        if (
+            _holds_files(repository, names, number, files, report)
+            and _is_served_so(version, configure(number))
+            and version.read_variants() == vary(number)
+        ):
             return number
     return None
 

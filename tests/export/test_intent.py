@@ -14,6 +14,8 @@ from export.errors import SettingsError
 from export.repository.activation import activate
 from export.repository.integrity import find_damage
 from export.repository.intent import check_effect
+from export.repository.promotion import promote
+from export.repository.version import Version
 from export.serving_options import ServingOptions
 from export.signature import ModelSignature, TensorSignature
 
@@ -40,6 +42,24 @@ def test_the_same_files_that_are_served_otherwise_are_another_version(exported: 
     assert [group.count for group in read_config(tmp_path, GRAPH).instance_group] == [2]
     # Asked for nothing, the first version is what it was.
     assert publish_files(exported, tmp_path).version == 1
+
+
+def test_variants_are_a_part_of_the_version_and_go_with_it(exported: Exported, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    publish_files(exported, here)
+    for outcome in ("created", "unchanged"):
+        done = publish_files(exported, here, variants={"staging": ServingOptions(instances=1)})
+        assert (done.version, done.outcome) == (2, outcome)
+    assert [group.count for group in read_config(here, GRAPH).instance_group] == [2]
+    version = Version(repository=here, name="sentence_embedding", number=2)
+    kept = version.read_variants()["staging"]
+    assert kept.keys() == version.read_configs().keys()
+    assert [group.count for group in kept[GRAPH].instance_group] == [1]
+    assert {step.model_version for step in kept["sentence_embedding"].ensemble_scheduling.step} == {2}
+    publish_files(exported, there)
+    assert promote(here, "sentence_embedding", 2, destination=there).version == 2
+    assert Version(repository=there, name="sentence_embedding", number=2).read_variants()["staging"] == kept
+    assert not [*find_damage(here), *find_damage(there)]
 
 
 def test_everything_else_stands_where_it_acts(exported: Exported, tmp_path: Path) -> None:

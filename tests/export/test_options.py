@@ -87,7 +87,7 @@ def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, t
 
 
 def test_every_field_of_a_request_is_an_option_or_whole() -> None:
-    whole = {"checkpoint", "name", "vocabulary", "serving", "task_options"}
+    whole = {"checkpoint", "name", "vocabulary", "serving", "variants", "task_options"}
     for holder in (ExportRequest, VocabularyOptions, ServingOptions):
         for field in fields(holder):
             assert ("options" in field.metadata) != (field.name in whole), field.name
@@ -292,9 +292,33 @@ def test_the_table_of_a_model_stands_over_the_one_of_all(tmp_path: Path) -> None
     assert serving.rate_limit == {"cores": 1}
 
 
+def test_a_variant_is_what_it_says_over_what_the_model_is(tmp_path: Path) -> None:
+    path = tmp_path / "modelyard.toml"
+    path.write_text(
+        """
+        default.configs.staging = { instances = 1, max_queue_size = 8 }
+        [models.n]
+        priority_levels = 2
+        rate_limit.cores = 1
+        [models.n.configs.staging]
+        max_queue_size = 4
+        [models.n.configs.production]
+        """
+    )
+    request = parse("--instances", "3", "--rate-limit", "disks=1", file=path)
+    assert {*request.variants} == {"staging", "production"}
+    assert request.variants["production"] == request.serving
+    staging = request.variants["staging"]
+    assert (staging.instances, staging.max_queue_size, staging.priority_levels) == (1, 4, 2)
+    assert staging.rate_limit == {"cores": 1, "disks": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        ("[models.n.configs]\nstaging = 1", "configs in FILE line 1 holds no variants: .* got ..staging.: 1."),
+        ("[default.configs.'a/b']", "configs in FILE has a variant that cannot be named so: .* got .a/b.."),
+        ("[default.configs.a]\ntask = 'reward'", "FILE, a, has the unknown option task: expected one of instances, .*"),
         (
             "[default]\n# max_queue_dealy\n\nmax_queue_dealy = 3",
             "FILE line 4 has the unknown option max_queue_dealy: .*; did you mean max_queue_delay_microseconds.",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
+from harness import run
 from launcher import Running, running
 
 from export.__main__ import main as export_cli
@@ -72,6 +73,9 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         [models.strict]
         max_queue_size = 2
         default_timeout_microseconds = 1000
+
+        [models.strict.configs.staging]
+        instances = 1
         """
     )
     for name in ("patient", "strict"):
@@ -84,7 +88,7 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def server(folder: Path) -> Iterator[Running]:
     settings = (f"triton,file={folder / 'trace'}", "triton,log-frequency=1", "level=TIMESTAMPS", "rate=1")
     traced = [word for setting in settings for word in ("--trace-config", setting)]
-    with running(folder / "models", "--", *traced) as server:
+    with running(folder / "models", "--model-config-name", "staging", "--", *traced) as server:
         server.read_until("Next:")
         server.follow()
         yield server
@@ -92,11 +96,18 @@ def server(folder: Path) -> Iterator[Running]:
 
 def test_there_are_as_many_instances_each_warmed_up_before_it_is_ready(server: Running) -> None:
     assert len(server.find_stubs("patient_model")) == INSTANCES
-    assert len(server.find_stubs("strict_model")) == 2
+    assert len(server.find_stubs("strict_model")) == 1, "as the variant says that the server is told"
     success = "nv_inference_request_success"
     # What clients asked for came through the step before; the rest are the shortest, the longest and the two between.
     warmed = read_metric(server, success, "patient_model") - read_metric(server, success, "patient_preprocess")
     assert warmed == 4 * INSTANCES
+
+
+def test_a_variant_that_no_version_has_is_refused(folder: Path) -> None:
+    done = run("-m", "server", "serve", "--repository", str(folder / "models"), "--model-config-name", "stagin")
+    assert done.code == 2
+    assert "no version in" in done.err
+    assert "expected one of staging, got 'stagin'" in done.err
 
 
 def test_the_urgent_overtake_and_what_waited_too_long_is_only_delayed(server: Running) -> None:
