@@ -38,11 +38,11 @@ class _Table:
 
     Attributes:
         content: Option → value.
-        locate: Returns the file, and the line of a key where that is known.
+        locate: Returns the file, and the line of a key where that is known, given the tables around it and the key.
     """
 
     content: Mapping[str, Any]
-    locate: Callable[[str], str]
+    locate: Callable[..., str]
 
 
 def read_file(path: Path, name: str, options: list[Option], variable: list[Option]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _read_variants(table: _Table, variable: list[Option]) -> dict[str, dict[str,
             )
     known = {option.name: option for option in variable}
     return {
-        name: {key: _read_value(f"{place}, {name},", key, value, known) for key, value in values.items()}
+        name: {key: _read_value(table.locate(VARIANTS, name, key), key, value, known) for key, value in values.items()}
         for name, values in found.items()
     }
 
@@ -104,7 +104,7 @@ def _read_json(path: Path) -> _Table:
         raise SettingsError(f"{path} cannot be read", expected="a JSON file", got=str(exc).rstrip(".")) from exc
     if not isinstance(content, dict):
         raise SettingsError(f"{path} holds no options", expected="an object", got=type(content).__name__)
-    return _Table(content=content, locate=lambda key: str(path))
+    return _Table(content=content, locate=lambda *keys: str(path))
 
 
 def _read_toml(path: Path, name: str) -> list[_Table]:
@@ -132,8 +132,16 @@ def _read_toml(path: Path, name: str) -> list[_Table]:
     return [_Table(content=table, locate=partial(_locate, path, text, place)) for place, table in tables]
 
 
-def _locate(path: Path, text: str, place: tuple[str, ...], key: str) -> str:
-    """Return the file with the line on which a key of a table stands, where it stands on one of its own."""
+def _locate(path: Path, text: str, place: tuple[str, ...], *keys: str) -> str:
+    """Return the file with the line on which a key of a table stands, where it stands on one of its own.
+
+    Args:
+        path: The file.
+        text: What it holds.
+        place: Names of a table and those around it.
+        keys: Names of tables in that one, and the key.
+    """
+    place, key = (*place, *keys[:-1]), keys[-1]
     current: tuple[str, ...] = ()
     wanted = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[.=]")
     for number, line in enumerate(text.splitlines(), start=1):

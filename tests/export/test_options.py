@@ -318,7 +318,10 @@ def test_a_variant_is_what_it_says_over_what_the_model_is(tmp_path: Path) -> Non
     [
         ("[models.n.configs]\nstaging = 1", "configs in FILE line 1 holds no variants: .* got ..staging.: 1."),
         ("[default.configs.'a/b']", "configs in FILE has a variant that cannot be named so: .* got .a/b.."),
-        ("[default.configs.a]\ntask = 'reward'", "FILE, a, has the unknown option task: expected one of instances, .*"),
+        (
+            "[default.configs.a]\ntask = 'reward'",
+            "FILE line 2 has the unknown option task: expected one of instances, .*",
+        ),
         (
             "[default]\n# max_queue_dealy\n\nmax_queue_dealy = 3",
             "FILE line 4 has the unknown option max_queue_dealy: .*; did you mean max_queue_delay_microseconds.",
