@@ -140,14 +140,22 @@ def _read_published(repository: Path, name: str, parts: Mapping[str, pb.ModelCon
 
 
 def _find_equal(chosen: Version, destination: Path) -> int | None:
-    """Return the newest version there that holds the same, was proven the same, and is as it was published."""
-    wanted = _read_content(chosen)
+    """Return the newest version there that holds, was proven and is served the same, and is as it was published."""
+    wanted, intent = _read_content(chosen), _read_intent(chosen)
     for number in reversed(list_versions(destination / chosen.name)):
         there = Version(repository=destination, name=chosen.name, number=number)
-        if _read_content(there) == wanted:
+        if _read_content(there) == wanted and _read_intent(there) == intent:
             check_whole(there)
             return number
     return None
+
+
+def _read_intent(version: Version) -> list[dict[str, pb.ModelConfig]]:
+    """Return the configurations, usual ones and those of variants, without the number that they name."""
+    return [
+        {f"{variant}/{part}": pin_config(config, version=0, served=[]) for part, config in configs.items()}
+        for variant, configs in {"": version.read_configs(), **version.read_variants()}.items()
+    ]
 
 
 def _read_content(version: Version) -> dict[tuple[str, ...], str]:

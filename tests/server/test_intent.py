@@ -90,8 +90,9 @@ def server(folder: Path) -> Iterator[Running]:
     traced = [word for setting in settings for word in ("--trace-config", setting)]
     with running(folder / "models", "--model-config-name", "staging", "--", *traced) as server:
         server.read_until("Next:")
-        server.follow()
         yield server
+        assert server.process.stderr is not None
+        server.process.stderr.close()
 
 
 def test_there_are_as_many_instances_each_warmed_up_before_it_is_ready(server: Running) -> None:
