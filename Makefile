@@ -11,8 +11,8 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills pictures soak soak-rollouts wheel lock clean
+.PHONY: help setup demo serve test test-python test-lowest test-containers architectures checkpoints failing-disk lint bench \
+	bench-consolidate targets fuzz kills pictures soak soak-rollouts wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -107,6 +107,12 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
+
+checkpoints: setup $(VENV)/trainers ## Train the rarer variants of ZeRO checkpoints too, and read them bit for bit
+	@$(BIN)/python -m pytest -m 'matrix or not matrix' tests/checkpoints
+
+failing-disk: setup ## Fail every single write, rename and sync of a publication, not a sample of them
+	@MODELYARD_DISK_EVERY=1 $(BIN)/python -m pytest tests/export/test_failing_disk.py
 
 pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
 	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
