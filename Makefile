@@ -11,8 +11,13 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help setup demo serve test test-python test-lowest test-containers architectures checkpoints failing-disk lint bench \
 	bench-consolidate targets fuzz kills pictures soak soak-rollouts wheel lock clean
+=======
+.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
+	kills pictures soak soak-rollouts streams wheel lock clean
+>>>>>>> main
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -134,6 +139,11 @@ targets: setup ## Measure again what each target's ONNX Runtime loads
 fuzz: setup ## Feed the checkpoint readers 40,000 hostile files, and every HTTP operation 2,000 requests
 	@$(BENCH)fuzz_torch_zip --inputs 40000
 	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/server/test_fuzz_http.py
+
+PROMPTS ?= 20
+
+streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 streams, some of which leave: transformers' own?
+	@MODELYARD_STREAMS=$(PROMPTS) $(BIN)/python -m pytest tests/server/test_generation.py -k transformers_writes
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
