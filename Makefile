@@ -11,13 +11,8 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup demo serve test test-python test-lowest test-containers architectures checkpoints failing-disk lint bench \
-	bench-consolidate targets fuzz kills pictures soak soak-rollouts wheel lock clean
-=======
-.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills pictures soak soak-rollouts streams wheel lock clean
->>>>>>> main
+# All that `help` lists; what makes a file is not listed.
+.PHONY: $(shell sed -nE 's/^([a-z-]+):.*## .*/\1/p' $(MAKEFILE_LIST))
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
