@@ -138,9 +138,10 @@ soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: e
 	@$(BENCH)soak --minutes $(SOAK_MINUTES)
 
 ACTIVATIONS ?= 100
+SERVERS     ?= 1
 
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
-	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
+	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS) --servers $(SERVERS)
 
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist
