@@ -47,6 +47,12 @@ $(VENV)/trainers: $(VENV)/installed requirements/trainers.txt
 	@$(LOCKED) requirements/trainers.txt --no-build-isolation
 	@touch $@
 
+# Schemas, which the tests of docker/kubernetes read: beside the environment, for what they depend on is not there.
+$(VENV)/kubernetes/installed: $(VENV)/installed requirements/kubernetes.txt
+	@rm -rf $(@D)
+	@$(LOCKED) requirements/kubernetes.txt --no-compile --target $(@D)
+	@touch $@
+
 demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, stop
 	@$(BIN)/python -m demo
 
@@ -59,7 +65,7 @@ TEST_PROCESSES ?= 3
 
 # What failed is run once more, alone, and its second result counts: of 1,800 tests that start servers and kill them, one
 # may meet a machine that has no core for it. What fails twice is told as failed, and what passes then was named before.
-test: setup lint $(VENV)/trainers ## Run the whole test suite
+test: setup lint $(VENV)/trainers $(VENV)/kubernetes/installed ## Run the whole test suite
 	@$(BIN)/python -m pytest --cache-clear --numprocesses $(TEST_PROCESSES) --dist loadfile || \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
@@ -171,7 +177,7 @@ lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
 	done
 	@# Of these nothing is used that would need what they depend on.
-	@for name in gpu stubs; do \
+	@for name in gpu stubs kubernetes; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \
 	done
 
