@@ -149,16 +149,22 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Ask the running server for the verified answer of every ensemble, as a container's health check does.
+    """Ask the running server for the verified answer of every ensemble.
 
     Raises:
         CheckError: It does not give it, or stays behind the repository.
     """
     endpoints = _read_endpoints(arguments)
-    for name, found in check_ensembles(endpoints.http_url, arguments.repository, endpoints.status_url).items():
-        changing = "" if found.served == found.active else ", which is being rolled out"
-        versions = f"version {found.served} is served, version {found.active} is active{changing}"
-        _say(f"{name} answers as verified within {found.error:.1e}; {versions}")
+    found = check_ensembles(
+        endpoints.http_url, arguments.repository, endpoints.status_url, any_version=arguments.any_version
+    )
+    for name, checked in found.items():
+        answers = f"{name} answers as verified within {checked.error:.1e}"
+        if checked.disagreement:
+            _say(f"warning: {answers}, but {checked.disagreement}")
+            continue
+        changing = "" if checked.served == checked.active else ", which is being rolled out"
+        _say(f"{answers}; version {checked.served} is served, version {checked.active} is active{changing}")
     return 0
 
 
@@ -246,18 +252,24 @@ def _add_serve(commands: "_Commands") -> None:
 
 
 def _add_check(commands: "_Commands") -> None:
-    _add_command(
+    parser = _add_command(
         commands,
         "check",
         check,
         help="ask a running server for the answers that were verified",
-        description="Ask a running server for the answers that were verified, as a container's health check does.",
-        examples=("", "--repository /srv/models --http-port 9000"),
+        description="Ask a running server for the answers that were verified, and whether the active versions answer.",
+        examples=("", "--repository /srv/models --http-port 9000", "--any-version"),
         exit_codes={
             0: "every ensemble answers as verified, from its active version or one that is just being replaced",
-            1: "one does not, or stays at another version than the active one",
+            1: "one does not, or stays at another version than the active one without --any-version",
             2: "wrong usage",
         },
+    )
+    parser.add_argument(
+        "--any-version",
+        action="store_true",
+        help="only say so where another version than the active one answers: for the health check of a container, "
+        "which is not to be restarted because a rollout failed",
     )
 
 

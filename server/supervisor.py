@@ -71,7 +71,9 @@ class Supervisor:
         self._stops = stops
         self._log = log
         self._say = log.say
-        self._control = Control(settings.endpoints.http_url, settings.key)
+        encrypted = any(word.startswith("--grpc-use-s") for word in settings.passed_options)
+        grpc_address = None if encrypted else settings.endpoints.grpc_address
+        self._control = Control(settings.endpoints.http_url, settings.key, grpc_address)
         self._shortage = ""
         overlay = Overlay(settings.overlay)
         self._roller = Roller(settings.repository, overlay, self._control)
