@@ -25,7 +25,8 @@ LIBRARIES = {
         "numpy", "onnxruntime", "triton_python_backend_utils", "answers", "compiled", "texts", "tokenization",
     },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
-    "server": {"platformdirs"},
+    # h2 speaks gRPC where the threads of grpcio would be forked.
+    "server": {"platformdirs", "h2"},
     # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
     "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
     "modelyard": set(),
