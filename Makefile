@@ -39,7 +39,7 @@ $(VENV)/installed: $(INSTALLED_FROM)
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@# As an installed package would be: an environment that writes no bytecode would parse every module at every start.
-	@$(BIN)/python -m compileall -q modelyard export server client demo || true
+	@$(BIN)/python -m compileall -q modelyard export server client gateway demo || true
 	@touch $@
 
 # Only the tests train; its build imports torch, so it comes after everything else.
@@ -152,7 +152,7 @@ LOCK = $(UV) pip compile --quiet --universal --python-version 3.10 --generate-ha
 
 lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the newest of everything
 	@$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt
-	@for extra in server export; do \
+	@for extra in server export gateway; do \
 		$(LOCK) pyproject.toml --extra $$extra --constraint requirements/dev.txt --output-file requirements/$$extra.txt || exit; \
 	done
 	@for name in build trainers containers; do \

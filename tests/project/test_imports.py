@@ -28,6 +28,11 @@ LIBRARIES = {
     "server": {"platformdirs"},
     # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
     "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
+    # A caller as others are: it asks through the installed client, which type checkers know by its folder.
+    "gateway": {
+        "modelyard", "client", "fastapi", "starlette", "uvicorn", "pydantic", "numpy", "orjson", "jinja2", "tokenizers",
+        "prometheus_client",
+    },
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
