@@ -233,9 +233,10 @@ def _explain(kind: type[Body], exc: pydantic.ValidationError) -> ApiError:
             code="missing_required_parameter",
         )
     # One for each of the types that it may have.
-    ways = dict.fromkeys(error["msg"] for error in errors if error["loc"][0] == first["loc"][0])
+    same = [error["msg"] for error in errors if error["loc"][0] == first["loc"][0]]
+    ways = dict.fromkeys(message.removeprefix("Input should be ") for message in same)
     got = repr(first["input"])[:60]
-    return ApiError(400, f"{param} cannot be used: expected '{' or '.join(ways)[:300]}', got {got}.", param=param)
+    return ApiError(400, f"{param} cannot be used: expected {' or '.join(ways)[:300]}, got {got}.", param=param)
 
 
 def _is_callers(part: int | str) -> bool:

@@ -138,7 +138,11 @@ class Door:
             description=_DESCRIPTION,
             lifespan=self._live,
             redoc_url=None,
-            exception_handlers={HTTPException: _explain_status, Exception: _explain_failure},
+            exception_handlers={
+                ApiError: _explain_refusal,
+                HTTPException: _explain_status,
+                Exception: _explain_failure,
+            },
         )
         app.get("/v1/models", summary="Models that can be asked")(self._list_models)
         app.get("/v1/models/{name:path}", summary="One of them")(self._show_model)
@@ -171,10 +175,7 @@ class Door:
         return _answer({"object": "list", "data": [_describe(served) for served in self._upstream.models]})
 
     async def _show_model(self, name: str) -> Response:
-        try:
-            return _answer(_describe(self._upstream.find(name)))
-        except ApiError as exc:
-            return _answer_error(exc)
+        return _answer(_describe(self._upstream.find(name)))
 
     async def _tell_health(self) -> Response:
         problem = self._upstream.problem
@@ -263,6 +264,11 @@ def _answer(content: Any, status: int = 200, headers: Mapping[str, str] | None =
 
 def _answer_error(exc: ApiError) -> Response:
     return _answer(exc.content, exc.status, exc.headers)
+
+
+async def _explain_refusal(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, ApiError)
+    return _answer_error(exc)
 
 
 async def _explain_status(request: Request, exc: Exception) -> Response:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import orjson
 
 from .errors import ApiError
+from .locations import SERVE
 from .published import Published, read_published
 
 # Beside this part in a checkout, and installed with it: in both it is `modelyard.client`, which a type checker does not
@@ -91,7 +92,7 @@ class Upstream:
             # Whoever asks may ask again, and knows how long that makes sense.
             retry_s=0,
             in_flight=_IN_FLIGHT,
-            words=Words(url="--server", timeout="--timeout"),
+            words=Words(url="--server", protocol="its gRPC port", timeout="--timeout", serve=SERVE),
         )
         self.url = options.url
         self._session = Session(options)
@@ -122,7 +123,7 @@ class Upstream:
             return self._served[name]
         if self._problem and not self._served:
             raise self._refuse_for_now()
-        names = ", ".join(self._served) or "none"
+        names = ", ".join(sorted(self._served)) or "none"
         raise ApiError(
             404,
             f"there is no model {name[:100]!r}: expected one of {names}.",
