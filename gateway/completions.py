@@ -232,8 +232,8 @@ def _count(results: list[Written]) -> dict[str, int]:
 def _read_sampling(asked: Sampling, served: Served) -> dict[str, Any]:
     """Return the parameters as the server takes them."""
     parameters = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
-    # OpenAI's default, unless the checkpoint has one of its own.
-    parameters.setdefault("temperature", served.files.defaults.get("temperature", 1))
+    # OpenAI's default, unless the checkpoint has one of its own: 0 stands where it says nothing of drawing.
+    parameters.setdefault("temperature", served.files.defaults.get("temperature") or 1)
     return parameters
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import urllib.request
@@ -19,7 +20,7 @@ import openai
 import pytest
 import torch
 from doors import Gateway, opened, publish_models
-from harness import run
+from harness import CHECKOUT, run
 from launcher import Running, find_ports, running
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -394,6 +395,21 @@ def test_it_answers_what_is_in_flight_before_it_stops(doors: Doors) -> None:
         gateway.process.send_signal(signal.SIGTERM)
         assert [event.choices[0].finish_reason for event in stream][-1] == "length"
         assert gateway.process.wait(timeout=30) == 0
+
+
+def test_the_recipes_of_the_page_run(doors: Doors, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (
+        (CHECKOUT / "docs" / "gateway.md")
+        .read_text(encoding="utf-8")
+        .replace("localhost:8080", f"127.0.0.1:{doors.gateway.port}")
+    )
+    for recipe in re.findall(r"^\$ (curl .*)$", page, re.MULTILINE):
+        done = subprocess.run(["bash", "-c", recipe], capture_output=True, text=True, check=True)
+        assert "error" not in json.loads(done.stdout), done.stdout
+    (code,) = re.findall(r"^```text\n(from openai .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    vectors, text = capsys.readouterr().out.split("\n", 1)
+    assert vectors == "2 13" and text.strip()
 
 
 @pytest.mark.parametrize(
