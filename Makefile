@@ -11,7 +11,7 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
+.PHONY: help setup demo serve test test-python test-lowest test-containers test-doors architectures lint bench bench-consolidate targets fuzz \
 	kills pictures soak soak-rollouts wheel lock clean
 
 help: ## List the targets
@@ -105,6 +105,16 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 	@$(BIN)/python -m pytest -m containers tests/project/test_containers.py
 	@$(BIN)/python -m pytest tests/project/test_compose.py
 
+# In an environment of their own: they bring a hundred packages that nothing else here needs.
+.cache/doors/installed: requirements/doors.txt
+	@echo "installing into .cache/doors" >&2
+	@$(PYTHON) -m venv .cache/doors
+	@.cache/doors/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --requirement $<
+	@touch $@
+
+test-doors: setup .cache/doors/installed ## Ask the gateway with LangChain's and LlamaIndex's classes for OpenAI
+	@MODELYARD_DOORS=.cache/doors/bin/python $(BIN)/python -m pytest tests/gateway/test_gateway.py -k other_clients
+
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
 
@@ -158,6 +168,8 @@ lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the
 	@for name in build trainers containers; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
 	done
+	@# Of the environment of `make test-doors`, which has nothing else.
+	@$(LOCK) requirements/doors.in --output-file requirements/doors.txt
 	@# Of these nothing is used that would need what they depend on.
 	@for name in gpu stubs; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \

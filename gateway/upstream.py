@@ -100,7 +100,7 @@ class Upstream:
         self._known: dict[tuple[str, str], Served | None] = {}
         self._served: dict[str, Served] = {}
         self._problem = "it has not answered yet"
-        self._told = ""
+        self._told: str | None = None
         self._said: set[str] = set()
 
     @property

@@ -65,12 +65,22 @@ class Gateway:
         command += ["--port", str(self.port), *options]
         self.process = subprocess.Popen(command, cwd=CHECKOUT, env=os.environ, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
+
+    def close(self) -> None:
+        """Stop it, where it still runs, and read the rest of what it says."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(timeout=30)
+        self._reader.join(timeout=30)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def wait_for_line(self, text: str, limit_s: float = 60) -> str:
         """Return the first line with `text`, of all that it has said and will say."""
@@ -118,6 +128,4 @@ def opened(server: str, repository: Path, *options: str) -> Iterator[Gateway]:
         gateway.wait_for_line("listening on")
         yield gateway
     finally:
-        if gateway.process.poll() is None:
-            gateway.process.terminate()
-            gateway.process.wait(timeout=30)
+        gateway.close()

@@ -3,8 +3,8 @@
     python -m benches.bench_gateway --repository model_repository --model sentence_embedding
     python -m benches.bench_gateway --quick
 
-Prints the latency that it adds to one caller at p50, and its part of gRPC's throughput. Both are asked by asyncio in this
-process, whose own cost counts on both sides; on a machine whose cores the model fills, the gateway takes its part from the
+Prints the latency that it adds to one caller at p50, and its part of gRPC's throughput. Both are asked by asyncio in
+this process, whose own cost counts on both sides; where the model fills every core, the gateway takes its part from the
 server. Turns alternate, so that whatever else the machine does falls on both.
 """
 
