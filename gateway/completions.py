@@ -83,9 +83,8 @@ class Writing:
             )
         prompt = served.files.chat.render([_read_message(message) for message in asked.messages])
         parameters = _read_sampling(asked, served)
-        # A conversation's answer ends where the model ends it.
-        most = asked.max_completion_tokens or asked.max_tokens or served.files.defaults.get("max_tokens")
-        parameters["max_tokens"] = most or served.files.context
+        # An answer ends where the model ends it, and not after the few tokens of a completion.
+        parameters["max_tokens"] = asked.max_completion_tokens or asked.max_tokens or served.files.context
         # The template has written them.
         parameters["add_special_tokens"] = False
         answer = _Answer("chat.completion", "chat.completion.chunk", f"chatcmpl-{call.id}", served.name, asked)
