@@ -54,23 +54,23 @@ class _Protocol:
 
 def _open_http(options: Options) -> Any:
     return tritonclient.http.aio.InferenceServerClient(
-        options.url,
+        options.address,
         conn_limit=options.in_flight,
         conn_timeout=options.timeout_s,
-        ssl=options.tls,
+        ssl=options.is_encrypted,
         ssl_context=make_trust(options),
     )
 
 
 def make_trust(options: Options) -> ssl.SSLContext | bool:
     """Return what aiohttp is to take for a server's proof of its name."""
-    return ssl.create_default_context(cafile=options.ca) if options.tls else True
+    return ssl.create_default_context(cafile=options.ca) if options.is_encrypted else True
 
 
 def _open_grpc(options: Options) -> Any:
     return tritonclient.grpc.aio.InferenceServerClient(
-        options.url,
-        ssl=options.tls,
+        options.address,
+        ssl=options.is_encrypted,
         root_certificates=str(options.ca) if options.ca else None,
         channel_args=[
             ("grpc.max_send_message_length", tritonclient.grpc.MAX_GRPC_MESSAGE_SIZE),
@@ -85,7 +85,7 @@ _PROTOCOLS = {
     "http": _Protocol(
         library=tritonclient.http,
         open=_open_http,
-        ask_options=lambda options: {"headers": dict(options.headers)},
+        ask_options=lambda options: {"headers": options.sent_headers},
         infer_options=lambda options: {
             "request_compression_algorithm": options.compression,
             "response_compression_algorithm": options.compression,
@@ -97,7 +97,7 @@ _PROTOCOLS = {
         open=_open_grpc,
         ask_options=lambda options: {
             # gRPC knows names in lower case alone.
-            "headers": {name.lower(): value for name, value in options.headers.items()},
+            "headers": {name.lower(): value for name, value in options.sent_headers.items()},
             "client_timeout": options.timeout_s,
         },
         infer_options=lambda options: {"compression_algorithm": options.compression},
@@ -190,8 +190,6 @@ class Session:
         library = self._protocol.library
         encoding = {"binary_data": binary} if self._protocol.has_json else {}
         names = tuple(outputs or model.outputs)
-        asked = self._protocol.ask_options(self.options)
-        asked["headers"].update(headers or {})
 
         async def ask(client: Any) -> Arrays:
             # Made anew for each attempt: they are as large as the request.
@@ -200,12 +198,13 @@ class Session:
                 tensor = library.InferInput(name, list(values.shape), np_to_triton_dtype(values.dtype))
                 tensor.set_data_from_numpy(np.ascontiguousarray(values), **encoding)
                 tensors.append(tensor)
+            asked = self._protocol.ask_options(self.options)
+            asked["headers"].update(headers or {})
             result = await client.infer(
                 model.name,
                 tensors,
                 outputs=[library.InferRequestedOutput(name, **encoding) for name in names],
-                # A copy for each attempt: the client adds headers of its own.
-                **(asked | {"headers": dict(asked["headers"])}),
+                **asked,
                 **self._protocol.infer_options(self.options),
             )
             return {name: result.as_numpy(name) for name in names}
@@ -230,7 +229,7 @@ class Session:
         if len(ensembles) == 1:
             return ensembles[0]
         raise ModelError(
-            f"there is not exactly one ensemble at {self.options.url}",
+            f"there is not exactly one ensemble at {self.options.address}",
             expected="one",
             got=", ".join(ensembles) or "none",
             remedy=f"choose with {self.options.words.model}",
@@ -271,7 +270,7 @@ class Session:
             self._forget = weakref.finalize(self, _close_forgotten, self._client, loop)
         if self._loop is not loop:
             raise UsageError(
-                f"the client of {self.options.url} is asked in another event loop than before",
+                f"the client of {self.options.address} is asked in another event loop than before",
                 expected="the one that it was first asked in",
                 got="another",
                 remedy="make a client for each loop, or close it in between",

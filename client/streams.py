@@ -107,10 +107,9 @@ async def listen(
     """
     ask = {"http": _listen_http, "grpc": _listen_grpc}[session.options.protocol]
     asked = {**inputs, "stream": np.array([is_streamed])}
-    said = {**session.options.headers, **(headers or {})}
 
     async def begin(client: Any) -> tuple[AsyncGenerator[Answer, None], Answer | None]:
-        answers = ask(session, client, model, asked, said)
+        answers = ask(session, client, model, asked, {**session.options.sent_headers, **(headers or {})})
         return answers, await anext(answers, None)
 
     answers, answer = await session.repeat(begin)
@@ -139,7 +138,7 @@ async def find_writer(session: Session, name: str | None) -> str:
         if len(writers) == 1:
             return writers[0]
         raise ModelError(
-            f"there is not exactly one model that generates text at {session.options.url}",
+            f"there is not exactly one model that generates text at {session.options.address}",
             expected="one",
             got=", ".join(writers) or "none",
             remedy=f"choose with {words.model}",
@@ -197,7 +196,7 @@ async def _listen_http(
         name: _to_text(values[0]) if values.dtype == object else values[0].item() for name, values in inputs.items()
     }
     ending = "generate_stream" if asked["stream"] else "generate"
-    url = f"{'https' if options.tls else 'http'}://{options.url}/v2/models/{quote(model)}/{ending}"
+    url = f"{'https' if options.is_encrypted else 'http'}://{options.address}/v2/models/{quote(model)}/{ending}"
     connector = aiohttp.TCPConnector(ssl=make_trust(options))
     async with (
         aiohttp.ClientSession(connector=connector, timeout=times, headers=said, read_bufsize=_LINE_BYTES) as connection,

@@ -20,14 +20,14 @@ from .published import Published, read_published
 if TYPE_CHECKING:
     from client import errors as faults
     from client.model import Model
-    from client.options import Words, make_options
+    from client.options import Options, Words
     from client.pieces import ask_texts
     from client.session import Session, gather
     from client.streams import PROMPT, listen
 else:
     from modelyard.client import errors as faults
     from modelyard.client.model import Model
-    from modelyard.client.options import Words, make_options
+    from modelyard.client.options import Options, Words
     from modelyard.client.pieces import ask_texts
     from modelyard.client.session import Session, gather
     from modelyard.client.streams import PROMPT, listen
@@ -85,8 +85,8 @@ class Upstream:
     """
 
     def __init__(self, url: str, repository: Path, timeout_s: float, say: Callable[[str], None]) -> None:
-        options = make_options(
-            url,
+        options = Options(
+            url=url,
             protocol="grpc",
             timeout_s=timeout_s,
             # Whoever asks may ask again, and knows how long that makes sense.
@@ -94,7 +94,7 @@ class Upstream:
             in_flight=_IN_FLIGHT,
             words=Words(url="--server", protocol="its gRPC port", timeout="--timeout", serve=SERVE),
         )
-        self.url = options.url
+        self.url = options.address
         self._session = Session(options)
         self._repository, self._say = repository, say
         self._known: dict[tuple[str, str], Served | None] = {}
