@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from ..artefacts import Artefacts
+from ..checkpoints import StateDict
+from ..checkpoints.storage.paths import read_json_beside
 from ..errors import ModelError, VerificationError
 from ..signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
+from ..weights.transforms import LeaveOut
 from .base import TaskSource
 from .cases import Case, Outputs, Row
 from .comparison import TENSOR_TOLERANCES
@@ -72,6 +75,8 @@ class TextGeneration(GenerationTask):
 
     Attributes:
         model: What the checkpoint holds.
+        weights: Its tensors, under the checkpoint's own names, in fp32.
+        directory: The folder of its configuration.
         cache_shapes: The heads of each layer's keys and values, and the size of one.
         context: How many tokens prompt and answer may have together.
         generation_config: How the checkpoint has texts written.
@@ -85,6 +90,8 @@ class TextGeneration(GenerationTask):
     def __init__(self, source: TaskSource) -> None:
         assert source.tokenizer is not None, "Bug: text generation without a tokenizer"
         self.model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForCausalLM)
+        self.weights: StateDict = LeaveOut(source=source.weights, names=frozenset(self.unused_tensors))
+        self.directory = source.directory
         self.tokenizer = source.tokenizer
         self.added_tokens = source.added_tokens
         self.cache_shapes = find_cache_shapes(self.model)
@@ -173,6 +180,28 @@ class TextGeneration(GenerationTask):
         # The context is the engine's limit: what is longer is refused, not cut.
         return files | {"tokenizer.json": served.to_str(pretty=True).encode()}
 
+    def list_weights_files(self, dtype: str) -> Mapping[str, bytes]:
+        """Return what lies beside the weights where another engine reads them, by name.
+
+        It may have an older transformers: so the configuration is the checkpoint's own, with what older ones read, and
+        the class of the tokenizer one that all of them have.
+
+        Args:
+            dtype: The type of the weights, such as `bfloat16`.
+        """
+        config = read_json_beside(self.directory / "config.json") or self.model.config.to_dict()
+        config |= {"architectures": [type(self.model).__name__], "dtype": dtype, "torch_dtype": dtype}
+        text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        text |= {"vocab_size": self.vocabulary}
+        rope = text.get("rope_parameters")
+        if isinstance(rope, dict) and "rope_theta" in rope:
+            text.setdefault("rope_theta", rope["rope_theta"])
+            if rope.get("rope_type", "default") != "default":
+                text.setdefault("rope_scaling", rope)
+        files = {name: content for name, content in self.model_files.items() if name != GENERATION_FILE}
+        tokenizer = json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        return files | {"config.json": _to_bytes(config), "tokenizer_config.json": _to_bytes(tokenizer)}
+
     def build_cases(self) -> Iterator[Case]:
         """See `Task`. Real texts and random tokens, alone and in batches of unequal lengths."""
         real = [_to_row(self._read(text)) for text in self.prompts]
@@ -240,15 +269,23 @@ class TextGeneration(GenerationTask):
         Raises:
             ModelError: It prefers none from the first one on.
         """
+        return self.build_golden_above(_CLEAR)
+
+    def build_golden_above(self, margin: float) -> dict[str, Any]:
+        """Return the same, up to where two best scores are nearer than `margin`, in parts of the largest.
+
+        Raises:
+            ModelError: They are from the first token on.
+        """
         samples = []
         for made in self.write_reference():
-            clear = next((at for at, margin in enumerate(made.margins) if margin <= _CLEAR), len(made.written))
+            clear = next((at for at, best in enumerate(made.margins) if best <= margin), len(made.written))
             if clear:
                 samples.append(self._build_sample(made.text, made.written[:clear]))
         if not samples:
             raise ModelError(
                 "the checkpoint prefers no token to others",
-                expected=f"two best scores that differ by more than {_CLEAR:g} of the largest",
+                expected=f"two best scores that differ by more than {margin:g} of the largest",
                 got=f"none after {len(self.prompts)} prompts",
                 remedy="check that the weights were trained",
             )
