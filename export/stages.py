@@ -269,7 +269,7 @@ def _convert_decoder(job: Job, draft: Draft, directory: Path, tell: Detail, *, e
     assert isinstance(task, TextGeneration), "Bug: an engine takes what the task does not hand over"
     for name, content in task.model_files.items():
         (directory / name).write_bytes(content)
-    engine.write(task.model, task.cache_shapes, directory / engine.model_file)
+    engine.write(task.model, task.cache_shapes, directory / engine.model_file, job.precision.name)
     return Draft(files=Artefacts(model=list_model(directory / engine.model_file)))
 
 

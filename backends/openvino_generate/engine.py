@@ -3,6 +3,7 @@
 Every step of it writes a token of every request that has a place, and between two steps requests join and leave.
 """
 
+import json
 import queue
 import secrets
 import threading
@@ -18,12 +19,16 @@ from generation import Generation
 from generation_metrics import Metrics
 from generation_parameters import Parameters, RequestError
 
-# As it was proven: left to itself OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
-PROPERTIES = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+# How the model was proven, by OpenVINO's names; a version of an older modelyard has no such file. Left to itself
+# OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
+PROPERTIES_FILE = "properties.json"
+FP32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
-# What a pool of keys and values is counted in on CPUs (openvino-genai 2026.4), and the size of one value.
+# What a pool of keys and values is counted in on CPUs (openvino-genai 2026.4).
 BLOCK_TOKENS = 32
-VALUE_BYTES = 4
+
+# Precision → bytes of a value, and of what belongs to all values of a token in one head: bytes have a scale and a zero.
+VALUE_BYTES = {"f32": (4, 0), "u8": (1, 8)}
 
 
 class Engine:
@@ -53,7 +58,9 @@ class Engine:
         metrics: Metrics,
     ) -> None:
         seats = int(settings["max_num_seqs"])
-        blocks = count_blocks(folder / file, int(settings["kv_cache_mb"]), context, seats)
+        properties = read_properties(folder)
+        sizes = VALUE_BYTES[properties["KV_CACHE_PRECISION"]]
+        blocks = count_blocks(folder / file, sizes, int(settings["kv_cache_mb"]), context, seats)
         # A request alone must find room for all of its tokens; one block is the engine's.
         self.room = min(context, (blocks - 1) * BLOCK_TOKENS)
         self.limit = seats + int(settings["max_queue_size"])
@@ -61,7 +68,7 @@ class Engine:
         scheduler.num_kv_blocks, scheduler.max_num_seqs = blocks, seats
         scheduler.max_num_batched_tokens = int(settings["max_num_batched_tokens"])
         scheduler.dynamic_split_fuse = True
-        self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", dict(PROPERTIES))
+        self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
         self._ends = ends
         self._metrics = metrics
         self._waiting: queue.SimpleQueue[Generation | None] = queue.SimpleQueue()
@@ -165,7 +172,14 @@ class Engine:
         return generation.is_over
 
 
-def count_blocks(path: Path, megabytes: int, context: int, seats: int) -> int:
+def read_properties(folder: Path) -> dict[str, str]:
+    """Return how the version in `folder` is computed."""
+    path = folder / PROPERTIES_FILE
+    properties: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else dict(FP32)
+    return properties
+
+
+def count_blocks(path: Path, sizes: tuple[int, int], megabytes: int, context: int, seats: int) -> int:
     """Return how many blocks of keys and values a pool of that size holds, and no more than all seats can take.
 
     Raises:
@@ -174,7 +188,8 @@ def count_blocks(path: Path, megabytes: int, context: int, seats: int) -> int:
     # An .xml with the weights beside it, which are not read for this.
     states = [node for node in ov.Core().read_model(str(path)).get_ops() if node.get_type_name() == "ReadValue"]
     shapes = [node.get_output_partial_shape(0) for node in states]
-    token_bytes = VALUE_BYTES * sum(shape[1].get_length() * shape[3].get_length() for shape in shapes)
+    value, head = sizes
+    token_bytes = sum(shape[1].get_length() * (value * shape[3].get_length() + head) for shape in shapes)
     blocks: int = megabytes * (1 << 20) // (token_bytes * BLOCK_TOKENS)
     if blocks < 2:
         raise ValueError(

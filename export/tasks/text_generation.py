@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from ..weights.torch_model import load_model
 from ..weights.transforms import LeaveOut
 from .base import TaskSource
 from .cases import Case, Outputs, Row
-from .comparison import TENSOR_TOLERANCES
+from .comparison import PERPLEXITY_RISE, TENSOR_TOLERANCES
 from .generation import DecoderModule, GenerationTask, find_cache_shapes
 from .golden import build_sample
 from .tensors import InputRules, SizeRange, ValueRule
@@ -65,6 +65,10 @@ _WRITTEN_TOKENS = 32
 # Two best scores that are nearer than this, in parts of the largest, may change places between two that are both right.
 _CLEAR = 2 * TENSOR_TOLERANCES["max_relative_error"]
 
+# Real text whose perplexity is measured, in pieces of so many tokens.
+_WINDOWS = 16
+_WINDOW_TOKENS = 128
+
 # Rows beside one another are tried up to this many tokens, one row up to more: the scores of a vocabulary are large.
 _LONGEST_IN_BATCH = 64
 _LONGEST = 512
@@ -86,6 +90,7 @@ class TextGeneration(GenerationTask):
 
     form = "decoder"
     tokenizer_use = "required"
+    tolerances: ClassVar[Mapping[str, float]] = {**GenerationTask.tolerances, PERPLEXITY_RISE: 1e-3}
 
     def __init__(self, source: TaskSource) -> None:
         assert source.tokenizer is not None, "Bug: text generation without a tokenizer"
@@ -304,9 +309,19 @@ class TextGeneration(GenerationTask):
     def compare(
         self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
     ) -> dict[str, float]:
-        """See `Task`. The scores without and with a past, each as one."""
+        """See `Task`. The scores without and with a past, each as one; perplexity is a case of its own.
+
+        Two tokens count as one where they are as near as fp32 may be off, whatever else is allowed.
+        """
         wanted, had = ([(part,) for row in rows for part in row] for rows in (expected, got))
-        return super().compare(wanted, had, bounds)
+        exact = {name: min(value, self.tolerances[name]) for name, value in bounds.items() if name.startswith("max_")}
+        return super().compare(wanted, had, exact) | {PERPLEXITY_RISE: 0.0}
+
+    def list_windows(self) -> list[list[int]]:
+        """Return real texts as tokens, in pieces of one length, for the perplexity."""
+        tokens = [token for text in read_verification_texts() for token in self._read(text)]
+        size = min(self.context, _WINDOW_TOKENS)
+        return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)][:_WINDOWS]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,13 +86,13 @@ def open_openvino(folder: Path, threads: int) -> Write:
     import openvino as ov
     import openvino_genai as genai
 
-    from export.engines.openvino_generation import PARAMETERS, PROPERTIES
+    from export.engines.openvino_generation import PARAMETERS, read_properties
 
     scheduler = genai.SchedulerConfig()
     scheduler.num_kv_blocks, scheduler.max_num_seqs = 512, int(PARAMETERS["max_num_seqs"])
     scheduler.max_num_batched_tokens = int(PARAMETERS["max_num_batched_tokens"])
     scheduler.dynamic_split_fuse = True
-    properties = {**PROPERTIES, "INFERENCE_NUM_THREADS": threads}
+    properties = {**read_properties(folder), "INFERENCE_NUM_THREADS": threads}
     pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 
     def write(prompts: list[list[int]], tokens: int) -> Moments:
