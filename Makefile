@@ -11,8 +11,8 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills pictures soak soak-rollouts streams wheel lock clean
+.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate bench-generate targets fuzz \
+	kills pictures soak soak-generate soak-rollouts streams wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -146,6 +146,14 @@ ACTIVATIONS ?= 100
 
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
+
+REQUESTS ?= 10000
+
+soak-generate: setup ## Send REQUESTS (10,000) of every kind to a model that writes text: refusals, memory, neighbours' texts
+	@$(BENCH)soak_generate --requests $(REQUESTS)
+
+bench-generate: setup ## Measure text generation beside the bare engine, transformers and ctranslate2; BENCH_OPTIONS=--quick
+	@$(BENCH)bench_generate $(BENCH_OPTIONS)
 
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist
