@@ -30,7 +30,8 @@ PARAMETERS = {
 PROPERTIES = {
     "fp32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
     "bf16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "u8"},
-    "int8": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8"},
+    # Nor are activations made bytes of, which only some CPUs would do.
+    "int8": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
 }
 
 # They lie beside the model: two versions of a rollout share one configuration.

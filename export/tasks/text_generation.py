@@ -320,7 +320,7 @@ class TextGeneration(GenerationTask):
     def list_windows(self) -> list[list[int]]:
         """Return real texts as tokens, in pieces of one length, for the perplexity."""
         tokens = [token for text in read_verification_texts() for token in self._read(text)]
-        size = min(self.context, _WINDOW_TOKENS)
+        size = min(self.context, _WINDOW_TOKENS, len(tokens))
         return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)][:_WINDOWS]
 
 
