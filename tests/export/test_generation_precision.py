@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness import run
-from trainers.writers import save_writer
+from trainers.writers import save_trained_writer, save_writer
 
 from export.__main__ import main
 from export.engines.openvino_model import check_cpu
@@ -24,7 +24,7 @@ def can_compute(precision: str) -> bool:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_writer("llama", tmp_path_factory.mktemp("llama") / "checkpoint")
+    return save_trained_writer(tmp_path_factory.mktemp("llama") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,10 @@ def test_weights_are_a_quarter_in_int8_and_whole_in_fp32(repository: Path) -> No
     assert abs(perplexity[PERPLEXITY_RISE]) < 1e-5
 
 
-def test_what_exceeds_a_bound_is_refused_and_not_published(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_exceeds_a_bound_is_refused_and_not_published(tmp_path: Path) -> None:
+    # Random weights make much of a small difference.
+    checkpoint = save_writer("llama", tmp_path / "checkpoint")
     asked = ("-m", "export", "run", checkpoint, "--name", "writer", "--repository", tmp_path / "models")
-    done = run(*asked, "--precision", "int8", "--tolerance", "max_relative_error=0.0001")
+    done = run(*asked, "--precision", "int8")
     assert done.code == 1 and "is not equal to the checkpoint" in done.err
     assert not (tmp_path / "models" / "writer" / "1").exists()

@@ -23,7 +23,7 @@ import torch
 import tritonclient.grpc as grpc
 from harness import CHECKOUT, run
 from launcher import Running, running
-from trainers.writers import save_writer, train_bpe, train_megatron_writer
+from trainers.writers import save_trained_writer, save_writer, train_bpe, train_megatron_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client import Client, ClientError, RefusedError
@@ -165,7 +165,7 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
     for model, checkpoint in checkpoints.items():
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
     small = ["--name", "small", "--repository", str(folder / "models"), "--precision", "int8"]
-    assert main(["run", str(folder / "llama"), *small]) == 0
+    assert main(["run", str(save_trained_writer(folder / "small")), *small]) == 0
     with running(folder / "models") as server:
         # Every model has then answered a recorded prompt with the recorded text.
         server.read_until("serving")
