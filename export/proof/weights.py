@@ -68,7 +68,8 @@ def verify_weights(
         tolerances=tolerances.bounds if tolerances else task.tolerances,
         texts_tokenized=texts,
         target=target.release,
-        versions={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+        versions={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
+        | {engine.name: "not run"},
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import CHECKOUT, run
+from harness import CHECKOUT
 from safetensors.torch import load_file, save_file
 from trainers.writers import build_writer, train_bpe
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -161,15 +161,13 @@ def test_what_differs_by_one_bit_is_refused(checkpoint: Path, repository: Path, 
 
 
 def test_a_release_whose_backend_says_less_and_a_precision_that_it_does_not_take_are_refused(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run("-m", "export", "run", checkpoint, "--name", "w", "--repository", tmp_path, "--engine", "vllm")
-    assert done.code == 1 and "expected a release from 24.12 on, got 24.10" in done.err
-    done = run(
-        *("-m", "export", "run", checkpoint, "--name", "w", "--repository", tmp_path, "--engine", "vllm"),
-        *("--target", TARGET, "--precision", "int8"),
-    )
-    assert done.code == 1 and "vLLM does not serve int8" in done.err
+    asked = ["run", str(checkpoint), "--name", "w", "--repository", str(tmp_path), "--engine", "vllm"]
+    assert main(asked) == 1
+    assert "expected a release from 24.12 on, got 24.10" in " ".join(capsys.readouterr().err.split())
+    assert publish(checkpoint, tmp_path, "--precision", "int8") == 1
+    assert "vLLM does not serve int8" in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
 
 
