@@ -40,6 +40,8 @@ class VLLM(Engine):
     backend = "vllm"
     model_file = "config.json"
     graph_precisions: ClassVar[Mapping[str, str]] = {name: name for name in DTYPES}
+    # vLLM queues and batches by itself, in one process, and answers in pieces.
+    idle_options = frozenset({"instances", "max_queue_size", "response_cache", "rate_limit"})
     takes = "decoder"
 
     def check(self, precision: str, target: "Target") -> None:
