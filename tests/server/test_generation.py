@@ -1,11 +1,9 @@
 """Text from a decoder, through the real tritonserver: it is what transformers writes, whoever else is asking."""
 
-import contextlib
 import json
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +24,7 @@ from launcher import Running, running
 from trainers.writers import save_trained_writer, save_writer, train_bpe, train_megatron_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from client import Client, ClientError, RefusedError
+from client import Client, RefusedError
 from export.__main__ import main
 from export.consolidation.consolidate import consolidate
 from export.repository.config_file import parse_config, render_config
@@ -348,22 +346,3 @@ def test_the_check_through_the_server_is_repeated_over_every_transport(writers: 
     assert done.code == 1
     assert [each["different"] for each in json.loads(done.out)] == [1, 1, 1]
     assert writers.server.check().code == 0
-
-
-# Last, because it takes a process away.
-def test_streams_of_a_killed_process_end_in_an_error_and_the_next_text_is_whole(writers: Writers) -> None:
-    prompt, server = "The cat sat on", writers.server
-    (stub,) = server.find_stubs("opt")
-    with contextlib.ExitStack() as stack:
-        texts = []
-        for protocol in ("http", "grpc"):
-            url = f"127.0.0.1:{getattr(server, protocol)}"
-            client = stack.enter_context(Client(url, protocol=protocol, model="opt", timeout_s=5))
-            texts.append(client.generate(prompt, max_tokens=4000, ignore_eos=True))
-            next(texts[-1])
-        os.kill(stub.pid, signal.SIGKILL)
-        for text in texts:
-            with pytest.raises(ClientError):
-                list(text)
-        server.wait_for_line("opt: answers again", 60)
-        assert "".join(client.generate(prompt, max_tokens=TOKENS)) == writers.write("opt", prompt)
