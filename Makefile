@@ -12,7 +12,7 @@ VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills pictures soak soak-rollouts streams wheel lock clean
+	kills neighbours pictures soak soak-rollouts streams wheel lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -136,6 +136,9 @@ streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 s
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
+
+neighbours: setup ## Measure a one-word caller's wait beside callers of texts that are dear to tokenise
+	@$(BENCH)neighbours
 
 SOAK_MINUTES ?= 20
 
