@@ -47,7 +47,7 @@ FLOORS = {
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
     "export/engines": ("errors", "graph", "locations", "signature", "targets"),
-    "export/weights": ("checkpoints", "errors", "option_kinds"),
+    "export/weights": ("checkpoints", "consolidation", "errors", "option_kinds"),
     "export/tasks": ("artefacts", "checkpoints", "errors", "option_kinds", "signature", "weights"),
     "export/options": ("engines", "errors", "graph", "locations", "option_kinds", "targets", "tasks", "weights"),
     "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
