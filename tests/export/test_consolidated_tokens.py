@@ -35,7 +35,7 @@ def saved(checkpoint: Path, tmp_path: Path) -> Path:
     config.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         shutil.copy(checkpoint / name, folder)
-    (folder / "added_tokens.json").write_text('{"[OLD]": 7}')
+    (folder / "added_tokens.json").write_text('{"[MASK]": 103}')
     return folder
 
 
@@ -74,7 +74,7 @@ def test_added_tokens_come_with_rows_tokenizer_and_configuration(saved: Path, tm
     assert not (out / "added_tokens.json").exists()
     assert not [path for path in out.rglob("*") if path.name.startswith(".") or path.name == "rows.safetensors"]
     # What was written is read again, and its tokenizer is told to be its own.
-    assert consolidate(out, tmp_path / "again", "--add-token", "another") == 0
+    assert consolidate(out, tmp_path / "again", "--add-token", "another=mean") == 0
 
 
 def test_rows_are_cut_and_padded_as_run_does_it(saved: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_configuration_and_tokenizer_come_from_another_folder(saved: Path, tmp_p
     [
         (["--seed", "3"], "--seed has no effect alone: expected tokens to add, or rows to cut or pad, got neither"),
         (["--add-token", "x=copy:[NOWHERE]"], "the token that x is to be a copy of does not exist"),
-        (["--add-token", "x"], "belongs to another model"),
+        (["--add-token", "x=mean"], "belongs to another model"),
         (["--base", "nowhere"], "nowhere is no folder: expected one with config.json and tokenizer, got none"),
     ],
 )
@@ -122,5 +122,5 @@ def test_a_folder_without_a_tokenizer_gets_no_tokens(
 ) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         (saved / name).unlink()
-    assert consolidate(saved, tmp_path / "out", "--add-token", "x") == 1
+    assert consolidate(saved, tmp_path / "out", "--add-token", "x=mean") == 1
     assert "holds no tokenizer" in capsys.readouterr().err
