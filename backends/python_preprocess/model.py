@@ -107,7 +107,7 @@ class PictureStep:
 
 def count_threads(config: Mapping[str, Any]) -> int:
     """Return an instance's share of the cores: one that takes all of them holds up the others."""
-    instances = sum(group["count"] for group in config["instance_group"])
+    instances: int = sum(group["count"] for group in config["instance_group"])
     return max(1, len(os.sched_getaffinity(0)) // instances)
 
 
