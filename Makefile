@@ -150,6 +150,9 @@ streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 s
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
 
+neighbours: setup ## Measure a one-word caller's wait beside callers of texts that are dear to tokenise
+	@$(BENCH)neighbours
+
 SOAK_MINUTES ?= 20
 
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
