@@ -147,6 +147,9 @@ ACTIVATIONS ?= 100
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
 
+soak-lines: setup ## Answer a million lines while client and server are killed, and versions rolled: rows, repeats, memory
+	@$(BENCH)soak_lines $(BENCH_OPTIONS)
+
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist
 	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
