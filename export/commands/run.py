@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..checkpoints import join_folders
 from ..errors import escape_controls
+from ..fetching import fetch_all, join_addresses
 from ..locations import name_command
 from ..options import add_options, build_request, read_options
 from ..progress import Progress
@@ -29,6 +30,8 @@ _EXAMPLES = (
     "./checkpoint --name tickets --precision int8 --target 25.08",
     "--factory model.py:build --inputs inputs.json --name scores",
     "./checkpoint --name tickets --json > result.json",
+    "sentence-transformers/all-MiniLM-L6-v2@main --name sentence_embedding",
+    "s3://models/tickets/2024-06 --name tickets",
     "./node0/run ./node1/run --base ./model --name tickets",
 )
 
@@ -47,10 +50,10 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
     )
     parser.add_argument(
         "checkpoints",
-        type=Path,
         nargs="*",
         metavar="CHECKPOINT",
-        help="folder that a trainer or save_pretrained left, or the folders of all nodes (optional with --factory)",
+        help="folder that a trainer or save_pretrained left, or the folders of all nodes; or OWNER/NAME@REVISION of "
+        "the hub, s3://, gs:// or https:// (optional with --factory)",
     )
     parser.add_argument("--name", required=True, help="name that clients will use")
     parser.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
@@ -61,12 +64,14 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
-    checkpoint = join_folders(arguments.checkpoints) if arguments.checkpoints else None
+    console = Console(stderr=True)
+    fetched = fetch_all(arguments.checkpoints, partial(_tell, console))
+    checkpoint = join_folders([each.path for each in fetched]) if fetched else None
     request = build_request(
-        vars(arguments) | {"checkpoint": checkpoint}, read_options(arguments.config) if arguments.config else {}
+        vars(arguments) | {"checkpoint": checkpoint, "address": join_addresses(fetched)},
+        read_options(arguments.config) if arguments.config else {},
     )
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
-    console = Console(stderr=True)
     check_destination(request.repository, request.name, partial(_tell, console))
     find_target(request.target)
 
