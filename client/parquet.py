@@ -145,6 +145,7 @@ class ParquetTarget:
         self._path, self._columns = path, columns
         self._folder = path.with_name(f"{path.name}.parts")
         self._lock: int | None = None
+        self._is_locked = False
         self.is_finished = path.is_file()
         if not self.is_finished or self._folder.is_dir():
             self._folder.mkdir(exist_ok=True)
@@ -152,6 +153,7 @@ class ParquetTarget:
         try:
             if self._lock is not None:
                 lock(self._lock, path)
+                self._is_locked = True
             if self._lock is not None and path.is_file():
                 # Whoever joined them was killed before they were removed.
                 shutil.rmtree(self._folder)
@@ -163,10 +165,13 @@ class ParquetTarget:
             raise
 
     def close(self) -> None:
-        """Leave the lock to others."""
+        """Leave the lock to others, and no folder without a part."""
+        if self._is_locked:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
-            self._lock = None
+            self._lock, self._is_locked = None, False
 
     def read_last(self) -> str | None:
         """Return the text of the last answer; None where the rows are of another form."""

@@ -169,6 +169,7 @@ def test_what_a_file_cannot_be_answered_for_is_refused_in_one_sentence(client: C
     assert not (tmp_path / "o.parquet").exists()
     with pytest.raises(ModelError, match="nothing"):
         answer_file(client, good, tmp_path / "p.parquet", model="nothing")
+    assert not list(tmp_path.glob("[op].parquet*")), "nothing is left of what was refused"
     for sentence, words in {
         f"{good} holds more than texts: expected --output": ["--file", str(good)],
         "--column has no effect": ["--text", "a", "--column", "text"],
