@@ -14,6 +14,7 @@ from ..errors import escape_controls
 from ..fetching import fetch_all, join_addresses
 from ..locations import name_command
 from ..options import add_options, build_request, read_options
+from ..options_file import OPTIONS_FILE
 from ..progress import Progress
 from ..repository.lock import check_destination
 from ..targets import find_target
@@ -28,6 +29,8 @@ _EXAMPLES = (
     "./checkpoint --name tickets --repository /srv/models \\\n"
     '      --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"',
     "./checkpoint --name tickets --precision int8 --target 25.08",
+    "./checkpoint --name tickets --instances 4 --priority-levels 2 --max-queue-size 64",
+    "./checkpoint --name tickets --config serving.toml",
     "--factory model.py:build --inputs inputs.json --name scores",
     "./checkpoint --name tickets --json > result.json",
     "sentence-transformers/all-MiniLM-L6-v2@main --name sentence_embedding",
@@ -56,7 +59,13 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         "the hub, s3://, gs:// or https:// (optional with --factory)",
     )
     parser.add_argument("--name", required=True, help="name that clients will use")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the same options, named as below with _: JSON, or TOML with tables [default] and [models.NAME] "
+        f"(default: {OPTIONS_FILE} of the working directory, if there is one)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     parser.add_argument("--again", action="store_true", help="export even where a version was made of the same already")
     add_options(parser)
@@ -65,12 +74,11 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
     console = Console(stderr=True)
+    # Before anything is fetched: a mistake in the file is told at once.
+    settings = read_options(arguments.config, arguments.name)
     fetched = fetch_all(arguments.checkpoints, partial(_tell, console))
     checkpoint = join_folders([each.path for each in fetched]) if fetched else None
-    request = build_request(
-        vars(arguments) | {"checkpoint": checkpoint, "address": join_addresses(fetched)},
-        read_options(arguments.config) if arguments.config else {},
-    )
+    request = build_request(vars(arguments) | {"checkpoint": checkpoint, "address": join_addresses(fetched)}, settings)
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     check_destination(request.repository, request.name, partial(_tell, console))
     find_target(request.target)
