@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from harness import run
 from launcher import Running, running
 
 from export.__main__ import main as export_cli
+from export.repository.promotion import promote
+from export.repository.retirement import remove_model
 
 # So long that tokenising a batch takes longer than sending it: requests pile up, and wait.
 LONG = "a cat sleeps " * 700
@@ -71,6 +74,7 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         rate_limit = {{ cores = 1 }}
 
         [models.strict]
+        response_cache = true
         max_queue_size = 2
         default_timeout_microseconds = 1000
 
@@ -81,7 +85,21 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     for name in ("patient", "strict"):
         words = ["run", str(tiny_checkpoint), "--name", name, "--repository", str(folder / "models")]
         assert export_cli([*words, "--config", str(folder / "modelyard.toml")]) == 0
+    words = ["run", str(tiny_checkpoint), "--name", "strict", "--repository", str(folder / "other"), "--pooling", "cls"]
+    assert export_cli([*words, "--config", str(folder / "modelyard.toml")]) == 0
     return folder
+
+
+def wait_for_reason(server: Running, model: str) -> str:
+    """Return why a running server does not serve what is active, as soon as it says so."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.status}/versions", timeout=5) as response:
+            state = json.load(response)["models"].get(model, {})
+        if state.get("state") == "failed":
+            return str(state["reason"])
+        time.sleep(0.1)
+    raise AssertionError(f"{model} did not fail")
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +173,18 @@ def test_what_shares_a_resource_never_runs_at_once(server: Running, folder: Path
     )
     assert len(runs) >= 12
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(runs))
+
+
+def test_what_a_running_server_would_pass_over_or_answer_wrongly_is_refused(folder: Path) -> None:
+    here = folder / "here"
+    promote(folder / "models", "strict", 1, destination=here)
+    with running(here) as server:
+        server.read_until("Next:")
+        # Nothing asked for the rate limiter when it started.
+        promote(folder / "models", "patient", 1, destination=here)
+        assert "asks for the rate limiter" in wait_for_reason(server, "patient")
+        # Another model under the number of one whose answers are kept.
+        remove_model(here, "strict")
+        promote(folder / "other", "strict", 1, destination=here)
+        assert "may hold answers of another version 1" in wait_for_reason(server, "strict")
+        assert server.stop() == 0
