@@ -90,16 +90,16 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def wait_for_reason(server: Running, model: str) -> str:
-    """Return why a running server does not serve what is active, as soon as it says so."""
+def wait_for(server: Running, model: str, **wanted: object) -> dict[str, object]:
+    """Return what a running server says of a model, as soon as that is so."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.status}/versions", timeout=5) as response:
-            state = json.load(response)["models"].get(model, {})
-        if state.get("state") == "failed":
-            return str(state["reason"])
+            found: dict[str, object] = json.load(response)["models"].get(model, {})
+        if wanted.items() <= found.items():
+            return found
         time.sleep(0.1)
-    raise AssertionError(f"{model} did not fail")
+    raise AssertionError(f"{model} is not {wanted} but {found}")
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +182,10 @@ def test_what_a_running_server_would_pass_over_or_answer_wrongly_is_refused(fold
         server.read_until("Next:")
         # Nothing asked for the rate limiter when it started.
         promote(folder / "models", "patient", 1, destination=here)
-        assert "asks for the rate limiter" in wait_for_reason(server, "patient")
+        assert "asks for the rate limiter" in str(wait_for(server, "patient", state="failed"))
         # Another model under the number of one whose answers are kept.
         remove_model(here, "strict")
+        wait_for(server, "strict", active=0, state="served")
         promote(folder / "other", "strict", 1, destination=here)
-        assert "may hold answers of another version 1" in wait_for_reason(server, "strict")
+        assert "may hold answers of another version 1" in str(wait_for(server, "strict", state="failed"))
         assert server.stop() == 0
