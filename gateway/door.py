@@ -30,6 +30,8 @@ _OPEN = ("/health", "/docs", "/openapi.json")
 # In which a body comes whole.
 _BODY_TIMEOUT_S = 30.0
 
+_CANCEL_INTERVAL_S = 0.05
+
 # nginx's, for a caller who left before the answer.
 _LEFT = 499
 
@@ -198,9 +200,12 @@ class _Endpoint:
         work = asyncio.ensure_future(self._answer(call, body, send))
         # Nothing more comes of a caller but that it leaves, and then nobody needs the answer.
         leaving = asyncio.ensure_future(receive())
-        leaving.add_done_callback(lambda _: work.cancel())
         try:
-            await asyncio.wait((work,))
+            await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+            # Again and again: `asyncio.wait_for` of Python 3.11 forgets that it was cancelled where a piece just came.
+            while leaving.done() and not work.done():
+                work.cancel()
+                await asyncio.wait((work,), timeout=_CANCEL_INTERVAL_S)
         finally:
             leaving.cancel()
             work.cancel()
