@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import ray
 from embedder import Embedder
@@ -23,7 +24,7 @@ class Embedding:
 
 
 if __name__ == "__main__":
-    ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}})
+    ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}})
     serve.start(http_options={"host": "127.0.0.1", "port": int(os.environ["BENCH_PORT"])})
     serve.run(Embedding.bind(), route_prefix="/embed")
     signal.signal(signal.SIGTERM, lambda *_: ray.shutdown())

@@ -133,8 +133,8 @@ def describe(result: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]
         f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, commit {machine['commit']}, "
         f"{machine['date']}.",
         f"{plan['texts']} real texts of {plan['words_mean']:.0f} words on average, one a request; "
-        f"{plan['rounds_done']} of {plan['rounds']} rounds, {plan['seconds']:g} s a window; median, and the least and the "
-        f"most in brackets.",
+        f"{plan['rounds_done']} of {plan['rounds']} rounds, {plan['seconds']:g} s a window; median, and the least and "
+        f"the most in brackets.",
         f"The ratio is to {summary['baseline'] or 'nothing'}, within a round. Clients and servers share the cores.",
     ]
     if summary["others_cores"] > BUSY_CORES:
