@@ -138,6 +138,12 @@ def _read_count(value: Any) -> int:
     return int(value)
 
 
+def _read_counts(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError
+    return [_read_count(item) for item in value]
+
+
 def _read_number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError
@@ -175,6 +181,13 @@ COUNT = Kind(
     parse=lambda word: _read_count(int(word)),
     read=_read_count,
     metavar="N",
+)
+COUNTS = Kind(
+    expected="whole numbers of at least 1",
+    parse=lambda word: _read_count(int(word)),
+    read=_read_counts,
+    metavar="N",
+    collect=lambda items: tuple(sorted({*items})),
 )
 NUMBER = Kind(expected="a number", parse=lambda word: _read_number(float(word)), read=_read_number, metavar="X")
 BOUNDS = Kind(

@@ -17,7 +17,7 @@ from .engines.engine import Form
 from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
-from .option_kinds import BOUNDS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
+from .option_kinds import BOUNDS, COUNTS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
 from .targets import DEFAULT_TARGET
 from .tasks.table import TASKS, list_task_options
 from .weights.vocabulary_options import VocabularyOptions
@@ -56,6 +56,7 @@ class ExportRequest:
         precision: Name of the precision of the published file.
         engine: Name of what runs it, or `auto`; None is the usual one of the task.
         steps: How the work around the graph is divided, one of `LAYOUTS`.
+        lengths: What the tokens of a request are padded to, the smallest first; nothing for other requests where empty.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -178,6 +179,17 @@ class ExportRequest:
         default=ENSEMBLE,
         group=_PROOF,
     )
+    lengths: tuple[int, ...] = declare(
+        Option(
+            name="lengths",
+            kind=COUNTS,
+            help="lengths in tokens that texts are padded to, so that requests of different lengths are run together, "
+            "as in --lengths 32 64 128 (default: no request is padded for others)",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=(),
+        group=_PROOF,
+    )
     tolerances: Mapping[str, float] = declare(
         Option(
             name="tolerances",
@@ -237,6 +249,13 @@ class ExportRequest:
                 f"--steps {LEAN} has no effect with --engine {named.name}",
                 expected="one of " + ", ".join(name for name, engine in ENGINES.items() if engine.has_lean),
                 got=named.name,
+                remedy="leave it out",
+            )
+        if self.steps == LEAN and self.lengths:
+            raise SettingsError(
+                f"--lengths has no effect with --steps {LEAN}",
+                expected=f"--steps {ENSEMBLE}, whose requests are joined",
+                got=LEAN,
                 remedy="leave it out",
             )
         if self.factory is not None and self.inputs is None:

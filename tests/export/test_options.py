@@ -28,6 +28,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "precision": (["--precision", "fp16"], "fp16"),
     "engine": (["--engine", "tensorrt"], "tensorrt"),
     "steps": (["--steps", "lean"], "lean"),
+    "lengths": (["--lengths", "64", "32"], [32, 64]),
     "tolerances": (["--tolerance", "max_abs_error=1e-6"], {"max_abs_error": 1e-6}),
     "accept_worse": (["--accept-worse", "a demo"], "a demo"),
     "factory": (["--factory", "model.py:build"], "model.py:build"),

@@ -54,6 +54,7 @@ class Ours:
         options: Of `export run`.
         model: Triton's model whose executions count as batches.
         limit: Name of the offline limit that it is held against.
+        lengths: What its texts are padded to; none is padded where it is empty.
         is_quick: Whether it is part of `--quick`.
     """
 
@@ -62,6 +63,7 @@ class Ours:
     options: tuple[str, ...]
     model: str
     limit: str
+    lengths: tuple[int, ...] = ()
     is_quick: bool = False
 
     @property
@@ -69,12 +71,17 @@ class Ours:
         return CHECKOUT / ".cache" / "bench" / "models" / self.name
 
 
-def _ours(engine: str, precision: str, steps: str, *more: str, suffix: str = "", is_quick: bool = False) -> Ours:
+def _ours(engine: str, precision: str, steps: str, *, lengths: tuple[int, ...] = (), is_quick: bool = False) -> Ours:
     titles = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+    padded = f"padded to {', '.join(map(str, lengths))}" if lengths else steps
     return Ours(
-        name=f"{engine}-{precision}-{steps}{suffix}",
-        title=f"{titles[engine]} {precision}, {steps}{suffix.replace('-', ' ')}",
-        options=("--engine", engine, "--precision", precision, "--steps", steps, *more),
+        name=f"{engine}-{precision}-{'padded-' + str(len(lengths)) if lengths else steps}",
+        title=f"{titles[engine]} {precision}, {padded}",
+        options=(
+            *("--engine", engine, "--precision", precision, "--steps", steps),
+            *(["--lengths", *map(str, lengths)] if lengths else []),
+        ),
+        lengths=lengths,
         model=NAME if steps == "lean" else f"{NAME}_model",
         limit=f"{engine}-{precision}",
         is_quick=is_quick,
@@ -86,6 +93,9 @@ OURS = {
     for ours in (
         _ours("onnxruntime", "fp32", "ensemble", is_quick=True),
         _ours("onnxruntime", "fp32", "lean", is_quick=True),
+        _ours("onnxruntime", "fp32", "ensemble", lengths=(32, 64, 128, 256)),
+        # As a naive ensemble has it: everything is padded to the most that the model reads.
+        _ours("onnxruntime", "fp32", "ensemble", lengths=(256,)),
         _ours("onnxruntime", "int8", "lean"),
         _ours("openvino", "fp32", "ensemble"),
         _ours("openvino", "fp32", "lean", is_quick=True),

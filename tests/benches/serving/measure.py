@@ -35,6 +35,7 @@ from benches.serving.contenders import (
 )
 from harness import CHECKOUT
 from launcher import find_ports
+from tokenizers import Tokenizer
 
 from demo.checkpoint import fetch_checkpoint
 from demo.serving import NAME
@@ -95,6 +96,7 @@ class Server:
     counts: Path
     start_s: float = 0.0
     model: str = ""
+    padding: float | None = None
     log: Path = field(default_factory=Path)
 
     def read_counts(self) -> "np.ndarray[Any, Any]":
@@ -162,9 +164,20 @@ def measure(
         return [measure_limit(contender, texts, seconds)], {}
     with started(contender) as server:
         check_answers(server, texts)
+        if isinstance(contender, Ours):
+            server.padding = find_padding(contender, texts.texts)
         memory = usage.read_memory_bytes(server.process.pid)
         windows = [measure_level(server, texts, level, seconds) for level in levels]
     return windows, {"start_s": server.start_s, "memory_mb": memory / 1e6}
+
+
+def find_padding(ours: Ours, texts: Sequence[str]) -> float:
+    """Return the share of padding in what a model of ours runs: requests of one text each are padded for no other."""
+    tokenizer = Tokenizer.from_file(str(find_version(REFERENCE) / "tokenizer.json"))
+    tokenizer.no_padding()
+    sizes = [len(encoding.ids) for encoding in tokenizer.encode_batch(list(texts))]
+    padded = [next((length for length in ours.lengths if length >= size), size) for size in sizes]
+    return 1 - sum(sizes) / sum(padded)
 
 
 @contextlib.contextmanager
@@ -324,7 +337,7 @@ def measure_level(server: Server, texts: Texts, connections: int, seconds: float
         others_cores=seen["others_cores"],
         memory_mb=seen["memory_bytes"] / 1e6,
         mean_batch=rows / runs if runs else None,
-        padding=1 - tokens / padded if padded else None,
+        padding=1 - tokens / padded if padded else server.padding,
     )
 
 
