@@ -11,8 +11,8 @@ HAS_LIBPYTHON := from server.installation import find_installation; find_install
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-python test-lowest test-containers architectures lint bench bench-consolidate targets fuzz \
-	kills pictures soak soak-rollouts wheel lock clean
+# All that `help` lists; what makes a file is not listed.
+.PHONY: $(shell sed -nE 's/^([a-z-]+):.*## .*/\1/p' $(MAKEFILE_LIST))
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 27
@@ -47,6 +47,12 @@ $(VENV)/trainers: $(VENV)/installed requirements/trainers.txt
 	@$(LOCKED) requirements/trainers.txt --no-build-isolation
 	@touch $@
 
+# Schemas, which the tests of docker/kubernetes read: beside the environment, for what they depend on is not there.
+$(VENV)/kubernetes/installed: $(VENV)/installed requirements/kubernetes.txt
+	@rm -rf $(@D)
+	@$(LOCKED) requirements/kubernetes.txt --no-compile --target $(@D)
+	@touch $@
+
 demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, stop
 	@$(BIN)/python -m demo
 
@@ -58,7 +64,7 @@ TEST_PROCESSES ?= 2
 
 # What failed is run once more, alone, and its second result counts: of 1,800 tests that start servers and kill them, one
 # may meet a machine that has no core for it. What fails twice is told as failed, and what passes then was named before.
-test: setup lint $(VENV)/trainers ## Run the whole test suite
+test: setup lint $(VENV)/trainers $(VENV)/kubernetes/installed ## Run the whole test suite
 	@$(BIN)/python -m pytest --cache-clear --numprocesses $(TEST_PROCESSES) --dist loadfile || \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
@@ -108,6 +114,12 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
 
+checkpoints: setup $(VENV)/trainers ## Train the rarer variants of ZeRO checkpoints too, and read them bit for bit
+	@$(BIN)/python -m pytest -m 'matrix or not matrix' tests/checkpoints
+
+failing-disk: setup ## Fail every single write, rename and sync of a publication, not a sample of them
+	@MODELYARD_DISK_EVERY=1 $(BIN)/python -m pytest tests/export/test_failing_disk.py
+
 pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
 	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
 
@@ -128,6 +140,11 @@ targets: setup ## Measure again what each target's ONNX Runtime loads
 fuzz: setup ## Feed the checkpoint readers 40,000 hostile files, and every HTTP operation 2,000 requests
 	@$(BENCH)fuzz_torch_zip --inputs 40000
 	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/server/test_fuzz_http.py
+
+PROMPTS ?= 20
+
+streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 streams, some of which leave: transformers' own?
+	@MODELYARD_STREAMS=$(PROMPTS) $(BIN)/python -m pytest tests/server/test_generation.py -k transformers_writes
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
@@ -159,7 +176,7 @@ lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
 	done
 	@# Of these nothing is used that would need what they depend on.
-	@for name in gpu stubs; do \
+	@for name in gpu stubs kubernetes; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \
 	done
 

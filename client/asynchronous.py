@@ -1,8 +1,8 @@
 """The client for asyncio."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -10,70 +10,35 @@ import numpy.typing as npt
 from . import answers, streams
 from .answers import Answer, Entity, Label, Ranked
 from .model import Model
-from .options import Words, make_options
+from .options import Options
 from .pieces import Text
 from .session import Arrays, Session
 
+P = ParamSpec("P")
+
+
+def _tell(make: Callable[P, Options]) -> Callable[Concatenate["Asking", P], None]:
+    """Return an `__init__` that takes what `make` takes."""
+
+    def begin(self: "Asking", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._session = Session(make(*args, **kwargs))
+
+    # What `help` and editors show.
+    functools.update_wrapper(begin, make.__init__)
+    begin.__doc__ = make.__doc__
+    return begin
+
 
 class Asking:
-    """What both clients are told.
+    """What both clients are told: the fields of `Options`, the url first and the others by name."""
 
-    Args:
-        url: host:port; https:// in front of it asks for TLS. Without it `MODELYARD_URL` or `MODELYARD_GRPC_URL`, else
-            this machine's usual port.
-        protocol: `http` or `grpc`.
-        model: Whom to ask where a call names nobody; without it the one ensemble that the server has.
-        timeout_s: Seconds to wait for the answer to one request.
-        retry_s: Seconds for which a request is sent again that found nobody, lost its connection, or was refused for
-            now (503, UNAVAILABLE); 0 for never. What took too long or is refused for good is not sent again.
-        in_flight: Requests on the way at the same time, and connections of the pool over HTTP.
-        tls: Whether to encrypt, and to refuse a server that cannot prove its name.
-        ca: PEM file with the certificates to trust; without it those that this machine, or gRPC, trusts.
-        token: Sent as `Authorization: Bearer TOKEN`.
-        headers: Further headers of every request.
-        compression: `gzip` or `deflate`, of requests and answers.
-        words: What the reader of an error calls these options; without it their names here.
+    _session: Session
 
-    Raises:
-        UsageError: An option has a value that cannot be used.
-    """
-
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        protocol: str = "http",
-        model: str | None = None,
-        timeout_s: float = 30.0,
-        retry_s: float = 10.0,
-        in_flight: int = 8,
-        tls: bool = False,
-        ca: Path | str | None = None,
-        token: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        compression: str | None = None,
-        words: Words | None = None,
-    ) -> None:
-        self._session = Session(
-            make_options(
-                url,
-                protocol=protocol,
-                model=model,
-                timeout_s=timeout_s,
-                retry_s=retry_s,
-                in_flight=in_flight,
-                tls=tls,
-                ca=ca,
-                token=token,
-                headers=headers,
-                compression=compression,
-                words=words,
-            )
-        )
+    __init__ = _tell(Options)
 
 
 class AsyncClient(Asking):
-    """A server to be asked from one event loop, by any number of tasks; `Asking` has what it takes.
+    """A server to be asked from one event loop, by any number of tasks; `Options` has what it takes.
 
     Every call raises a `ClientError` where there is no answer.
     """

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from . import answers
 from .model import Model
-from .options import Words, make_options
+from .options import Options, Words
 from .pieces import ask_texts
 from .session import Arrays, Session
 from .streams import find_writer, write
@@ -52,7 +52,7 @@ class Connection:
         Raises:
             ClientError: `ca` holds no certificates.
         """
-        options = make_options(
+        options = Options(
             url,
             protocol=protocol,
             timeout_s=timeout_s,
@@ -62,7 +62,7 @@ class Connection:
             headers=headers,
             words=COMMAND_WORDS,
         )
-        self.url, self.protocol = options.url, protocol
+        self.url, self.protocol = options.address, protocol
         self._session = Session(options)
 
     def find_model(self, name: str | None) -> Model:

@@ -67,7 +67,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     message = message.rstrip(".")
     if status in _NO_ACCESS:
         return AccessError(
-            f"{options.url} lets nobody in without leave",
+            f"{options.address} lets nobody in without leave",
             expected="a token that it knows and a call that it allows",
             got=f"'{message}'",
             remedy=f"pass the token with {options.words.token}",
@@ -79,7 +79,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     if "unknown model" in message:
         return (UnavailableError if is_for_now else ModelError)(
             message,
-            expected=f"a model that {options.url} serves",
+            expected=f"a model that {options.address} serves",
             remedy=f"choose with {options.words.model}",
         )
     sentence = f"the server refused the request: {message}"
@@ -92,7 +92,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
 
 def _explain_deadline(options: Options) -> ClientError:
     return DeadlineError(
-        f"no answer from {options.url}",
+        f"no answer from {options.address}",
         expected=f"one within {options.timeout_s:g} s",
         got="none",
         remedy=f"raise {options.words.timeout}",
@@ -101,7 +101,7 @@ def _explain_deadline(options: Options) -> ClientError:
 
 def _explain_distrust(reason: str, options: Options) -> ClientError:
     return UntrustedError(
-        f"the server at {options.url} is not trusted",
+        f"the server at {options.address} is not trusted",
         expected=f"a certificate of that name from an authority in {options.ca or 'the default ones'}",
         got=f"'{reason}'",
         remedy=f"pass the authority's certificate with {options.words.ca}",
@@ -113,7 +113,7 @@ def _explain_unreachable(
 ) -> ClientError:
     words = options.words
     return kind(
-        f"no server can be reached at {options.url} over {options.protocol}",
+        f"no server can be reached at {options.address} over {options.protocol}",
         expected="one to listen there",
         got=f"'{reason}'",
         remedy=f"start it with `{words.serve}`, or correct {words.url} and {words.protocol.strip(' =')}",

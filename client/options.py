@@ -3,7 +3,7 @@
 import os
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from .errors import UsageError
@@ -35,33 +35,41 @@ class Words:
     serve: str = _SERVE
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Options:
-    """Whom to ask, and how.
+    """Whom to ask, and how: what both clients take, and the table of its defaults.
 
-    Attributes:
-        url: host:port, without a scheme.
+    Args:
+        url: host:port; https:// in front of it asks for TLS. Without it `MODELYARD_URL` or `MODELYARD_GRPC_URL`, else
+            this machine's usual port.
         protocol: `http` or `grpc`.
-        model: Whom to ask; None for the one ensemble that the server has.
+        model: Whom to ask where a call names nobody; without it the one ensemble that the server has.
         timeout_s: Seconds to wait for the answer to one request.
-        retry_s: Seconds for which a request that may be repeated is sent again; 0 for never.
-        in_flight: Requests that are on the way at the same time.
+        retry_s: Seconds for which a request is sent again that found nobody, lost its connection, or was refused for
+            now (503, UNAVAILABLE); 0 for never. What took too long or is refused for good is not sent again.
+        in_flight: Requests on the way at the same time, and connections of the pool over HTTP.
         tls: Whether to encrypt, and to refuse a server that cannot prove its name.
-        ca: PEM file with the certificates to trust; None for those that this machine, or gRPC, trusts.
-        headers: Headers of every request.
-        compression: `gzip`, `deflate` or None, for requests and answers.
-        words: What the reader of an error calls these options.
+        ca: PEM file with the certificates to trust; without it those that this machine, or gRPC, trusts.
+        token: Sent as `Authorization: Bearer TOKEN`.
+        headers: Further headers of every request.
+        compression: `gzip` or `deflate`, of requests and answers.
+        words: What the reader of an error calls these options; without it their names here.
+
+    Raises:
+        UsageError: An option has a value that cannot be used.
     """
 
-    url: str
-    protocol: str
+    url: str | None = None
+    _: KW_ONLY
+    protocol: str = "http"
     model: str | None = None
     timeout_s: float = 30.0
     retry_s: float = 10.0
     in_flight: int = 8
     tls: bool = False
-    ca: Path | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    ca: Path | str | None = None
+    token: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] | None = field(default=None, repr=False)
     compression: str | None = None
     words: Words = Words()
 
@@ -78,43 +86,26 @@ class Options:
         if not self.timeout_s > 0:
             raise UsageError(f"{self.words.timeout} is too small", expected="more than 0", got=f"{self.timeout_s:g}")
         if self.ca:
-            _check_certificates(self.ca, self.words.ca)
+            _check_certificates(Path(self.ca), self.words.ca)
 
+    @property
+    def address(self) -> str:
+        """host:port, without a scheme."""
+        return self._target.split("://", 1)[-1].rstrip("/")
 
-def make_options(
-    url: str | None,
-    *,
-    protocol: str,
-    model: str | None = None,
-    timeout_s: float = 30.0,
-    retry_s: float = 10.0,
-    in_flight: int = 8,
-    tls: bool = False,
-    ca: Path | str | None = None,
-    token: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    compression: str | None = None,
-    words: Words | None = None,
-) -> Options:
-    """Return what a client is told, `url` without its scheme and `token` as the header that carries it.
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether TLS is asked for, in either way."""
+        return self.tls or self._target.startswith("https://")
 
-    Raises:
-        UsageError: An option has a value that cannot be used.
-    """
-    address = url or DEFAULT_URLS.get(protocol, "")
-    return Options(
-        url=address.split("://", 1)[-1].rstrip("/"),
-        protocol=protocol,
-        model=model,
-        timeout_s=timeout_s,
-        retry_s=retry_s,
-        in_flight=in_flight,
-        tls=tls or address.startswith("https://"),
-        ca=Path(ca) if ca else None,
-        headers=dict(headers or {}) | ({"Authorization": f"Bearer {token}"} if token else {}),
-        compression=compression,
-        words=words or Words(),
-    )
+    @property
+    def sent_headers(self) -> dict[str, str]:
+        """Headers of every request, the token among them; a new dict, for tritonclient adds its own."""
+        return dict(self.headers or {}) | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
+
+    @property
+    def _target(self) -> str:
+        return self.url or DEFAULT_URLS[self.protocol]
 
 
 def _check_certificates(path: Path, word: str) -> None:

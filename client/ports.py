@@ -20,7 +20,7 @@ _HTTP2_SETTINGS = b"\x04"
 
 def find_wrong_port(options: Options) -> ForeignError | None:
     """Return what to say where another of the server's ports was asked than the one that was meant, else None."""
-    found = None if options.tls else _identify_port(options.url, min(options.timeout_s, _LOOK_TIMEOUT_S))
+    found = None if options.is_encrypted else _identify_port(options.address, min(options.timeout_s, _LOOK_TIMEOUT_S))
     other = {title: name for name, title in TITLES.items()}.get(found or "")
     if found is None or other == options.protocol:
         return None
@@ -31,7 +31,7 @@ def find_wrong_port(options: Options) -> ForeignError | None:
     if other:
         remedy += f", or ask with {words.protocol}{other}"
     return ForeignError(
-        f"{options.url} is another port than the one meant",
+        f"{options.address} is another port than the one meant",
         expected=f"the server's {ours} port",
         got=f"its {found} port",
         remedy=remedy,

@@ -54,22 +54,22 @@ class _Protocol:
 
 def _open_http(options: Options) -> Any:
     return tritonclient.http.aio.InferenceServerClient(
-        options.url,
+        options.address,
         conn_limit=options.in_flight,
         conn_timeout=options.timeout_s,
-        ssl=options.tls,
+        ssl=options.is_encrypted,
         ssl_context=make_trust(options),
     )
 
 
 def make_trust(options: Options) -> ssl.SSLContext | bool:
     """Return what aiohttp is to take for a server's proof of its name."""
-    return ssl.create_default_context(cafile=options.ca) if options.tls else True
+    return ssl.create_default_context(cafile=options.ca) if options.is_encrypted else True
 
 
 def _open_grpc(options: Options) -> Any:
     return tritonclient.grpc.aio.InferenceServerClient(
-        options.url, ssl=options.tls, root_certificates=str(options.ca) if options.ca else None
+        options.address, ssl=options.is_encrypted, root_certificates=str(options.ca) if options.ca else None
     )
 
 
@@ -77,8 +77,7 @@ _PROTOCOLS = {
     "http": _Protocol(
         library=tritonclient.http,
         open=_open_http,
-        # A copy for each request: the client adds its own.
-        ask_options=lambda options: {"headers": dict(options.headers)},
+        ask_options=lambda options: {"headers": options.sent_headers},
         infer_options=lambda options: {
             "request_compression_algorithm": options.compression,
             "response_compression_algorithm": options.compression,
@@ -90,7 +89,7 @@ _PROTOCOLS = {
         open=_open_grpc,
         ask_options=lambda options: {
             # gRPC knows names in lower case alone.
-            "headers": {name.lower(): value for name, value in options.headers.items()},
+            "headers": {name.lower(): value for name, value in options.sent_headers.items()},
             "client_timeout": options.timeout_s,
         },
         infer_options=lambda options: {"compression_algorithm": options.compression},
@@ -203,7 +202,7 @@ class Session:
         if len(ensembles) == 1:
             return ensembles[0]
         raise ModelError(
-            f"there is not exactly one ensemble at {self.options.url}",
+            f"there is not exactly one ensemble at {self.options.address}",
             expected="one",
             got=", ".join(ensembles) or "none",
             remedy=f"choose with {self.options.words.model}",
@@ -244,7 +243,7 @@ class Session:
             self._forget = weakref.finalize(self, _close_forgotten, self._client, loop)
         if self._loop is not loop:
             raise UsageError(
-                f"the client of {self.options.url} is asked in another event loop than before",
+                f"the client of {self.options.address} is asked in another event loop than before",
                 expected="the one that it was first asked in",
                 got="another",
                 remedy="make a client for each loop, or close it in between",

@@ -114,7 +114,7 @@ async def find_writer(session: Session, name: str | None) -> str:
         if len(writers) == 1:
             return writers[0]
         raise ModelError(
-            f"there is not exactly one model that generates text at {session.options.url}",
+            f"there is not exactly one model that generates text at {session.options.address}",
             expected="one",
             got=", ".join(writers) or "none",
             remedy=f"choose with {words.model}",
@@ -141,7 +141,7 @@ async def _listen_grpc(session: Session, client: Any, model: str, inputs: Values
         yield {"model_name": model, "inputs": tensors}
 
     # With that header an error has a status; without it, a sentence alone.
-    headers = {name.lower(): value for name, value in options.headers.items()} | {"triton_grpc_error": "true"}
+    headers = {name.lower(): value for name, value in options.sent_headers.items()} | {"triton_grpc_error": "true"}
     answers = client.stream_infer(ask(), headers=headers, compression_algorithm=options.compression)
     try:
         while True:
@@ -168,11 +168,11 @@ async def _listen_http(session: Session, client: Any, model: str, inputs: Values
         for name, values in inputs.items()
     }
     ending = "generate_stream" if asked["stream"] else "generate"
-    url = f"{'https' if options.tls else 'http'}://{options.url}/v2/models/{quote(model)}/{ending}"
+    url = f"{'https' if options.is_encrypted else 'http'}://{options.address}/v2/models/{quote(model)}/{ending}"
     connector = aiohttp.TCPConnector(ssl=make_trust(options))
     async with (
         aiohttp.ClientSession(
-            connector=connector, timeout=times, headers=options.headers, read_bufsize=_LINE_BYTES
+            connector=connector, timeout=times, headers=options.sent_headers, read_bufsize=_LINE_BYTES
         ) as connection,
         connection.post(url, json=asked) as answer,
     ):

@@ -51,7 +51,7 @@ def hear(pieces: AsyncGenerator[str, None]) -> Generator[str, None, None]:
 
 
 class Client(Asking):
-    """A server to be asked from any number of threads; `Asking` has what it takes.
+    """A server to be asked from any number of threads; `Options` has what it takes.
 
     Every call raises a `ClientError` where there is no answer. What is forked after the first call makes no client.
     """

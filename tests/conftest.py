@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import json
 import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Exported, Finished, Published, run, verify_files
+from harness import SHARED_FOLDER, Exported, Finished, Published, make_once, run, verify_files
 from rich.console import Console
 from transformers import AutoTokenizer, BertConfig, BertModel
 
@@ -36,6 +37,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # By the meaning of a marker in pyproject.toml, how many tests `-m` or `-k` left out.
 _LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder for what is made once; the processes that xdist starts inherit its name."""
+    if not hasattr(config, "workerinput"):
+        shared = tempfile.TemporaryDirectory(prefix="modelyard-tests-")
+        os.environ[SHARED_FOLDER] = shared.name
+        config.add_cleanup(shared.cleanup)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -111,31 +120,39 @@ def export_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def published(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Published:
+def published(checkpoint: Path) -> Published:
     """Export the real checkpoint once for all tests that only read it."""
-    repository = tmp_path_factory.mktemp("published") / "models"
-    options = ["--name", "sentence_embedding", "--repository", str(repository), "--json"]
-    done = run("-m", "export", "run", str(checkpoint), *options, "--add-special-token", *ADDED_TOKENS)
-    assert done.code == 0, done.err
-    return Published(repository, json.loads(done.out), done.err)
+
+    def publish(folder: Path) -> None:
+        options = ["--name", "sentence_embedding", "--repository", str(folder / "models"), "--json"]
+        done = run("-m", "export", "run", str(checkpoint), *options, "--add-special-token", *ADDED_TOKENS)
+        assert done.code == 0, done.err
+        (folder / "result.json").write_text(done.out)
+        (folder / "log").write_text(done.err)
+
+    folder = make_once("published", publish)
+    result = json.loads((folder / "result.json").read_text())
+    return Published(folder / "models", result, (folder / "log").read_text())
 
 
 @pytest.fixture(scope="session")
-def two_versions(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_versions(tiny_checkpoint: Path) -> Path:
     """Return a repository with two versions of the model `tickets`, of other weights, of which the first is active."""
-    folder = tmp_path_factory.mktemp("versions")
-    other = Path(shutil.copytree(tiny_checkpoint, folder / "other"))
-    model = BertModel.from_pretrained(other)
-    with torch.no_grad():
-        model.embeddings.word_embeddings.weight.mul_(-1)
-    model.save_pretrained(other)
-    for source, *more in ((tiny_checkpoint,), (other, "--no-activate")):
-        options = ["--name", "tickets", "--repository", str(folder / "models"), *more]
-        done = run("-m", "export", "run", str(source), *options)
-        assert done.code == 0, done.err
-    assert "active  not this version but 1" in done.out
-    assert done.out.rstrip().endswith(f"activate tickets 2 --repository {folder / 'models'}")
-    return folder / "models"
+
+    def publish(folder: Path) -> None:
+        other = Path(shutil.copytree(tiny_checkpoint, folder / "other"))
+        model = BertModel.from_pretrained(other)
+        with torch.no_grad():
+            model.embeddings.word_embeddings.weight.mul_(-1)
+        model.save_pretrained(other)
+        for source, *more in ((tiny_checkpoint,), (other, "--no-activate")):
+            options = ["--name", "tickets", "--repository", str(folder / "models"), *more]
+            done = run("-m", "export", "run", str(source), *options)
+            assert done.code == 0, done.err
+        assert "active  not this version but 1" in done.out
+        assert done.out.rstrip().endswith(f"activate tickets 2 --repository {folder / 'models'}")
+
+    return make_once("versions", publish) / "models"
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,16 @@
 
 import hashlib
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+from filelock import FileLock
 
 from export.artefacts import Artefacts, list_model
 from export.proof.verify import VerificationReport, verify
@@ -35,6 +40,23 @@ def make(target: str) -> "subprocess.CompletedProcess[str]":
     """Run a target of the Makefile in the environment that the tests run in."""
     command = ["make", target, f"VENV={sys.prefix}"]
     return subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+# The folder that all processes of one run share, which the first of them makes and removes.
+SHARED_FOLDER = "MODELYARD_TESTS_SHARED"
+
+
+def make_once(name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that one of this run's processes fills for all of them, which only read it."""
+    made = Path(os.environ[SHARED_FOLDER], name)
+    with FileLock(f"{made}.lock"):
+        whole = made.with_name(f"{name}.whole")
+        if not whole.exists():
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir()
+            make(made)
+            whole.touch()
+    return made
 
 
 def fingerprint(directory: Path) -> dict[str, str]:

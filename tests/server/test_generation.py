@@ -1,6 +1,7 @@
 """Text from a decoder, through the real tritonserver: it is what transformers writes, whoever else is asking."""
 
 import json
+import os
 import queue
 import shutil
 import subprocess
@@ -20,15 +21,21 @@ import torch
 import tritonclient.grpc as grpc
 from harness import CHECKOUT, run
 from launcher import Running, running
-from trainers.writers import save_writer
+from trainers.writers import save_writer, train_bpe, train_megatron_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client import Client, RefusedError
 from export.__main__ import main
+from export.consolidation.consolidate import consolidate
 from export.repository.config_file import parse_config, render_config
 from export.tasks.text import read_verification_texts
 
 TOKENS = 48
+
+# `make streams` asks as many prompts as are said there, over 16 streams.
+PROMPTS = int(os.environ.get("MODELYARD_STREAMS", "6"))
+STREAMS = 16
+ADDED = ("[ORDER]", "Grüße")
 
 
 @dataclass
@@ -47,7 +54,7 @@ class Heard:
 
 @dataclass
 class Writers:
-    """Two decoders that are served, and what transformers makes of them."""
+    """Decoders that are served, and what transformers makes of them."""
 
     folder: Path
     server: Running
@@ -119,7 +126,7 @@ class Writers:
                 result.tokens += int(answer.as_numpy("num_output_tokens")[0])
                 reason = answer.as_numpy("finish_reason")[0].decode()
                 result.reason = "" if reason == "None" else reason
-                if leave_after and len(result.pieces) >= leave_after:
+                if leave_after and result.tokens >= leave_after:
                     client.stop_stream(cancel_requests=True)
                     break
         return result
@@ -144,8 +151,16 @@ class Writers:
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
     folder = tmp_path_factory.mktemp("writers")
-    for model in ("gpt2", "llama"):
-        checkpoint = save_writer(model, folder / model)
+    trained = train_megatron_writer(folder / "megatron")
+    # What is compared with: the same weights in transformers' own file, and the tokenizer before it was two files.
+    consolidate(trained, folder / "gpt2")
+    train_bpe().save_pretrained(folder / "gpt2")
+    checkpoints = {
+        "gpt2": trained,
+        "llama": save_writer("llama", folder / "llama"),
+        "opt": save_writer("opt", folder / "opt", ADDED),
+    }
+    for model, checkpoint in checkpoints.items():
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
     with running(folder / "models") as server:
         # Every model has then answered a recorded prompt with the recorded text.
@@ -154,27 +169,42 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
         yield Writers(folder, server)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "opt"])
 def test_what_comes_is_what_transformers_writes_while_others_ask_and_leave(writers: Writers, model: str) -> None:
-    prompts = [text[: 8 + 9 * index] for index, text in enumerate(read_verification_texts()[:7])]
+    texts = [*(f"{token} of {token}" for token in ADDED), *read_verification_texts()]
+    prompts = [texts[index % len(texts)][: 8 + 9 * index] for index in range(PROMPTS)]
+    wanted = [writers.write(model, prompt) for prompt in prompts]
+    assert len(set(wanted)) == len(wanted), "texts that do not depend on their prompts prove nothing"
     before = writers.read_metrics(model)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        greedy = {"max_tokens": TOKENS, "temperature": 0}
-        streams = [pool.submit(writers.stream, model, prompt, **greedy) for prompt in prompts[:4]]
-        events = [pool.submit(writers.listen, model, text_input=prompt, **greedy) for prompt in prompts[4:6]]
-        left = pool.submit(writers.stream, model, prompts[6], leave_after=3, max_tokens=4000, ignore_eos=True)
-        heard = [future.result() for future in (*streams, *events)]
-        assert len(left.result().pieces) == 3
-    assert [each.error for each in heard] == [""] * 6
-    assert [each.text for each in heard] == [writers.write(model, prompt) for prompt in prompts[:6]]
+    greedy = {"max_tokens": TOKENS, "temperature": 0}
+    long = {"max_tokens": 4000, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(STREAMS) as pool:
+        asked, left = [], {}
+        for index, prompt in enumerate(prompts):
+            if index % 3 == 0:
+                left[index] = pool.submit(writers.stream, model, prompt, leave_after=TOKENS // 2, **long)
+            asked.append(
+                pool.submit(writers.listen, model, text_input=prompt, **greedy)
+                if index % 4 == 3
+                else pool.submit(writers.stream, model, prompt, **greedy)
+            )
+        heard = [future.result() for future in asked]
+        gone = {index: future.result() for index, future in left.items()}
+    assert [each.error for each in (*heard, *gone.values())] == [""] * (len(heard) + len(gone))
+    assert [each.text for each in heard] == wanted
     assert all(each.tokens == TOKENS or each.reason == "stop" for each in heard)
     assert max(len(each.pieces) for each in heard) > TOKENS / 3, "nothing was streamed"
-    after = writers.wait_for(model, lambda found: found["cancelled_total"] > before["cancelled_total"])
-    assert after["cancelled_total"] == before["cancelled_total"] + 1
+    for index, each in gone.items():
+        # They go on where the model ends its text.
+        length = min(len(each.text), len(wanted[index]))
+        assert TOKENS // 2 <= each.tokens < TOKENS and each.text[:length] == wanted[index][:length]
+    after = writers.wait_for(model, lambda found: found["cancelled_total"] >= before["cancelled_total"] + len(gone))
+    assert after["cancelled_total"] == before["cancelled_total"] + len(gone)
     idle = writers.wait_for(model, lambda found: found["running"] == 0)
     assert (idle["waiting"], idle["cache_usage_percent"]) == (0, 0)
     # Whoever left was not written to the end.
-    assert idle["generation_tokens_total"] - before["generation_tokens_total"] < sum(e.tokens for e in heard) + 4000
+    written = idle["generation_tokens_total"] - before["generation_tokens_total"]
+    assert written < sum(each.tokens for each in heard) + 4000 * len(gone)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

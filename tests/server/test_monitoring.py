@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from benches.load import Load
 from harness import CHECKOUT, Published
 from launcher import find_ports, running
+
+from server.installation import find_installation
 
 MONITORING = CHECKOUT / "docker" / "monitoring"
 
@@ -102,3 +106,18 @@ def test_the_death_and_the_return_of_a_process_are_counted(ask: Callable[..., An
     labels = '{model="sentence_embedding_preprocess",reason="died"}'
     (found,) = ask("query", query=f"modelyard_backend_deaths_total{labels}")["result"]
     assert float(found["value"][1]) == 1
+
+
+def test_what_the_autoscalers_ask_for_is_made_of_series_that_are_there(ask: Callable[..., Any]) -> None:
+    text = (CHECKOUT / "docker" / "kubernetes" / "monitoring" / "adapter.yaml").read_text()
+    series = set(re.findall(r"\bnv_[a-z_]+", text))
+    known = set(ask("label/__name__/values"))
+    of_gpus = {name for name in series if name.startswith("nv_gpu_")}
+    assert series - of_gpus and series - of_gpus <= known
+    # What no GPU is here for, the program must at least have a name for.
+    program = next(path for folder in find_installation().libraries for path in folder.glob("libtritonserver*.so"))
+    assert all(name.encode() in program.read_bytes() for name in of_gpus)
+    (rule, *_) = yaml.safe_load(text)["rules"]["custom"]
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "job").replace("<<.LabelMatchers>>", 'job="modelyard"')
+    (found,) = ask("query", query=query)["result"]
+    assert float(found["value"][1]) >= 0

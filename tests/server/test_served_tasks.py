@@ -1,6 +1,7 @@
 """Every task through the whole line: exported, verified, served by the real tritonserver, and compared with
 transformers' own pipelines on the checkpoint."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from transformers import (
     pipeline,
 )
 
+from client import AsyncClient, Client, ClientError, ModelError, Ranked, UsageError
 from client.connection import Connection
-from client.errors import ClientError
 from demo.serving import Addresses, serve
 from export.__main__ import main as run_export_cli
 
@@ -290,6 +291,69 @@ def answer_as_transformers_4(model: Any, tokenizer: Any, question: str, context:
 def test_a_question_that_leaves_no_room_for_its_context_is_refused_alone(served: Served) -> None:
     with pytest.raises(ClientError, match="TEXT leaves no room for TEXT_PAIR: expected fewer than 64 tokens"):
         served.ask("question-answering", ["why " * 100], ["because"])
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_the_library_gives_each_task_its_own_rows(served: Served, protocol: str) -> None:
+    with Client(getattr(served.addresses, protocol), protocol=protocol, model="sentence_embedding") as client:
+        vectors = client.embed(TEXTS)
+        assert vectors.dtype == np.float32
+        assert np.array_equal(vectors, served.ask("sentence_embedding", TEXTS, protocol=protocol)["EMBEDDING"])
+        classify = truncated("text-classification", served.checkpoints / "text-classification")
+        for labels, wanted in zip(
+            client.classify(TEXTS, model="text-classification"),
+            classify(TEXTS, top_k=None, truncation=True),
+            strict=True,
+        ):
+            assert [label.label for label in labels] == [item["label"] for item in wanted]
+            assert np.allclose([label.score for label in labels], [item["score"] for item in wanted], atol=TOLERANCE)
+        find = truncated(
+            "token-classification", served.checkpoints / "token-classification", aggregation_strategy="simple"
+        )
+        for text, entities in zip(TEXTS, client.entities(TEXTS, model="token-classification"), strict=True):
+            wanted = find(text) if text else []
+            names = ("entity_group", "start", "end")
+            assert [(e.label, e.start, e.end) for e in entities] == [tuple(map(item.get, names)) for item in wanted]
+        questions, contexts = map(list, zip(*QUESTIONS, strict=True))
+        rows = client.answer(questions, contexts, model="question-answering")
+        assert len(rows) == len(QUESTIONS) and rows[1][0].answer == "Alan Turing"
+        for context, answers in zip(contexts, rows, strict=True):
+            assert all(context[found.start : found.end] == found.answer for found in answers)
+            assert [found.score for found in answers] == sorted((found.score for found in answers), reverse=True)
+
+
+def test_documents_are_ranked_as_the_pipeline_scores_them(served: Served) -> None:
+    query, documents = TEXTS[0], [text or "nothing" for text in TEXTS[1:]] * 4
+    judge = truncated("text-classification", served.checkpoints / "text-pair-classification")
+    asked = [{"text": query, "text_pair": document} for document in documents[: len(TEXTS) - 1]]
+    expected = [judge([item], top_k=None, truncation=True)[0][0]["score"] for item in asked] * 4
+
+    async def ask() -> tuple[list[Ranked], list[Ranked]]:
+        async with AsyncClient(served.addresses.grpc, protocol="grpc") as client:
+            by_pair = client.rerank(query, documents, model="text-pair-classification")
+            return await asyncio.gather(by_pair, client.rerank(query, [], model="text-pair-classification"))
+
+    ranked, none = asyncio.run(ask())
+    assert none == []
+    assert sorted(row.position for row in ranked) == list(range(len(documents)))
+    assert np.allclose([row.score for row in ranked], [expected[row.position] for row in ranked], atol=TOLERANCE)
+    assert [row.score for row in ranked] == sorted((row.score for row in ranked), reverse=True)
+
+
+def test_the_library_refuses_another_tasks_model_and_pairs_that_do_not_fit(served: Served) -> None:
+    with Client(served.addresses.http) as client:
+        with pytest.raises(ModelError, match="fill-mask is of another task: expected a model that answers with LABEL,"):
+            client.classify(["x"], model="fill-mask")
+        with pytest.raises(
+            ModelError, match="takes no pictures: expected the input IMAGE, got TEXT; choose with model"
+        ):
+            client.image([b"x"], model="text-classification")
+        with pytest.raises(UsageError, match="takes pairs: expected a second text for each of 2, got 1; pass as many"):
+            client.answer(["a", "b"], ["c"], model="question-answering")
+        with pytest.raises(UsageError, match="text-classification takes single texts: expected no pairs, got 1"):
+            client.rerank("a", ["b"], model="text-classification")
+        with pytest.raises(ModelError, match="there is not exactly one ensemble at .*: expected one, got adapted, "):
+            client.embed(["x"])
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -50,6 +50,8 @@ class Variant:
     vocabulary: int = 53
     positions: int = 10
     args: dict[str, Any] = field(default_factory=dict)
+    # What matrices and tables, but that of positions, are multiplied by before training.
+    scale: float = 1.0
     # Whether the head has weights of its own.
     untied: bool = False
     # Whether PipelineEngine runs it; else DeepSpeed's plain engine, with Megatron's nested state dict.
@@ -79,6 +81,9 @@ VARIANTS = {
     "t2d2_stage1": Variant(tensor=2, data=2, hidden=32),
     "t4_stage0": Variant(tensor=4, stage=0),
     "p2t2d2_bf16": Variant(pipe=2, tensor=2, data=2, dtype="bf16", heads=6),
+    # For whoever wants texts of it, which depend on all that stands before: left as small as the others, tokens would
+    # depend on their positions alone.
+    "p2t2_writer": Variant(pipe=2, tensor=2, layers=2, hidden=64, vocabulary=600, positions=4096, scale=4.0),
 }
 
 
@@ -411,6 +416,10 @@ def train_pipeline(variant: Variant, topology: Any, group: Any, batches: Any) ->
     module = PipelineModule(
         make_specs(variant, group), topology=topology, loss_fn=compute_loss, partition_method="type:Block", base_seed=5
     )
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1 and "position" not in name:
+                parameter.mul_(variant.scale)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=make_config(variant))
     for _ in range(2):

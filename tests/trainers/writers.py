@@ -1,5 +1,9 @@
 """Small decoders with a byte-level BPE trained on the spot, whose texts wander instead of repeating one token."""
 
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,9 +59,25 @@ def build_writer(kind: str, vocabulary: int) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**common, **sizes, **more)).eval()
 
 
-def save_writer(kind: str, directory: Path) -> Path:
-    """Save one with its tokenizer, and return the folder."""
+def save_writer(kind: str, directory: Path, added: Sequence[str] = ()) -> Path:
+    """Save one with its tokenizer, to which tokens were added before it was made, and return the folder."""
     tokenizer = train_bpe()
+    tokenizer.add_tokens(list(added))
     build_writer(kind, len(tokenizer)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def train_megatron_writer(directory: Path) -> Path:
+    """Train Megatron-DeepSpeed's GPT-2 on 2 x 2 ranks of tensors and pipeline, and return what they left.
+
+    Beside it lies the tokenizer as Megatron takes it: a vocabulary and its merges.
+    """
+    variant = "p2t2_writer"
+    script = Path(__file__).with_name("train_megatron.py")
+    subprocess.run([sys.executable, script, directory, variant], check=True, timeout=300, stdout=subprocess.DEVNULL)
+    checkpoint = directory / variant
+    saved = train_bpe().backend_tokenizer.model.save(str(checkpoint))
+    for path in map(Path, saved):
+        shutil.move(path, path.with_name(f"gpt2-{path.name}"))
+    return checkpoint
