@@ -149,7 +149,7 @@ PEERS = {
         Peer(name="fastapi", title="FastAPI + ONNX Runtime", packages="fastapi", command=_UVICORN, is_quick=True),
         Peer(
             name="fastapi-workers",
-            title=f"FastAPI + ONNX Runtime, {CORES} workers of a thread",
+            title=f"FastAPI + ONNX Runtime, {CORES} workers",
             packages="fastapi",
             command=(*_UVICORN, "--workers", str(CORES)),
             environment={"BENCH_THREADS": "1"},

@@ -14,7 +14,7 @@ _BASELINES = ("fastapi", "onnxruntime-fp32-ensemble")
 BUSY_CORES = 0.1
 
 # The drawings, in units of the page: a row a contender, its name on the left.
-_LEFT, _RIGHT, _ROW = 300, 840, 26
+_LEFT, _RIGHT, _ROW = 330, 850, 26
 
 
 def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
