@@ -9,7 +9,7 @@ from pathlib import Path
 from .artefacts import Artefacts
 from .engines import AUTO, Engine, list_engines
 from .engines.choice import EngineChoice, choose_fastest
-from .errors import ExportError, GraphError, RepositoryError, RuntimeFailure, VerificationError
+from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS, Precision
 from .identity import describe_options, hash_files, list_tools
@@ -19,6 +19,7 @@ from .proof.quality import list_single_feeds
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, require_passed
+from .repository.intent import check_effect
 from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
@@ -157,16 +158,20 @@ def _plan(
 
 
 def _keep_engine(request: ExportRequest, routes: Sequence[Route], task: Task, refused: dict[str, str]) -> list[Route]:
-    """Return the routes that the name may take: it keeps its engine. What it may not is added to `refused`.
+    """Return the routes that the name may take: it keeps its engine, and what was asked for must have an effect there.
+
+    Why it may not take others is added to `refused`.
 
     Raises:
-        RepositoryError: There is none.
+        ExportError: There is none.
     """
     kept: list[Route] = []
     for route in routes:
         try:
+            for serving in (request.serving, *request.variants.values()):
+                check_effect(serving, route.engine, task.signature)
             check_contract(request.repository, name_models(request.name, task.signature), task.signature, route.engine)
-        except RepositoryError as exc:
+        except ExportError as exc:
             if not kept and route is routes[-1]:
                 raise
             refused[route.engine.name] = str(exc)
@@ -288,6 +293,8 @@ def _publish(
             files=draft.files,
             report=report,
             engine=engine,
+            serving=request.serving,
+            variants=request.variants,
             activates=not request.no_activate,
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),

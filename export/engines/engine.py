@@ -112,6 +112,8 @@ class Engine(ABC):
         builds: Whether `model_file` is built from the graph; otherwise it is the graph.
         has_lean: Whether `backends/python_lean` runs it too, in the process that tokenises.
         is_measured: Whether `--engine auto` measures it beside others, with `open_here`.
+        idle_options: Names of the serving options that have no effect on what it runs.
+        queue_parameter: Parameter of the backend that bounds its own queue; empty where the queue is Triton's.
         takes: What it is given: an ONNX graph, or a decoder, a language model whose keys and values it keeps itself.
     """
 
@@ -124,6 +126,8 @@ class Engine(ABC):
     builds: ClassVar[bool] = True
     has_lean: ClassVar[bool] = False
     is_measured: ClassVar[bool] = False
+    idle_options: ClassVar[frozenset[str]] = frozenset()
+    queue_parameter: ClassVar[str] = ""
     takes: ClassVar[Form] = "graph"
 
     def find_graph_precision(self, precision: str) -> str:
