@@ -8,6 +8,7 @@ from .onnxruntime_engine import OnnxRuntime
 from .openvino_engine import OpenVINO
 from .openvino_generation import OpenVINOGeneration
 from .tensorrt_engine import TensorRT
+from .vllm_engine import VLLM
 
 __all__ = ["AUTO", "ENGINES", "ONNXRUNTIME", "Engine", "list_engines"]
 
@@ -18,7 +19,7 @@ AUTO = "auto"
 ONNXRUNTIME = OnnxRuntime()
 
 ENGINES: Mapping[str, Engine] = {
-    engine.name: engine for engine in (ONNXRUNTIME, OpenVINO(), TensorRT(), OpenVINOGeneration())
+    engine.name: engine for engine in (ONNXRUNTIME, OpenVINO(), TensorRT(), OpenVINOGeneration(), VLLM())
 }
 
 

@@ -28,6 +28,11 @@ LIBRARIES = {
     "server": {"platformdirs"},
     # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
     "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
+    # A caller as others are: it asks through the installed client, which type checkers know by its folder.
+    "gateway": {
+        "modelyard", "client", "fastapi", "starlette", "uvicorn", "pydantic", "numpy", "orjson", "jinja2", "tokenizers",
+        "prometheus_client",
+    },
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
@@ -49,20 +54,20 @@ FLOORS = {
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
     "export/engines": ("errors", "graph", "locations", "signature", "targets"),
-    "export/weights": ("checkpoints", "errors", "option_kinds"),
+    "export/weights": ("checkpoints", "consolidation", "errors", "option_kinds"),
     "export/tasks": ("artefacts", "checkpoints", "errors", "option_kinds", "signature", "weights"),
     "export/options": (
         *("engines", "errors", "graph", "locations", "option_kinds", "options_file", "serving_options", "targets"),
         *("tasks", "weights"),
     ),
-    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
+    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks", "weights"),
     "export/repository": (
         *("artefacts", "engines", "errors", "proof", "serving_options", "signature", "targets", "tasks"),
     ),
     "export/lint": ("errors", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
     "export/source": ("checkpoints", "errors", "identity", "options", "progress", "repository", "tasks", "weights"),
-    "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
+    "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks", "weights"),
     "export/subject": ("identity", "options", "proof", "repository", "source"),
     "export/pipeline": (
         *("artefacts", "engines", "errors", "graph", "identity", "options", "progress", "proof", "repository"),
