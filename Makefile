@@ -174,6 +174,9 @@ SERVERS     ?= 1
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS) --servers $(SERVERS)
 
+soak-lines: setup ## Answer a million lines while client and server are killed, and versions rolled: rows, repeats, memory
+	@$(BENCH)soak_lines $(BENCH_OPTIONS)
+
 REQUESTS ?= 10000
 
 soak-generate: setup ## Send REQUESTS (10,000) of every kind to a model that writes text: refusals, memory, neighbours' texts
