@@ -89,6 +89,7 @@ FLOORS = {
         *(
             "checkpoints",
             "consolidation",
+            "engines",
             "errors",
             "fetching",
             "graph",
