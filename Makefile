@@ -159,6 +159,26 @@ ACTIVATIONS ?= 100
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
 
+soak-cluster: setup ## Kill, drain and roll three servers behind HAProxy under 32 clients: failures, and what one to three answer
+	@$(BENCH)soak_cluster $(SCALE_OPTIONS)
+
+scale: setup ## Measure what a request costs and what three servers answer, and plan for 10^4 and 10^6 requests a second
+	@mkdir -p .cache/scale
+	@$(BENCH)request_cost --json .cache/scale/cost.json
+	@$(BENCH)soak_cluster --json .cache/scale/cluster.json $(SCALE_OPTIONS)
+	@$(BENCH)simulate_scale --cost .cache/scale/cost.json --measured .cache/scale/cluster.json
+
+RECIPES = .cache/recipes
+
+$(RECIPES)/installed: requirements/recipes.txt pyproject.toml | $(UV)
+	@command -v java >/dev/null || { echo "error: Spark cannot run: expected java on PATH, got none; install one (Debian: apt-get install openjdk-17-jre-headless)." >&2; exit 1; }
+	@$(UV) venv --no-config --quiet --clear --python $(PYTHON) $(RECIPES)
+	@$(UV) pip install --no-config --quiet --python $(RECIPES)/bin/python --requirement requirements/recipes.txt .
+	@touch $@
+
+test-recipes: setup $(RECIPES)/installed ## Embed rows with the recipes of docs/batches.md on a real Ray and a real Spark
+	@MODELYARD_RECIPES=$(abspath $(RECIPES)/bin/python) $(BIN)/python -m pytest tests/project/test_recipes.py
+
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist
 	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
