@@ -59,8 +59,9 @@ demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, sto
 serve: setup ## Serve model_repository until Ctrl-C
 	@exec $(BIN)/python -m server
 
-# Much of a test is waiting for a server to start or a trainer to end. Each process starts servers of its own.
-TEST_PROCESSES ?= 2
+# Much of a test is waiting for a server to start or a trainer to end, so two cores keep three processes at work. Each
+# starts servers of its own.
+TEST_PROCESSES ?= 3
 
 # What failed is run once more, alone, and its second result counts: of 1,800 tests that start servers and kill them, one
 # may meet a machine that has no core for it. What fails twice is told as failed, and what passes then was named before.
@@ -155,9 +156,10 @@ soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: e
 	@$(BENCH)soak --minutes $(SOAK_MINUTES)
 
 ACTIVATIONS ?= 100
+SERVERS     ?= 1
 
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
-	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS)
+	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS) --servers $(SERVERS)
 
 soak-cluster: setup ## Kill, drain and roll three servers behind HAProxy under 32 clients: failures, and what one to three answer
 	@$(BENCH)soak_cluster $(SCALE_OPTIONS)

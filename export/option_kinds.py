@@ -138,6 +138,17 @@ def _read_count(value: Any) -> int:
     return int(value)
 
 
+def _read_counts(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError
+    return [_read_count(item) for item in value]
+
+
+def _parse_named_count(word: str) -> tuple[str, int]:
+    name, _, value = word.partition("=")
+    return _read_text(name), _read_count(int(value))
+
+
 def _read_number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError
@@ -166,6 +177,18 @@ def read_pairs(make: Callable[[str, Any], Any]) -> Callable[[Any], list[Any]]:
     return read
 
 
+def named_counts(what: str, metavar: str) -> Kind:
+    """Return the kind of an option that gives whole numbers to names, called `what` in a refusal."""
+    return Kind(
+        expected=f"{what}, each {metavar} on the command line and a whole number of at least 1 under its name in a "
+        "file",
+        parse=_parse_named_count,
+        read=read_pairs(lambda key, value: (key, _read_count(value))),
+        metavar=metavar,
+        collect=dict,
+    )
+
+
 TEXT = Kind(expected="a text", parse=_read_text, read=_read_text, metavar="TEXT")
 PATH = Kind(expected="a path", parse=_read_path, read=_read_path, metavar="DIR")
 PATHS = Kind(expected="a list of paths", parse=_read_path, read=_read_paths, metavar="DIR", collect=tuple)
@@ -175,6 +198,13 @@ COUNT = Kind(
     parse=lambda word: _read_count(int(word)),
     read=_read_count,
     metavar="N",
+)
+COUNTS = Kind(
+    expected="whole numbers of at least 1, in a file a list",
+    parse=lambda word: _read_count(int(word)),
+    read=_read_counts,
+    metavar="N",
+    collect=lambda items: tuple(sorted(set(items))),
 )
 NUMBER = Kind(expected="a number", parse=lambda word: _read_number(float(word)), read=_read_number, metavar="X")
 BOUNDS = Kind(

@@ -5,8 +5,6 @@ table of tasks. Imports nothing heavy, so that `--help` answers at once.
 """
 
 import argparse
-import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +15,8 @@ from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
 from .option_kinds import BOUNDS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
+from .options_file import OPTIONS_FILE, VARIANTS, read_file
+from .serving_options import ServingOptions
 from .targets import DEFAULT_TARGET
 from .tasks.table import TASKS, list_task_options
 from .weights.vocabulary_options import VocabularyOptions
@@ -60,6 +60,8 @@ class ExportRequest:
         factory: Function that builds the module, where transformers does not.
         inputs: File that describes that module's inputs and outputs.
         vocabulary: What becomes of the tokenizer and its rows.
+        serving: How the server is to serve it.
+        variants: Name → how a server is to serve it that is told that name.
         task_options: Option of a task → what was asked for, or None.
     """
 
@@ -218,6 +220,8 @@ class ExportRequest:
         group=_PROOF,
     )
     vocabulary: VocabularyOptions = field(default_factory=VocabularyOptions)
+    serving: ServingOptions = field(default_factory=ServingOptions)
+    variants: Mapping[str, ServingOptions] = field(default_factory=dict)
     task_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -242,7 +246,7 @@ class ExportRequest:
 
 def list_options() -> list[Option]:
     """Return every option, in the order of `--help`."""
-    declared = [*fields(ExportRequest), *fields(VocabularyOptions)]
+    declared = [*fields(ExportRequest), *fields(VocabularyOptions), *fields(ServingOptions)]
     return [option for item in declared for option in _options_of(item)] + list_task_options()
 
 
@@ -255,48 +259,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         option.add_to(groups[option.group])
 
 
-def read_options(path: Path) -> dict[str, Any]:
-    """Return option → its value in a file, or the list of its items.
+def read_options(path: Path | None, name: str) -> dict[str, Any]:
+    """Return option → its value for the model `name`, or the list of its items, from a file.
+
+    Args:
+        path: JSON, or TOML with tables of models; None for the `modelyard.toml` of the working directory, if any.
+        name: The model.
 
     Raises:
         SettingsError: The file cannot be read, or holds a key or a value that cannot be used.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    # Python gives up on a thousand brackets within one another.
-    except (OSError, ValueError, RecursionError) as exc:
-        raise SettingsError(f"{path} cannot be read", expected="a JSON file", got=str(exc).rstrip(".")) from exc
-    if not isinstance(content, dict):
-        raise SettingsError(f"{path} holds no options", expected="an object", got=type(content).__name__)
-    known = {option.name: option for option in list_options()}
-    return {key: _read_value(path, key, value, known) for key, value in content.items()}
-
-
-def _read_value(path: Path, key: str, value: Any, known: Mapping[str, Option]) -> Any:
-    option = known.get(key)
-    if option is None:
-        near = difflib.get_close_matches(key, known, n=1)
-        raise SettingsError(
-            f"{path} has the unknown option {key}",
-            expected="one of " + ", ".join(known),
-            got=key,
-            remedy=f"did you mean {near[0]}" if near else "remove it",
-        )
-    try:
-        read = option.kind.read(value)
-    except ValueError:
-        raise SettingsError(
-            f"{key} in {path} is of another kind", expected=option.kind.expected, got=json.dumps(value)
-        ) from None
-    if option.choices and read not in option.choices:
-        near = difflib.get_close_matches(read, option.choices, n=1)
-        raise SettingsError(
-            f"{key} in {path} is unknown",
-            expected="one of " + ", ".join(option.choices),
-            got=read,
-            remedy=f"did you mean {near[0]}" if near else "",
-        )
-    return read
+    if path is None and not Path(OPTIONS_FILE).exists():
+        return {}
+    variable = [option for item in fields(ServingOptions) for option in _options_of(item)]
+    return read_file(path or Path(OPTIONS_FILE), name, list_options(), variable)
 
 
 def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> ExportRequest:
@@ -317,6 +293,11 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         checkpoint=arguments["checkpoint"],
         name=arguments["name"],
         vocabulary=VocabularyOptions(**_fill(VocabularyOptions, arguments, settings)),
+        serving=ServingOptions(**_fill(ServingOptions, arguments, settings)),
+        variants={
+            name: ServingOptions(**_fill(ServingOptions, _leave_out(arguments, others), {**settings, **others}))
+            for name, others in settings.get(VARIANTS, {}).items()
+        },
         task_options={option.name: _choose(option, arguments, settings) for option in list_task_options()},
         **chosen,
     )
@@ -345,6 +326,10 @@ def _is_given(option: Option, value: Any) -> bool:
 def _choose(option: Option, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     given = arguments.get(option.name)
     return settings.get(option.name) if given is None else given
+
+
+def _leave_out(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if key not in others}
 
 
 def _fill(holder: type, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

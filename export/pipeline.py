@@ -17,6 +17,7 @@ from .progress import Progress
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, require_passed
+from .repository.intent import check_effect
 from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
@@ -84,6 +85,8 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     if engine is not usual:
         others, stages = stages, _plan(request, precision, engine, target)
         progress.expect(2 * len(stages) - 2 * len(others))
+    for serving in (request.serving, *request.variants.values()):
+        check_effect(serving, engine, task.signature)
     check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
@@ -181,6 +184,8 @@ def _publish(
             files=draft.files,
             report=report,
             engine=engine,
+            serving=request.serving,
+            variants=request.variants,
             activates=not request.no_activate,
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),

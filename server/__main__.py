@@ -21,7 +21,7 @@ from .installation import Installation, assemble_backends, find_installation
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
-from .models import list_models, wait_for_model
+from .models import check_variant, list_models, wait_for_model
 from .orphans import PREFIX, own, remove_orphans
 from .passed_options import check_passed_options
 from .settings import Settings
@@ -87,6 +87,7 @@ def serve(arguments: argparse.Namespace) -> int:
     installation = find_installation()
     if not arguments.wait:
         list_models(arguments.repository)
+        check_variant(arguments.repository, arguments.model_config_name)
     key = open_key(arguments.key_file)
     check_open_files()
     check_threads()
@@ -112,6 +113,7 @@ def serve(arguments: argparse.Namespace) -> int:
             verbose=arguments.verbose,
             passed_options=tuple(arguments.passed_options),
             follows=arguments.follow == "on",
+            variant=arguments.model_config_name,
         )
         answered = Supervisor(settings, status, stops, log).run()
         log.say("stopped" if answered else "stopped before everything in flight was answered")
@@ -147,16 +149,22 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Ask the running server for the verified answer of every ensemble, as a container's health check does.
+    """Ask the running server for the verified answer of every ensemble.
 
     Raises:
         CheckError: It does not give it, or stays behind the repository.
     """
     endpoints = _read_endpoints(arguments)
-    for name, found in check_ensembles(endpoints.http_url, arguments.repository, endpoints.status_url).items():
-        changing = "" if found.served == found.active else ", which is being rolled out"
-        versions = f"version {found.served} is served, version {found.active} is active{changing}"
-        _say(f"{name} answers as verified within {found.error:.1e}; {versions}")
+    found = check_ensembles(
+        endpoints.http_url, arguments.repository, endpoints.status_url, any_version=arguments.any_version
+    )
+    for name, checked in found.items():
+        answers = f"{name} answers as verified within {checked.error:.1e}"
+        if checked.disagreement:
+            _say(f"warning: {answers}, but {checked.disagreement}")
+            continue
+        changing = "" if checked.served == checked.active else ", which is being rolled out"
+        _say(f"{answers}; version {checked.served} is served, version {checked.active} is active{changing}")
     return 0
 
 
@@ -206,6 +214,7 @@ def _add_serve(commands: "_Commands") -> None:
             "",
             "--repository /srv/models --host 0.0.0.0",
             "--http-port 9000 --grpc-port 9001 --metrics-port 9002 --status-port 9003",
+            "--model-config-name staging",
             "-- --trace-config mode=opentelemetry --trace-config opentelemetry,url=localhost:4318/v1/traces",
             "-- --cache-config local,size=104857600 --metrics-config summary_latencies=true",
         ),
@@ -231,24 +240,36 @@ def _add_serve(commands: "_Commands") -> None:
         help="whether what becomes active in the repository is served without a restart (default: %(default)s)",
     )
     parser.add_argument(
+        "--model-config-name",
+        default="",
+        metavar="NAME",
+        help="serve each version as table configs.NAME of modelyard.toml said when it was exported, if it did",
+    )
+    parser.add_argument(
         "--wait", action="store_true", help="wait for a first model where the repository holds none, instead of ending"
     )
     parser.add_argument("--verbose", action="store_true", help="show the whole log of tritonserver")
 
 
 def _add_check(commands: "_Commands") -> None:
-    _add_command(
+    parser = _add_command(
         commands,
         "check",
         check,
         help="ask a running server for the answers that were verified",
-        description="Ask a running server for the answers that were verified, as a container's health check does.",
-        examples=("", "--repository /srv/models --http-port 9000"),
+        description="Ask a running server for the answers that were verified, and whether the active versions answer.",
+        examples=("", "--repository /srv/models --http-port 9000", "--any-version"),
         exit_codes={
             0: "every ensemble answers as verified, from its active version or one that is just being replaced",
-            1: "one does not, or stays at another version than the active one",
+            1: "one does not, or stays at another version than the active one without --any-version",
             2: "wrong usage",
         },
+    )
+    parser.add_argument(
+        "--any-version",
+        action="store_true",
+        help="only say so where another version than the active one answers: for the health check of a container, "
+        "which is not to be restarted because a rollout failed",
     )
 
 

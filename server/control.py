@@ -1,4 +1,8 @@
-"""Orders to a running tritonserver over HTTP, and what it says of its models."""
+"""Orders to a running tritonserver, and what it says of its models.
+
+An order to load goes over gRPC, where a thread of its own carries it out. Over HTTP it would be one of eight threads,
+and all other connections of that thread would wait for as long as a model takes to load.
+"""
 
 import http.client
 import json
@@ -10,10 +14,13 @@ from typing import Any
 
 from .control_key import ControlKey
 from .errors import ControlError
+from .grpc_call import GrpcError, call
 
 # Loading a model may have to wait for a warmup or a cold disk.
 _LOAD_TIMEOUT_S = 120.0
 _TIMEOUT_S = 5.0
+
+_LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 
 # Asked in passing, between two looks at the processes.
 _GLANCE_TIMEOUT_S = 0.5
@@ -35,16 +42,18 @@ class ModelState:
 
 
 class Control:
-    """The control endpoints of the tritonserver at one address.
+    """The control endpoints of one tritonserver.
 
     Args:
         url: URL of its HTTP port.
         key: Key that opens them.
+        grpc_address: Host and port of gRPC; None where that is encrypted.
     """
 
-    def __init__(self, url: str, key: ControlKey) -> None:
+    def __init__(self, url: str, key: ControlKey, grpc_address: tuple[str, int] | None) -> None:
         self.url = url
         self._key = key
+        self._grpc_address = grpc_address
 
     def read_version(self) -> str:
         """Return the version of tritonserver itself, such as 2.51.0.
@@ -76,7 +85,16 @@ class Control:
         Raises:
             ControlError: It cannot be loaded; what was loaded before stays.
         """
-        self._ask(f"/v2/repository/models/{urllib.parse.quote(model)}/load", {}, timeout_s=_LOAD_TIMEOUT_S)
+        path = f"/v2/repository/models/{urllib.parse.quote(model)}/load"
+        if not self._grpc_address:
+            self._ask(path, {}, timeout_s=_LOAD_TIMEOUT_S)
+            return
+        try:
+            call(self._grpc_address, _LOAD, _name_model(model), self._key.grpc_headers, _LOAD_TIMEOUT_S)
+        except GrpcError as exc:
+            raise ControlError(path, expected="an answer", got=str(exc)) from exc
+        except OSError as exc:
+            raise ControlError(path, expected=f"an answer within {_LOAD_TIMEOUT_S:g} s", got=f"'{exc}'") from exc
 
     def unload(self, model: str) -> None:
         """Stop serving `model`, so that it no longer counts as ready.
@@ -143,3 +161,10 @@ class Control:
 
 def _path(model: str) -> str:
     return f"/v2/models/{urllib.parse.quote(model)}"
+
+
+def _name_model(model: str) -> bytes:
+    """Return a RepositoryModelLoadRequest, whose second field is the name; that of a folder has at most 255 bytes."""
+    name = model.encode()
+    size = bytes([len(name)]) if len(name) < 128 else bytes([len(name) % 128 + 128, len(name) // 128])
+    return b"\x12" + size + name

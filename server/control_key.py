@@ -27,8 +27,13 @@ class ControlKey:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP header that opens the control endpoints. Over gRPC its name begins with triton-grpc-protocol-."""
+        """The HTTP header that opens the control endpoints."""
         return {HEADER: self.value}
+
+    @property
+    def grpc_headers(self) -> dict[str, str]:
+        """The same over gRPC."""
+        return {f"triton-grpc-protocol-{HEADER}": self.value}
 
     @property
     def options(self) -> list[str]:

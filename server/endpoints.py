@@ -22,6 +22,11 @@ class Endpoints:
         return f"http://{self._local_host}:{self.http_port}"
 
     @property
+    def grpc_address(self) -> tuple[str, int]:
+        """Host and port of gRPC, likewise."""
+        return self._local_host.strip("[]"), self.grpc_port
+
+    @property
     def metrics_url(self) -> str:
         """The URL of the metrics port, likewise."""
         return f"http://{self._local_host}:{self.metrics_port}"

@@ -37,7 +37,7 @@ class ServerError(Exception):
 
 
 class UsageError(ServerError):
-    """An option of tritonserver's that is not handed on."""
+    """An option that is not handed on to tritonserver, or that nothing answers to."""
 
     exit_code = 2
 

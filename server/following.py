@@ -59,11 +59,18 @@ class Follower:
         roller: Changes what is served.
         tell: Called with a model's name and how far it is followed, whenever that changes.
         say: Logs a line.
+        variant: Name of the configurations that take the place of the usual ones, where a version has them.
     """
 
     def __init__(
-        self, repository: Path, roller: Roller, tell: Callable[[str, Following], None], say: Callable[[str], None]
+        self,
+        repository: Path,
+        roller: Roller,
+        tell: Callable[[str, Following], None],
+        say: Callable[[str], None],
+        variant: str = "",
     ) -> None:
+        self._variant = variant
         self._repository = repository
         self._roller = roller
         self._tell = tell
@@ -104,7 +111,7 @@ class Follower:
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen = self._fingerprint()
-        for published in read_repository(self._repository).values():
+        for published in read_repository(self._repository, self._variant).values():
             self._hold(published)
             self._roller.show(published)
             self._settle(published)
@@ -148,7 +155,7 @@ class Follower:
 
     def _follow(self) -> None:
         try:
-            wanted = read_repository(self._repository)
+            wanted = read_repository(self._repository, self._variant)
         except OSError as exc:
             self._say(f"{self._repository} cannot be looked at: {exc.strerror}; what is served stays")
             self._seen = None

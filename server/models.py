@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import EmptyError, NotFoundError
+from .errors import EmptyError, NotFoundError, UsageError
 from .locations import name_command
-from .published import read_repository
+from .published import list_variants, read_repository
 
 _INTERVAL_S = 0.5
 
@@ -45,6 +45,22 @@ def list_models(repository: Path) -> list[str]:
             remedy=f"publish one with `{name_command('run')}`",
         )
     return models
+
+
+def check_variant(repository: Path, name: str) -> None:
+    """Refuse the name of a variant that no version has; empty is none.
+
+    Raises:
+        UsageError: There is none of that name.
+    """
+    known = list_variants(repository)
+    if name and name not in known:
+        raise UsageError(
+            f"no version in {repository} has configurations of the name {name}",
+            expected=f"one of {', '.join(sorted(known))}" if known else "a version with such",
+            got=f"'{name}'",
+            remedy="pass another --model-config-name, or export with a table of that name in modelyard.toml",
+        )
 
 
 def wait_for_model(repository: Path, say: Callable[[str], None], stops: Callable[[], int]) -> bool:

@@ -26,6 +26,7 @@ _OWNED = {
     "model-control-mode": "leave it: models are loaded, and brought back, by name",
     "model-namespacing": "leave it: models are loaded, and brought back, by name",
     "repository-poll-secs": "leave it: models are loaded by name",
+    "model-config-name": "pass --model-config-name before the --",
     "load-model": "leave it: every model with a version is loaded",
     "disable-auto-complete-config": "leave it: every config is complete",
     "strict-model-config": "leave it: every config is complete",

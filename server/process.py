@@ -43,13 +43,14 @@ class TritonServer:
     Args:
         settings: What to serve, and how.
         models: Names of the models to load.
+        options: What their configurations ask of the server.
         log: Log that its lines go to.
 
     Raises:
         ShortageError: It could not even be started.
     """
 
-    def __init__(self, settings: Settings, models: list[str], log: Log) -> None:
+    def __init__(self, settings: Settings, models: list[str], options: list[str], log: Log) -> None:
         self._key, self._is_verbose = settings.key, settings.verbose
         self._log = log
         # An empty working directory: the Python backend has it first on sys.path.
@@ -57,7 +58,7 @@ class TritonServer:
         try:
             working_directory.mkdir(exist_ok=True)
             self._process = subprocess.Popen(
-                [*_build_command(settings, models), *settings.key.options, *settings.passed_options],
+                [*_build_command(settings, models), *options, *settings.key.options, *settings.passed_options],
                 cwd=working_directory,
                 env=build_environment(settings.installation),
                 stdin=subprocess.DEVNULL,
@@ -126,7 +127,7 @@ def _build_command(settings: Settings, models: list[str]) -> list[str]:
         f"--model-repository={settings.overlay.resolve()}",
         f"--backend-directory={settings.backends}",
         # Its own default is a folder of NVIDIA's image.
-        f"--cache-directory={settings.installation.backends.parent / 'caches'}",
+        f"--cache-directory={settings.caches}",
         # Explicit, for polling sees half-copied models. Complete configs are required, so nothing is guessed.
         "--model-control-mode=explicit",
         *(f"--load-model={name}" for name in models),

@@ -4,9 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .model_text import CONFIG_FILE, read_parameter, read_steps, read_versions, serve_versions
+from .model_text import CONFIG_FILE, read_parameter, read_steps, read_versions, serve_versions, set_parameter
 
 GOLDEN_FILE = "golden.json"
+
+# In the folder of a version: configurations, those of each variant in a folder of its own.
+CONFIGS_FOLDER = "configs"
+
+# Parameters that an operator writes into a configuration.
+_OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
 
 # In every published configuration: the public model that the folder belongs to.
 _OWNER_PARAMETER = "modelyard_owner"
@@ -33,10 +39,14 @@ class Published:
         return tuple(name for name in self.configs if name != self.name)
 
 
-def read_repository(repository: Path) -> dict[str, Published]:
+def read_repository(repository: Path, variant: str = "") -> dict[str, Published]:
     """Return name → what should be served of it, for every model that has a configuration and a version.
 
     A model that is being written, or cannot be read, is not among them.
+
+    Args:
+        repository: The repository.
+        variant: Name of the configurations that take the place of the usual ones, where a version has them.
     """
     configs = {}
     for folder in sorted(repository.iterdir()):
@@ -46,7 +56,7 @@ def read_repository(repository: Path) -> dict[str, Published]:
             # It is being replaced, or is not ours to read.
             except OSError:
                 continue
-    found = {name: published for name in configs if (published := _read_ours(repository, name, configs))}
+    found = {name: published for name in configs if (published := _read_ours(repository, name, configs, variant))}
     owned = {step for published in found.values() for step in published.steps}
     others = {
         name: Published(name=name, version=0, configs={name: config})
@@ -76,7 +86,24 @@ def list_versions(folder: Path) -> list[int]:
         return []
 
 
-def _read_ours(repository: Path, name: str, configs: Mapping[str, str]) -> Published | None:
+def list_variants(repository: Path) -> set[str]:
+    """Return the names of all variants that versions in a repository have."""
+    return {path.name for path in repository.glob(f"*/*/{CONFIGS_FOLDER}/*") if path.is_dir()}
+
+
+def _vary(config: str, path: Path) -> str:
+    """Return a configuration as a variant has it, with what an operator has written into it; itself without one."""
+    try:
+        varied = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return config
+    for key in _OPERATORS:
+        if (value := read_parameter(config, key)) is not None:
+            varied = set_parameter(varied, key, value)
+    return varied
+
+
+def _read_ours(repository: Path, name: str, configs: Mapping[str, str], variant: str) -> Published | None:
     """Return what should be served of a model that was published with an answer to ask it for, else None."""
     try:
         steps = read_steps(configs[name])
@@ -88,6 +115,9 @@ def _read_ours(repository: Path, name: str, configs: Mapping[str, str]) -> Publi
         whole = all(step in configs and version in list_versions(repository / step) for step in names)
         if not whole or not (repository / name / str(version) / GOLDEN_FILE).is_file():
             return None
+        if variant:
+            folder = repository / name / str(version) / CONFIGS_FOLDER / variant
+            configs = {step: _vary(configs[step], folder / f"{step}.pbtxt") for step in names}
         served = {step: serve_versions(configs[step], [version]) for step in names}
     # Of a configuration that is not one, tritonserver says what is wrong with it when it is asked to load it.
     except ValueError:

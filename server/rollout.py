@@ -2,7 +2,7 @@
 
 The order, for a model with steps (an ensemble):
 
-    1. each step serves the old version and the new one
+    1. each step serves the old version, which is left alone, and the new one
     2. an ensemble under a name of its own answers for the new version; it is asked for the verified answer
     3. the ensemble itself is pinned to the new version
     4. what is in flight on the old version is answered
@@ -10,9 +10,14 @@ The order, for a model with steps (an ensemble):
 
 Whatever fails before the third step leaves the old version as it was. A model without steps is tried under another name
 and then switched.
+
+tritonserver leaves a version alone that it has loaded when nothing but the list of versions has changed: neither its
+files nor any other field of the configuration. So each process of the new version is started once, and none of the old.
+Where the two have different configurations, both are loaded again for each step of this order.
 """
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -23,13 +28,17 @@ from .errors import ControlError, RolloutError
 from .health import check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .published import Published, list_versions
+from .published import GOLDEN_FILE, Published, list_versions
+from .wishes import keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
 CANDIDATE_SUFFIX = ".candidate"
 
 # A parameter that no backend reads.
 _REVIVAL_PARAMETER = "modelyard_revival"
+
+# What tritonserver 2.51 says of each version that kept a model from loading.
+_FAILED_VERSION = re.compile(r"\bversion (\d+) is at UNAVAILABLE state")
 
 # How long requests on the old version may take before its steps are unloaded all the same.
 _FLIGHT_LIMIT_S = 60.0
@@ -51,6 +60,22 @@ class Roller:
         self._control = control
         # A model is revived by another thread than the one that rolls it.
         self._changing = threading.RLock()
+        self._limits_rate = False
+        # Model and version → what it was, of those whose answers may lie in the response cache.
+        self._cached: dict[tuple[str, int], bytes] = {}
+
+    def begin(self, shown: Iterable[Published], *, limits_rate: bool) -> None:
+        """Take orders for a tritonserver that is about to start, whose response cache is empty.
+
+        Args:
+            shown: What it loads first.
+            limits_rate: Whether its rate limiter is on.
+        """
+        self._limits_rate = limits_rate
+        self._cached.clear()
+        for published in shown:
+            with contextlib.suppress(OSError, ControlError):
+                self._check_wishes(published)
 
     def revive(self, model: str) -> None:
         """Reload a model as it is shown; what is left of it answers until the new one is ready.
@@ -70,7 +95,7 @@ class Roller:
             self._control.load(model)
 
     def show(self, published: Published) -> None:
-        """Show a model to a tritonserver that is about to start."""
+        """Show a model to a tritonserver that starts or runs."""
         for name, config in published.configs.items():
             versions = [published.version] if published.version else list_versions(self._repository / name)
             self._overlay.show(name, config, self._repository / name, versions)
@@ -82,6 +107,7 @@ class Roller:
             RolloutError: It cannot be loaded or does not answer as verified; nothing of it stays loaded.
         """
         try:
+            self._check_wishes(published)
             self.show(published)
             for name in published.configs:
                 self._control.load(name)
@@ -104,33 +130,76 @@ class Roller:
             RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
         """
         try:
+            self._check_wishes(new)
             if new.version and new.steps:
                 self._load_steps(old, new)
             if new.version:
                 with self._candidate(new) as name:
                     self._check(new, name)
             self._load(new, [new.name], [new.version])
+        except RolloutError:
+            self._restore(old, new)
+            raise
         except (OSError, ValueError, ControlError) as exc:
             self._restore(old, new)
             raise _refuse(new, exc, f"version {old.version} is served as before") from exc
         self._finish(old, new)
 
+    def _check_wishes(self, published: Published) -> None:
+        """Refuse what tritonserver would pass over in silence, or answer with what another model has answered.
+
+        Raises:
+            ControlError: The rate limiter is off, or the number was that of another version, whose answers are kept.
+        """
+        if not self._limits_rate and any(limits_rate(config) for config in published.configs.values()):
+            raise ControlError(
+                f"{published.name} asks for the rate limiter",
+                expected="it to be on",
+                got="a tritonserver without it",
+                remedy="restart the server",
+            )
+        if published.version and keeps_answers(published.configs[published.name]):
+            golden = self._repository / published.name / str(published.version) / GOLDEN_FILE
+            told = golden.read_bytes()
+            if self._cached.setdefault((published.name, published.version), told) != told:
+                raise ControlError(
+                    f"the response cache may hold answers of another version {published.version}",
+                    expected="a number that was not served before",
+                    got="other recorded answers",
+                    remedy="restart the server",
+                )
+
     def _load_steps(self, old: Published, new: Published) -> None:
         """Serve both versions of each step that they share, and the new one alone of a step that only it has."""
         for name in new.steps:
-            both = name in old.configs
-            config = old.configs[name] if both else new.configs[name]
-            versions = {old.version, new.version} if both else {new.version}
-            # A warmup may be longer than what the other version takes.
-            config = serve_versions(replace_field(config, "model_warmup"), versions)
-            self._show_and_load(name, config, self._repository / name, versions)
+            if name not in old.configs:
+                self._load(new, [name], [new.version])
+                continue
+            config = self._overlay.read_config(name)
+            if not _is_alike(name, old, new):
+                # A warmup may be longer than what the other version takes.
+                config = replace_field(config, "model_warmup")
+            versions = {old.version, new.version}
+            try:
+                self._show_and_load(name, serve_versions(config, versions), self._repository / name, versions)
+            except ControlError as exc:
+                if {int(number) for number in _FAILED_VERSION.findall(str(exc))} == {old.version} != {new.version}:
+                    raise RolloutError(
+                        f"version {new.version} of {new.name} cannot be loaded beside version {old.version}",
+                        expected=f"{self._repository / name / str(old.version)} as it was when it was loaded",
+                        got=str(exc),
+                        remedy=f"version {old.version} is served as before; bring its files back, or restart the "
+                        f"server, which then loads version {new.version} alone",
+                    ) from exc
+                raise
 
     @contextlib.contextmanager
     def _candidate(self, new: Published) -> Iterator[str]:
         """Serve the new version under a name of its own for a moment."""
         name = new.name + CANDIDATE_SUFFIX
         try:
-            config = rename(new.configs[new.name], name)
+            # The answer must be the model's own, not one that was kept.
+            config = rename(replace_field(new.configs[new.name], "response_cache"), name)
             self._show_and_load(name, config, self._repository / new.name, [new.version])
             yield name
         finally:
@@ -159,11 +228,20 @@ class Roller:
         deadline = time.monotonic() + _FLIGHT_LIMIT_S
         while time.monotonic() < deadline and self._is_busy(old):
             time.sleep(_INTERVAL_S)
-        self._load(new, [*new.steps], [new.version])
+        for name in new.steps:
+            self._serve_alone(name, new, old)
         for name in old.steps:
             if name not in new.configs:
                 self._control.unload(name)
                 self._overlay.hide(name)
+
+    def _serve_alone(self, name: str, one: Published, other: Published) -> None:
+        """Serve a model, or a step, from one of two published versions; what is loaded of that is left alone."""
+        if one.version and name in other.configs and _is_alike(name, one, other):
+            config = serve_versions(self._overlay.read_config(name), [one.version])
+            self._show_and_load(name, config, self._repository / name, [one.version])
+        else:
+            self._load(one, [name], [one.version])
 
     def _is_busy(self, old: Published) -> bool:
         return any(
@@ -176,7 +254,7 @@ class Roller:
         for name in reversed([*new.configs]):
             with contextlib.suppress(OSError, ControlError):
                 if name in old.configs:
-                    self._load(old, [name], [old.version])
+                    self._serve_alone(name, old, new)
                 else:
                     self._control.unload(name)
                     self._overlay.hide(name)
@@ -187,8 +265,15 @@ class Roller:
             check_answer(self._control.url, self._repository, published.name, str(published.version), served_as=name)
 
 
+def _is_alike(name: str, old: Published, new: Published) -> bool:
+    """Tell whether two versions of a step have one configuration, but for their numbers."""
+    return serve_versions(old.configs[name], [new.version]) == serve_versions(new.configs[name], [new.version])
+
+
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:
     return RolloutError(
-        f"version {published.version} of {published.name} cannot be served: expected it to load and to answer as "
-        f"verified, got {' '.join(str(exc).split())}; {consequence}, activate another version or export it again."
+        f"version {published.version} of {published.name} cannot be served",
+        expected="it to load and to answer as verified",
+        got=str(exc),
+        remedy=f"{consequence}, activate another version or export it again",
     )

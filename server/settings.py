@@ -21,6 +21,7 @@ class Settings:
         verbose: Whether to show the whole log of tritonserver.
         passed_options: Options for tritonserver that we have no opinion of.
         follows: Whether what becomes active in the repository is served without a restart.
+        variant: Name of the configurations that take the place of the usual ones, where a version has them.
     """
 
     installation: Installation
@@ -31,11 +32,17 @@ class Settings:
     verbose: bool
     passed_options: tuple[str, ...] = ()
     follows: bool = True
+    variant: str = ""
 
     @property
     def backends(self) -> Path:
         """Folder of the assembled backends."""
         return self.run_directory / "backends"
+
+    @property
+    def caches(self) -> Path:
+        """Folder of the response caches that came with tritonserver; it may not be there."""
+        return self.installation.backends.parent / "caches"
 
     @property
     def overlay(self) -> Path:

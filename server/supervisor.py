@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from . import wishes
 from .control import Control
 from .control_key import hide_key
 from .draining import Retirement, drain
@@ -70,11 +71,13 @@ class Supervisor:
         self._stops = stops
         self._log = log
         self._say = log.say
-        self._control = Control(settings.endpoints.http_url, settings.key)
+        encrypted = any(word.startswith("--grpc-use-s") for word in settings.passed_options)
+        grpc_address = None if encrypted else settings.endpoints.grpc_address
+        self._control = Control(settings.endpoints.http_url, settings.key, grpc_address)
         self._shortage = ""
         overlay = Overlay(settings.overlay)
         self._roller = Roller(settings.repository, overlay, self._control)
-        self._follower = Follower(settings.repository, self._roller, status.follow, log.say)
+        self._follower = Follower(settings.repository, self._roller, status.follow, log.say, settings.variant)
         self._follower.start()
         self._launch()
 
@@ -136,7 +139,12 @@ class Supervisor:
         Raises:
             ShortageError: This machine has not what it takes.
         """
-        server = TritonServer(self._settings, self._follower.models, self._log)
+        shown = self._follower.published
+        configs = [text for published in shown for text in published.configs.values()]
+        passed = self._settings.passed_options
+        options = wishes.list_options(configs, self._settings.caches, passed)
+        self._roller.begin(shown, limits_rate=wishes.has_option([*options, *passed], "rate-limit"))
+        server = TritonServer(self._settings, self._follower.models, options, self._log)
         try:
             pulse = Pulse(self._settings.endpoints.http_url)
         except RuntimeError as exc:

@@ -98,9 +98,9 @@ class Running:
         self.lines += self.process.stderr.read().splitlines()
         return self.process.wait()
 
-    def check(self) -> Finished:
-        """Run the check that a container's health is judged by."""
-        return run("-m", "server", "check", *self.options)
+    def check(self, *options: str) -> Finished:
+        """Run the check that a deployment is judged by, and with `--any-version` a container's health."""
+        return run("-m", "server", "check", *self.options, *options)
 
     @property
     def tritonserver(self) -> int:

@@ -7,8 +7,12 @@ from rich.console import Console
 
 from ..locations import name_command
 from ..repository.activation import activate
+from ..repository.version import Version
 from .verb import EXIT_NOT_SERVED, Verbs, add_repository, add_verb, answer
 from .waiting import wait_until_served
+
+# So much takes a second or more to hash, which is worth a word.
+_SLOW_BYTES = 500_000_000
 
 _EXAMPLES = (
     "tickets 3 --repository /srv/models",
@@ -45,8 +49,14 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb. Raises what `activate` and `wait_until_served` raise."""
     console = Console(stderr=True)
-    with console.status(f"hashing {arguments.name}"):
-        done = activate(arguments.repository, arguments.name, arguments.version)
+
+    def tell(version: Version) -> None:
+        size = sum(path.stat().st_size for path in version.list_files())
+        if size >= _SLOW_BYTES:
+            what = f"hashing version {version.number} of {version.name}, {size / 1e6:.0f} MB"
+            console.print(what, markup=False, highlight=False, soft_wrap=True)
+
+    done = activate(arguments.repository, arguments.name, arguments.version, tell)
     for url in arguments.wait:
         wait_until_served(url, done.name, done.version, lambda line: console.print(line, markup=False, soft_wrap=True))
     before = f", version {done.before} before" if done.before else ""

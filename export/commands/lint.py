@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         TargetError: There is no such release.
-        RepositoryError: There is no such repository.
+        RepositoryError: There is no such repository, or nothing in it.
     """
     # Protobuf and gRPC take most of a second to import, which no other verb's start shall wait for.
     from ..lint.finding import Level

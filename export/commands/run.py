@@ -13,6 +13,7 @@ from ..checkpoints import join_folders
 from ..errors import escape_controls
 from ..locations import name_command
 from ..options import add_options, build_request, read_options
+from ..options_file import OPTIONS_FILE
 from ..progress import Progress
 from ..repository.lock import check_destination
 from ..targets import find_target
@@ -27,6 +28,8 @@ _EXAMPLES = (
     "./checkpoint --name tickets --repository /srv/models \\\n"
     '      --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"',
     "./checkpoint --name tickets --precision int8 --target 25.08",
+    "./checkpoint --name tickets --instances 4 --priority-levels 2 --max-queue-size 64",
+    "./checkpoint --name tickets --config serving.toml",
     "--factory model.py:build --inputs inputs.json --name scores",
     "./checkpoint --name tickets --json > result.json",
     "./node0/run ./node1/run --base ./model --name tickets",
@@ -53,7 +56,13 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         help="folder that a trainer or save_pretrained left, or the folders of all nodes (optional with --factory)",
     )
     parser.add_argument("--name", required=True, help="name that clients will use")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="JSON with the same options, named as below")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="the same options, named as below with _: JSON, or TOML with tables [default] and [models.NAME] "
+        f"(default: {OPTIONS_FILE} of the working directory, if there is one)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     parser.add_argument("--again", action="store_true", help="export even where a version was made of the same already")
     add_options(parser)
@@ -62,9 +71,8 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
     checkpoint = join_folders(arguments.checkpoints) if arguments.checkpoints else None
-    request = build_request(
-        vars(arguments) | {"checkpoint": checkpoint}, read_options(arguments.config) if arguments.config else {}
-    )
+    settings = read_options(arguments.config, arguments.name)
+    request = build_request(vars(arguments) | {"checkpoint": checkpoint}, settings)
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     console = Console(stderr=True)
     check_destination(request.repository, request.name, partial(_tell, console))

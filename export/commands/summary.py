@@ -25,12 +25,12 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
     """Print what a stage's files were tried on, and the errors."""
     runtime = f"{stage.engine.title} {report.versions[stage.engine.name]}"
     table = Table(title=f"{runtime} against torch {report.versions['torch']}, {stage.precision.name}")
-    # Case and verdict are never broken over lines, nor cut.
-    table.add_column("case", no_wrap=True)
+    # Nothing is cut, and where something has to be broken over lines, it is the name of a case.
+    table.add_column("case", overflow="fold")
     # On the 80 columns of a log there is no room for more; the report has every figure.
     shown = [key for key in report.tolerances if key != "max_relative_length_error"]
-    for heading in ("rows", "tokens", *(key.replace("_", " ") for key in shown)):
-        table.add_column(heading, justify="right")
+    for heading in ("rows", "tokens", *("\n".join(key.replace("_", " ").rsplit(" ", 1)) for key in shown)):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for case in report.cases:
         verdict = "ok" if case.passed else "[bold red]FAILED[/]"

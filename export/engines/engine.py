@@ -107,6 +107,8 @@ class Engine(ABC):
         graph_precisions: Precision that may be asked for → precision of the graph that it takes for that.
         builds: Whether `model_file` is built from the graph; otherwise it is the graph.
         has_lean: Whether `backends/python_lean` runs it too, in the process that tokenises.
+        idle_options: Names of the serving options that have no effect on what it runs.
+        queue_parameter: Parameter of the backend that bounds its own queue; empty where the queue is Triton's.
         takes: What it is given: an ONNX graph, or a decoder, a language model whose keys and values it keeps itself.
     """
 
@@ -118,6 +120,8 @@ class Engine(ABC):
     graph_precisions: ClassVar[Mapping[str, str]]
     builds: ClassVar[bool] = True
     has_lean: ClassVar[bool] = False
+    idle_options: ClassVar[frozenset[str]] = frozenset()
+    queue_parameter: ClassVar[str] = ""
     takes: ClassVar[Form] = "graph"
 
     def find_graph_precision(self, precision: str) -> str:

@@ -44,6 +44,9 @@ class OpenVINOGeneration(Engine):
     backend = "openvino_generate"
     model_file = "openvino_model.xml"
     graph_precisions: ClassVar[Mapping[str, str]] = {"fp32": "fp32"}
+    # The backend batches by itself, in one process, and answers in pieces.
+    idle_options = frozenset({"instances", "response_cache", "rate_limit"})
+    queue_parameter = "max_queue_size"
     takes = "decoder"
 
     def check(self, precision: str, target: "Target") -> None:

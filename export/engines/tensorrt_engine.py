@@ -23,6 +23,8 @@ class TensorRT(Engine):
     help = "a plan for the GPU at hand; runs in NVIDIA's image, see docker/tensorrt/build.sh"
     backend = "tensorrt"
     model_file = "model.plan"
+    # A plan has as many profiles as instances were built for.
+    idle_options = frozenset({"instances"})
     graph_precisions: ClassVar[Mapping[str, str]] = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32"}
 
     def check(self, precision: str, target: "Target") -> None:

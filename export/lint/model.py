@@ -177,7 +177,7 @@ def open_repository(folder: Path, target: Target) -> Repository:
     """Return what lies in a repository.
 
     Raises:
-        RepositoryError: There is no such folder.
+        RepositoryError: There is no such folder, or it is empty, or a model itself.
     """
     if not folder.is_dir():
         raise RepositoryError(
@@ -186,5 +186,20 @@ def open_repository(folder: Path, target: Target) -> Repository:
             got="a file" if folder.exists() else "nothing",
             remedy="pass the folder that tritonserver gets as --model-repository",
         )
+    if (folder / CONFIG_FILE).is_file() or list_versions(folder):
+        raise RepositoryError(
+            f"{folder} is a model, not a repository",
+            expected="a folder of models",
+            got=CONFIG_FILE if (folder / CONFIG_FILE).is_file() else "a numbered version",
+            remedy=f"pass the folder that it lies in, {folder.absolute().parent}",
+        )
     folders = (entry for entry in sorted(folder.iterdir()) if entry.is_dir())
-    return Repository(folder, {entry.name: Model(entry, target) for entry in folders})
+    models = {entry.name: Model(entry, target) for entry in folders}
+    if not models:
+        raise RepositoryError(
+            f"{folder} holds no models",
+            expected="a folder for each model",
+            got="none",
+            remedy="pass the folder that tritonserver gets as --model-repository",
+        )
+    return Repository(folder, models)

@@ -10,7 +10,7 @@ follows can load each state as it finds it:
 A lone model has no steps, and thus the second of these alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from .files import write_configs
 from .integrity import check_whole
 from .removal import remove_leftovers
 from .undo import Undo
-from .version import find_version
+from .version import Version, find_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,16 @@ class Activation:
     outcome: Literal["activated", "unchanged"]
 
 
-def activate(repository: Path, name: str, version: int | None = None) -> Activation:
+def activate(
+    repository: Path, name: str, version: int | None = None, tell: Callable[[Version], None] = lambda version: None
+) -> Activation:
     """Make a version the active one.
 
     Args:
         repository: Where it was published.
         name: The public model.
         version: The number; the newest one if left out.
+        tell: Called with the version before its files are hashed.
 
     Raises:
         RepositoryError: There is no such model or version, it is not whole, a file of it is not as it was published,
@@ -62,6 +65,7 @@ def activate(repository: Path, name: str, version: int | None = None) -> Activat
     with change(repository, name, "switched in") as undo:
         newest = max(list_versions(repository / name), default=0)
         chosen = find_version(repository, name, newest if version is None else version)
+        tell(chosen)
         check_whole(chosen)
         configs = chosen.read_configs()
         remove_leftovers(repository, name, configs)

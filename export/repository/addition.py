@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from tritonclient.grpc import model_config_pb2 as pb
 
@@ -25,6 +26,7 @@ def add_version(
     documents: Mapping[str, str],
     configs: Mapping[str, pb.ModelConfig],
     undo: Undo,
+    variants: Mapping[str, Mapping[str, pb.ModelConfig]] = MappingProxyType({}),
 ) -> None:
     """Stage every file of a version, and rename it into place; the public model's folder last.
 
@@ -35,14 +37,17 @@ def add_version(
         documents: File name → text, of what lies in the public model's folder.
         configs: Triton model → its configuration while the version is the active one.
         undo: Takes back what is done.
+        variants: Name → the same configurations on a server that is told the name.
 
     Raises:
         RepositoryError: A file reads back differently from how it was written.
     """
-    documents = {
-        **documents,
-        **{f"{CONFIGS_FOLDER}/{model_name}.pbtxt": render_config(config) for model_name, config in configs.items()},
-    }
+    documents = dict(documents)
+    for place, kept in (
+        (CONFIGS_FOLDER, configs),
+        *((f"{CONFIGS_FOLDER}/{key}", each) for key, each in variants.items()),
+    ):
+        documents |= {f"{place}/{model_name}.pbtxt": render_config(config) for model_name, config in kept.items()}
     equal = index_sums(
         Version(repository=version.repository, name=name, number=number)
         for name in list_models(version.repository)
@@ -63,12 +68,12 @@ def add_version(
             sums[place] = digests[source.name]
         if is_public:
             for name, text in documents.items():
-                (staged[folder] / name).parent.mkdir(exist_ok=True)
+                (staged[folder] / name).parent.mkdir(parents=True, exist_ok=True)
                 write(staged[folder] / name, text)
                 sums[name] = hashlib.sha256(text.encode()).hexdigest()
             write(staged[folder] / SUMS_FILE, render_sums(sums))
     for folder in staged.values():
-        for each in (*(entry for entry in folder.iterdir() if entry.is_dir()), folder):
+        for each in (*(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
             sync_folder(each)
     for folder, staged_folder in staged.items():
         move(staged_folder, folder, undo)

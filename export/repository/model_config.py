@@ -10,7 +10,9 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines import ONNXRUNTIME, Engine
 from ..engines.limits import INSTANCES, MAX_BATCH_SIZE
+from ..serving_options import ServingOptions
 from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from . import intent
 from .names import OWNER_PARAMETER, ModelNames
 
 # Requests that may wait in front of one step, eight full batches of one row each; beyond it the server answers 503 /
@@ -23,6 +25,9 @@ PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 
 # The folder of `backends/` that does in one process what the steps of an ensemble do.
 LEAN_BACKEND = "python_lean"
+
+# Nothing asked for.
+DEFAULT_SERVING = ServingOptions()
 
 _TRITON_DTYPES = {
     torch.bool: pb.TYPE_BOOL,
@@ -48,7 +53,13 @@ def name_models(name: str, signature: ModelSignature) -> ModelNames:
 
 
 def build_configs(
-    names: ModelNames, signature: ModelSignature, *, version: int, served: Iterable[int], engine: Engine = ONNXRUNTIME
+    names: ModelNames,
+    signature: ModelSignature,
+    *,
+    version: int,
+    served: Iterable[int],
+    engine: Engine = ONNXRUNTIME,
+    serving: ServingOptions = DEFAULT_SERVING,
 ) -> Mapping[str, pb.ModelConfig]:
     """Return model name → configuration, steps first, the ensemble last.
 
@@ -58,18 +69,20 @@ def build_configs(
         version: Version that the ensemble's steps are pinned to.
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
         engine: What runs the model.
+        serving: How it is to be served.
     """
     served = sorted(set(served))
     contract = signature.contract
     if contract is not None and contract.is_lean:
         configs = {names.name: _build_lean(names.name, contract, served, engine)}
     else:
-        configs = {names.model: _build_model(names.model, signature.served, served, engine, version)}
+        configs = {names.model: _build_model(names.model, signature.served, served, engine, version, serving)}
     if contract is not None and names.is_ensemble:
         configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
         if contract.postprocess is not None:
             configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
         configs[names.name] = _build_ensemble(names, signature, contract, version)
+    intent.apply(serving, configs, names, engine)
     for config in configs.values():
         config.parameters[OWNER_PARAMETER].string_value = names.name
     return configs
@@ -103,7 +116,12 @@ def _build_postprocess(name: str, signature: ModelSignature, contract: Contract,
 
 
 def _build_model(
-    name: str, signature: ModelSignature, served: list[int], engine: Engine, version: int
+    name: str,
+    signature: ModelSignature,
+    served: list[int],
+    engine: Engine,
+    version: int,
+    serving: ServingOptions,
 ) -> pb.ModelConfig:
     config = pb.ModelConfig(
         name=name,
@@ -113,7 +131,7 @@ def _build_model(
         version_policy=_serve(served),
         input=[_input(tensor, is_batched=signature.is_batched) for tensor in signature.inputs],
         output=[_output(tensor, is_batched=signature.is_batched, version=version) for tensor in signature.outputs],
-        model_warmup=_warmups(signature),
+        model_warmup=_warmups(signature, serving.warmup),
     )
     if signature.is_batched:
         config.dynamic_batching.CopyFrom(_batching(0))
@@ -185,11 +203,12 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
     )
 
 
-def _warmups(signature: ModelSignature) -> list[pb.ModelWarmup]:
+def _warmups(signature: ModelSignature, lengths: Iterable[int]) -> list[pb.ModelWarmup]:
     if SEQ_LEN in signature.longest:
         longest = signature.longest[SEQ_LEN]
         return [
             _warmup("shortest, 1 tokens", {SEQ_LEN: 1}, signature),
+            *(_warmup(f"{length} tokens", {SEQ_LEN: length}, signature) for length in lengths),
             _warmup(f"longest, {longest} tokens", {SEQ_LEN: longest}, signature),
         ]
     return [_warmup("one row", {PAST_LEN: 0}, signature)] if signature.is_batched else []

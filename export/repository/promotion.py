@@ -114,10 +114,15 @@ def _add(chosen: Version, sums: Mapping[Path, str], destination: Path, activates
         if created:
             version = Version(repository=destination, name=name, number=number)
             # The configurations alone name the number; the proof is kept to the byte, under that which it was made for.
-            copied = [path for path in sums if path.parent.name != CONFIGS_FOLDER]
+            kept = Path(os.path.normpath(chosen.folder)) / CONFIGS_FOLDER
+            copied = [path for path in sums if not path.is_relative_to(kept)]
             files = {part: [path for path in copied if path.parent.parent.name == part] for part in configs}
             digests = {path.name: sums[path] for path in copied}
-            add_version(version, files, digests, {}, pinned, undo)
+            variants = {
+                key: {part: pin_config(config, version=number, served=[number]) for part, config in each.items()}
+                for key, each in chosen.read_variants().items()
+            }
+            add_version(version, files, digests, {}, pinned, undo, variants)
             check_whole(version)
         switched = activates and switch(destination, name, pinned, undo)
         active = find_active_version(destination, name)
@@ -135,14 +140,22 @@ def _read_published(repository: Path, name: str, parts: Mapping[str, pb.ModelCon
 
 
 def _find_equal(chosen: Version, destination: Path) -> int | None:
-    """Return the newest version there that holds the same, was proven the same, and is as it was published."""
-    wanted = _read_content(chosen)
+    """Return the newest version there that holds, was proven and is served the same, and is as it was published."""
+    wanted, intent = _read_content(chosen), _read_intent(chosen)
     for number in reversed(list_versions(destination / chosen.name)):
         there = Version(repository=destination, name=chosen.name, number=number)
-        if _read_content(there) == wanted:
+        if _read_content(there) == wanted and _read_intent(there) == intent:
             check_whole(there)
             return number
     return None
+
+
+def _read_intent(version: Version) -> list[dict[str, pb.ModelConfig]]:
+    """Return the configurations, usual ones and those of variants, without the number that they name."""
+    return [
+        {f"{variant}/{part}": pin_config(config, version=0, served=[]) for part, config in configs.items()}
+        for variant, configs in {"": version.read_configs(), **version.read_variants()}.items()
+    ]
 
 
 def _read_content(version: Version) -> dict[tuple[str, ...], str]:

@@ -18,18 +18,22 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
+
+from tritonclient.grpc import model_config_pb2 as pb
 
 from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
 from ..errors import RepositoryError
 from ..proof.verify import VerificationReport
+from ..serving_options import ServingOptions
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
 from .activation import check_exchangeable, switch
 from .addition import add_version
 from .change import change
-from .config_file import read_config
+from .config_file import keep_operators_parameters, read_config
 from .contents import (
     GOLDEN_FILE,
     REPORT_FILE,
@@ -39,7 +43,7 @@ from .contents import (
     list_versions,
 )
 from .lock import PATIENCE_S
-from .model_config import build_configs
+from .model_config import DEFAULT_SERVING, build_configs
 from .names import ModelNames
 from .removal import remove_leftovers
 from .version import Version
@@ -84,6 +88,8 @@ def publish(
     files: Artefacts,
     report: VerificationReport,
     engine: Engine = ONNXRUNTIME,
+    serving: ServingOptions = DEFAULT_SERVING,
+    variants: Mapping[str, ServingOptions] = MappingProxyType({}),
     document: Callable[[Version], Mapping[str, str]] = lambda version: {},
     activates: bool = True,
     patience_s: float = PATIENCE_S,
@@ -97,6 +103,8 @@ def publish(
         files: What the export wrote.
         report: The verification report of exactly these files.
         engine: What runs the model.
+        serving: How it is to be served; the same files that are to be served otherwise are another version.
+        variants: Name → how it is to be served by a server that is told that name.
         document: Given the version, returns file name → text of what is kept beside the report.
         activates: Whether it becomes the active version; else it is only there.
         patience_s: How long another publication is waited for.
@@ -113,10 +121,17 @@ def publish(
         _check_report(report, files.all)
         check_contract(repository, names, signature, engine)
         remove_leftovers(repository, names.name, names.all)
-        number = _find_equal_version(repository, names, homes, report)
+
+        def configure(number: int, serving: ServingOptions = serving) -> Mapping[str, pb.ModelConfig]:
+            return build_configs(names, signature, version=number, served=[number], engine=engine, serving=serving)
+
+        def vary(number: int) -> Mapping[str, Mapping[str, pb.ModelConfig]]:
+            return {key: configure(number, each) for key, each in variants.items()}
+
+        number = _find_equal_version(repository, names, homes, report, configure, vary)
         created = number is None
         number = number or find_free_version(repository, names.all)
-        configs = build_configs(names, signature, version=number, served=[number], engine=engine)
+        configs = configure(number)
         version = Version(repository=repository, name=names.name, number=number)
         if created:
             documents = {
@@ -124,7 +139,7 @@ def publish(
                 GOLDEN_FILE: json.dumps(report.golden) + "\n",
                 **document(version),
             }
-            add_version(version, homes, report.sha256, documents, configs, undo)
+            add_version(version, homes, report.sha256, documents, configs, undo, vary(number))
         switched = activates and switch(repository, names.name, configs, undo)
         active = find_active_version(repository, names.name)
     return Publication(
@@ -155,11 +170,31 @@ def _check_report(report: VerificationReport, files: list[Path]) -> None:
 
 
 def _find_equal_version(
-    repository: Path, names: ModelNames, files: Mapping[str, list[Path]], report: VerificationReport
+    repository: Path,
+    names: ModelNames,
+    files: Mapping[str, list[Path]],
+    report: VerificationReport,
+    configure: Callable[[int], Mapping[str, pb.ModelConfig]],
+    vary: Callable[[int], Mapping[str, Mapping[str, pb.ModelConfig]]],
 ) -> int | None:
-    """Return the newest version that is complete, holds these very files and was proven for the same."""
-    numbers = reversed(list_versions(repository / names.name))
-    return next((number for number in numbers if _holds_files(repository, names, number, files, report)), None)
+    """Return the newest version that is complete, holds these very files, was proven for the same and is served so."""
+    for number in reversed(list_versions(repository / names.name)):
+        version = Version(repository=repository, name=names.name, number=number)
+        if (
+            _holds_files(repository, names, number, files, report)
+            and _is_served_so(version, configure(number))
+            and version.read_variants() == vary(number)
+        ):
+            return number
+    return None
+
+
+def _is_served_so(version: Version, configs: Mapping[str, pb.ModelConfig]) -> bool:
+    """Tell whether these are the configurations with which a version becomes active."""
+    kept = version.read_configs()
+    return {*kept} == {*configs} and all(
+        keep_operators_parameters(kept[name], configs[name]) == kept[name] for name in kept
+    )
 
 
 def _holds_files(

@@ -108,6 +108,23 @@ class Version:
             configs[model_name] = pin_config(config, version=self.number, served=[self.number])
         return configs
 
+    def read_variants(self) -> dict[str, dict[str, pb.ModelConfig]]:
+        """Return variant → Triton model → its configuration on a server that is told the variant's name.
+
+        Raises:
+            RepositoryError: One cannot be read.
+        """
+        kept = self.folder / CONFIGS_FOLDER
+        folders = sorted(entry for entry in kept.iterdir() if entry.is_dir()) if kept.is_dir() else []
+        return {
+            folder.name: {
+                path.stem: config
+                for path in sorted(folder.glob("*.pbtxt"))
+                if (config := read_config(folder, path.name)) is not None
+            }
+            for folder in folders
+        }
+
     def _read_json(self, file_name: str) -> Mapping[str, Any]:
         try:
             content = json.loads((self.folder / file_name).read_text(encoding="utf-8"))

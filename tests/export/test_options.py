@@ -12,6 +12,7 @@ import pytest
 from export.errors import SettingsError
 from export.option_kinds import Needs
 from export.options import ExportRequest, add_options, build_request, list_options, read_options
+from export.serving_options import ServingOptions
 from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 
 # One value of each option, on the command line and in a file.
@@ -43,6 +44,16 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "pooling": (["--pooling", "cls"], "cls"),
     "normalize": (["--no-normalize"], False),
     "preprocess": (["--preprocess", "imagenet"], "imagenet"),
+    "instances": (["--instances", "4"], 4),
+    "max_queue_size": (["--max-queue-size", "64"], 64),
+    "max_queue_delay_microseconds": (["--max-queue-delay-microseconds", "500"], 500),
+    "default_timeout_microseconds": (["--default-timeout-microseconds", "20000"], 20000),
+    "timeout_action": (["--timeout-action", "delay"], "delay"),
+    "priority_levels": (["--priority-levels", "3"], 3),
+    "default_priority_level": (["--default-priority-level", "2"], 2),
+    "response_cache": (["--response-cache"], True),
+    "warmup": (["--warmup", "16", "8"], [8, 16]),
+    "rate_limit": (["--rate-limit", "cores=2"], {"cores": 2}),
 }
 FACTORY = ["--factory", "model.py:build", "--inputs", "inputs.json"]
 
@@ -57,7 +68,7 @@ def parse(*words: str, checkpoint: str | None = "c", file: Path | None = None) -
     parser = argparse.ArgumentParser()
     add_options(parser)
     arguments = vars(parser.parse_args(words)) | {"checkpoint": checkpoint and Path(checkpoint), "name": "n"}
-    return build_request(arguments, read_options(file) if file else {})
+    return build_request(arguments, read_options(file, "n") if file else {})
 
 
 def test_there_is_an_example_of_every_option() -> None:
@@ -68,15 +79,16 @@ def test_there_is_an_example_of_every_option() -> None:
 def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, tmp_path: Path) -> None:
     words, value = EXAMPLES[name]
     # What an option needs goes with it.
-    also = {"inputs": FACTORY[:2], "factory": FACTORY[2:]}.get(name, [])
+    needs = {"inputs": FACTORY[:2], "factory": FACTORY[2:], "default_priority_level": ["--priority-levels", "2"]}
+    also = needs.get(name, [])
     typed = parse(*words, *also)
     assert typed == parse(*also, file=write(tmp_path, {name: value}))
-    assert typed != parse(), "it changes what is asked for"
+    assert typed != parse(*also if name == "default_priority_level" else ()), "it changes what is asked for"
 
 
 def test_every_field_of_a_request_is_an_option_or_whole() -> None:
-    whole = {"checkpoint", "name", "vocabulary", "task_options"}
-    for holder in (ExportRequest, VocabularyOptions):
+    whole = {"checkpoint", "name", "vocabulary", "serving", "variants", "task_options"}
+    for holder in (ExportRequest, VocabularyOptions, ServingOptions):
         for field in fields(holder):
             assert ("options" in field.metadata) != (field.name in whole), field.name
 
@@ -149,7 +161,7 @@ def test_the_command_line_wins_and_adds_its_tokens_to_the_files(tmp_path: Path) 
 def test_a_setting_that_means_nothing_is_refused_in_one_sentence(content: Any, sentence: str, tmp_path: Path) -> None:
     path = write(tmp_path, content)
     with pytest.raises(SettingsError) as refusal:
-        read_options(path)
+        read_options(path, "n")
     assert re.match(sentence, str(refusal.value).replace(str(path), "FILE")), str(refusal.value)
     assert str(refusal.value).count("\n") == 0
 
@@ -253,3 +265,111 @@ def test_a_request_that_is_made_in_python_is_held_to_the_same() -> None:
     ):
         with pytest.raises(SettingsError, match=f"{flag} has no effect beside --factory"):
             ExportRequest(**made | idle)
+
+
+def read_toml(tmp_path: Path, text: str) -> dict[str, Any]:
+    path = tmp_path / "modelyard.toml"
+    path.write_text(text)
+    return read_options(path, "n")
+
+
+def test_the_table_of_a_model_stands_over_the_one_of_all(tmp_path: Path) -> None:
+    text = """
+    default.max_queue_size = 64
+    [default.rate_limit]
+    cores = 1
+    [models.n]
+    instances = 4
+    warmup = [16, 8]
+    max_queue_size = 32
+    [models.other]
+    instances = 9
+    """
+    path = tmp_path / "modelyard.toml"
+    path.write_text(text)
+    serving = parse("--instances", "3", file=path).serving
+    assert (serving.instances, serving.max_queue_size, serving.warmup) == (3, 32, (8, 16))
+    assert serving.rate_limit == {"cores": 1}
+
+
+def test_a_variant_is_what_it_says_over_what_the_model_is(tmp_path: Path) -> None:
+    path = tmp_path / "modelyard.toml"
+    path.write_text(
+        """
+        default.configs.staging = { instances = 1, max_queue_size = 8 }
+        [models.n]
+        priority_levels = 2
+        rate_limit.cores = 1
+        [models.n.configs.staging]
+        max_queue_size = 4
+        [models.n.configs.production]
+        """
+    )
+    request = parse("--instances", "3", "--rate-limit", "disks=1", file=path)
+    assert {*request.variants} == {"staging", "production"}
+    assert request.variants["production"] == request.serving
+    staging = request.variants["staging"]
+    assert (staging.instances, staging.max_queue_size, staging.priority_levels) == (1, 4, 2)
+    assert staging.rate_limit == {"cores": 1, "disks": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[models.n.configs]\nstaging = 1", "configs in FILE line 1 holds no variants: .* got ..staging.: 1."),
+        ("[default.configs.'a/b']", "configs in FILE has a variant that cannot be named so: .* got .a/b.."),
+        (
+            "[default.configs.a]\ntask = 'reward'",
+            "FILE line 2 has the unknown option task: expected one of instances, .*",
+        ),
+        (
+            "[default]\n# max_queue_dealy\n\nmax_queue_dealy = 3",
+            "FILE line 4 has the unknown option max_queue_dealy: .*; did you mean max_queue_delay_microseconds.",
+        ),
+        ("[models.n]\n'instancse' = 3", "FILE line 2 has the unknown option instancse: .*; did you mean instances."),
+        ("[models.n.instancse]\na = 3", "FILE line 1 has the unknown option instancse: .*"),
+        ("models = { n = { instancse = 3 } }", "FILE has the unknown option instancse: .*"),
+        (
+            "[models.m]\ninstances = 1\n[models.n]\ninstances = 'x'",
+            'instances in FILE line 4 is of another kind: .* "x"',
+        ),
+        ("[default]\nwarmup = 3", "warmup in FILE line 2 is of another kind: expected whole numbers .*"),
+        ("[default]\nrate_limit.cores = 0", "rate_limit in FILE line 2 is of another kind: expected resources, .*"),
+        ("[default]\ninstances = 2026-01-01", "instances in FILE line 2 is of another kind: .*"),
+        ("[default]\ntimeout_action = 'delya'", "timeout_action in FILE line 2 is unknown: .*; did you mean delay."),
+        (
+            "[tickets]\ninstances = 1",
+            "FILE line 1 has the unknown table tickets: .* write .models.tickets. for a model",
+        ),
+        ("instances = 1", "FILE line 1 has the unknown table instances: .* below .default.."),
+        ("default = 3", "FILE line 1 has no table default: expected options below its name in brackets, got 3."),
+        ("models = 3", "FILE line 1 has no table models.n: .*, got 3."),
+        ("[default", "FILE cannot be read: expected a TOML file, got .*at end of document"),
+    ],
+)
+def test_a_table_that_means_nothing_is_refused_with_its_line(text: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        read_toml(tmp_path, text)
+    assert re.match(sentence, str(refusal.value).replace(str(tmp_path / "modelyard.toml"), "FILE")), str(refusal.value)
+
+
+def test_the_file_of_the_working_directory_is_read_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_options(None, "n") == {}
+    Path("modelyard.toml").write_text("[models.n]\ninstances = 4")
+    assert read_options(None, "n") == {"instances": 4}
+    assert read_options(write(tmp_path, {"seed": 1}), "n") == {"seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--default-priority-level", "1"], "--default-priority-level has no effect without --priority-levels: "),
+        (["--default-priority-level", "3", "--priority-levels", "2"], ".* expected one from 1 to 2, got 3"),
+    ],
+)
+def test_a_priority_needs_levels(words: list[str], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        parse(*words)

@@ -143,13 +143,14 @@ def test_the_same_inputs_give_the_same_lock_and_others_another(
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Addresses]]:
-    """Serve a real model in int8, and two of tensors."""
+def served(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Addresses]]:
+    """Serve a model in int8, and two of tensors."""
     folder = tmp_path_factory.mktemp("proof")
     save_model(ARCHITECTURES["gpt2"], folder / "gpt2")
     save_model(ARCHITECTURES["vit classification"], folder / "vit")
+    worse = ["--tolerance", "min_cosine=0.5", "--accept-worse", "random weights"]
     for source, options in (
-        (checkpoint, ["--name", "sentence_embedding", "--precision", "int8"]),
+        (tiny_checkpoint, ["--name", "sentence_embedding", "--precision", "int8", *worse]),
         (folder / "gpt2", ["--name", "writer", "--task", "text-generation-logits-with-past"]),
     ):
         done = run("-m", "export", "run", str(source), *options, "--repository", str(folder / "models"))

@@ -88,7 +88,7 @@ def test_what_serves_has_few_rights_and_enough_time_to_stop(compose: dict, name:
     assert service["stop_grace_period"].endswith("s")
     assert int(service["stop_grace_period"][:-1]) > EXIT_TIMEOUT_S
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
-    assert service["healthcheck"]["test"] == ["CMD", "modelyard", "check"]
+    assert service["healthcheck"]["test"] == ["CMD", "modelyard", "check", "--any-version"]
     assert {"shm_size", "mem_limit", "pids_limit", "restart"} <= service.keys()
 
 

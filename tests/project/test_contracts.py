@@ -98,9 +98,15 @@ def test_each_file_has_one_name_in_every_room() -> None:
     written = {CONFIG_FILE, GOLDEN_FILE, LOCK_FILE, PAGE_FILE, REPORT_FILE, POSTPROCESS_FILE, TOKENIZER_FILE}
     written |= {PICTURE_FILE, LABELS_FILE}
     rows = {words(file)[0]: (writer, reader) for file, writer, reader in read_table("The repository")}
-    assert set(rows) == written | {PUBLICATION_FILE, SUMS_FILE, f"{CONFIGS_FOLDER}/*.pbtxt"}
+    assert set(rows) == written | {
+        PUBLICATION_FILE,
+        SUMS_FILE,
+        f"{CONFIGS_FOLDER}/*.pbtxt",
+        f"{CONFIGS_FOLDER}/*/*.pbtxt",
+    }
     assert model_text.CONFIG_FILE == CONFIG_FILE
     assert repository_reader.GOLDEN_FILE == GOLDEN_FILE
+    assert repository_reader.CONFIGS_FOLDER == CONFIGS_FOLDER
     # What a backend opens, it opens by a name of its own.
     steps = {
         TOKENIZER_FILE: PREPROCESS_BACKEND,

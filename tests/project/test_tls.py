@@ -1,16 +1,11 @@
 """TLS and tokens in front of the server: the nginx of `compose.yaml --profile tls`, with a certificate of today."""
 
-import contextlib
 import gzip
 import json
-import os
 import re
 import shlex
-import shutil
-import socket
 import ssl
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -24,9 +19,9 @@ import tritonclient.grpc
 import tritonclient.http
 from harness import CHECKOUT, Finished, Published, run
 from launcher import Running, find_ports, running
+from nginx import NGINX, running_nginx
 from tritonclient.utils import InferenceServerException
 
-NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 TOKEN = "4f1c" * 16
 
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed; `apt-get install nginx-light`")
@@ -80,30 +75,6 @@ def proxy(published: Published, tmp_path_factory: pytest.TempPathFactory) -> Ite
         subprocess.run(make, cwd=folder, check=True, capture_output=True)
         with running_nginx(folder, http):
             yield Proxy(server, http, grpc, folder, key_file)
-
-
-@contextlib.contextmanager
-def running_nginx(folder: Path, port: int) -> Iterator[None]:
-    """Run nginx with the configuration in `folder` and wait until it listens on `port`."""
-    assert NGINX is not None
-    # As root it would change to a user who may not enter this folder.
-    directives = "daemon off;" + (" user root;" if os.geteuid() == 0 else "")
-    nginx = subprocess.Popen([NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", directives])
-    try:
-        wait_for_port(port)
-        yield
-    finally:
-        nginx.terminate()
-        nginx.wait(timeout=10)
-
-
-def wait_for_port(port: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.05)
-    raise AssertionError("nginx does not listen")
 
 
 GOOD = {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["Hello"]}]}

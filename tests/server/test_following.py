@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import tritonclient.grpc
 import tritonclient.http
 from harness import run
 from launcher import Running, running
+from nginx import NGINX, Balancer, balancing
 from transformers import AutoTokenizer, BertConfig, BertModel
 from tritonclient.utils import InferenceServerException
 
@@ -98,7 +100,7 @@ def wait_for(server: Running, condition: Callable[[dict[str, Any]], bool]) -> di
 class Callers:
     """Clients over HTTP and gRPC that ask as fast as they are answered, each over one connection that it keeps."""
 
-    def __init__(self, server: Running, repository: Path, count: int = 4) -> None:
+    def __init__(self, server: Running | Balancer, repository: Path, count: int = 4) -> None:
         self.answers: Counter[int] = Counter()
         self.failures: list[str] = []
         self._server = server
@@ -163,7 +165,50 @@ def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: 
     assert sum(deaths.values()) == 1
 
 
-@pytest.mark.parametrize("fault", ["another answer", "a damaged file", "no file"])
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed; `apt-get install nginx-light`")
+def test_two_servers_behind_a_proxy_lose_no_request_while_both_change(repository: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(repository, tmp_path / "models"))
+    activate(copy, 1)
+    with running(copy) as first, running(copy) as second:
+        for server in (first, second):
+            server.read_until("serving HTTP")
+            server.follow()
+        with balancing([first, second]) as balancer, Callers(balancer, copy) as callers:
+            for version in (2, 1):
+                activate(copy, version)
+                for server in (first, second):
+                    wait_for(
+                        server,
+                        lambda models: models[NAME]["served"] == version and models[NAME]["state"] == "served",  # noqa: B023
+                    )
+    assert callers.failures == []
+    assert callers.answers[0] == 0
+    assert callers.answers[1] > 0 and callers.answers[2] > 0
+
+
+def test_processes_that_serve_are_left_alone_and_those_of_the_new_version_are_started_once(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    old = {stub.pid for stub in server.find_stubs(f"{NAME}_model")}
+    seen: dict[int, str] = {}
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            seen.update({stub.pid: stub.version for stub in server.find_stubs(f"{NAME}_model")})
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    activate(repository, 2)
+    wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
+    ended.set()
+    watching.join()
+    assert {pid for pid, version in seen.items() if version == "1"} == old
+    assert len([version for version in seen.values() if version == "2"]) == len(old)
+
+
+@pytest.mark.parametrize("fault", ["another answer", "a damaged file", "no file", "too much memory"])
 def test_a_version_that_cannot_be_served_leaves_the_one_before_it_serving(
     fault: str, served: tuple[Running, Path]
 ) -> None:
@@ -177,8 +222,10 @@ def test_a_version_that_cannot_be_served_leaves_the_one_before_it_serving(
         path.write_text(json.dumps(golden))
     elif fault == "a damaged file":
         graph.write_bytes(graph.read_bytes()[:5000])
-    else:
+    elif fault == "no file":
         graph.unlink()
+    else:
+        want_memory(graph)
     with Callers(server, repository) as callers:
         activate(repository, 2)
         found = wait_for(server, lambda models: models[NAME]["state"] == "failed")[NAME]
@@ -189,6 +236,45 @@ def test_a_version_that_cannot_be_served_leaves_the_one_before_it_serving(
     assert callers.failures == []
     assert set(callers.answers) == {1}
     assert server.check().code == 0
+
+
+def want_memory(path: Path) -> None:
+    """Have a graph need more memory, before it can be run, than any process can have."""
+    model = onnx.load(path)
+    graph, name = model.graph, model.graph.output[0].name
+    (node,) = (node for node in graph.node if name in node.output)
+    node.output[:] = ["small" if output == name else output for output in node.output]
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array([2**46]), "shape"))
+    graph.node.extend(
+        [
+            onnx.helper.make_node("ConstantOfShape", ["shape"], ["large"]),
+            onnx.helper.make_node("ReduceMax", ["large"], ["nothing"], keepdims=0),
+            onnx.helper.make_node("Add", ["small", "nothing"], [name]),
+        ]
+    )
+    onnx.save(model, path)
+
+
+def test_a_version_whose_files_are_damaged_while_it_is_served_is_named_and_serves_on(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    graph = repository / f"{NAME}_model" / "1" / "model.onnx"
+    content = graph.read_bytes()
+    with Callers(server, repository) as callers:
+        graph.write_bytes(content[:5000])
+        activate(repository, 2)
+        found = wait_for(server, lambda models: models[NAME]["state"] == "failed")[NAME]
+        assert (found["active"], found["served"]) == (2, 1)
+        assert "version 2 of followed cannot be loaded beside version 1: expected" in found["reason"]
+        assert str(graph.parent) in found["reason"] and "bring its files back" in found["reason"]
+        activate(repository, 1)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+        graph.write_bytes(content)
+        activate(repository, 2)
+        wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
+    assert callers.failures == []
+    assert callers.answers[0] == 0
 
 
 def test_a_model_that_appears_is_served_and_one_that_goes_is_unloaded(served: tuple[Running, Path]) -> None:

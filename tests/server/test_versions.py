@@ -53,6 +53,11 @@ def test_a_server_is_waited_for_forth_and_back_and_tells_why_it_cannot_follow(
             failed.code == 1
             and "version 1 is served, and version 2 is active in the repository: version 2" in failed.err
         )
+        # A server that answers is not to be restarted for it.
+        healthy = server.check("--any-version")
+        assert healthy.code == 0
+        assert "warning: tickets answers as verified within" in healthy.err
+        assert "version 1 is served, and version 2 is active in the repository: version 2" in healthy.err
         assert call("activate", "tickets", 1, *wait).code == 0
         assert "version 1 is served, version 1 is active" in server.check().err
         # A model that nobody serves any more is unloaded, and the server stays.

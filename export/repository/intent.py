@@ -1,0 +1,100 @@
+"""How a version is to be served, written into its configurations; and refused where it would have no effect."""
+
+from collections.abc import Mapping
+
+from tritonclient.grpc import model_config_pb2 as pb
+
+from ..engines import Engine
+from ..errors import SettingsError
+from ..serving_options import ServingOptions
+from ..signature import SEQ_LEN, ModelSignature
+from .names import ModelNames
+
+_ACTIONS = {"reject": pb.ModelQueuePolicy.REJECT, "delay": pb.ModelQueuePolicy.DELAY}
+
+# What needs requests that are joined, and thus wait in a queue of Triton's.
+_QUEUE = {
+    "max_queue_size",
+    "max_queue_delay_microseconds",
+    "default_timeout_microseconds",
+    "timeout_action",
+    "priority_levels",
+    "default_priority_level",
+}
+
+
+def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignature) -> None:
+    """Refuse what would have no effect on a model.
+
+    Args:
+        serving: What was asked for.
+        engine: What runs the model.
+        signature: Tensors of the graph.
+
+    Raises:
+        SettingsError: One of them would have none, or a text to warm up with is longer than the model takes.
+    """
+    asked = {name for name, value in vars(serving).items() if value}
+    contract = signature.contract
+    is_lean = contract is not None and contract.is_lean
+    has_lengths = SEQ_LEN in signature.longest
+    own_queue = {"max_queue_size"} if engine.queue_parameter else set()
+    reasons = (
+        (asked & engine.idle_options, f"where {engine.title} runs the model"),
+        (asked & _QUEUE - own_queue if not signature.is_batched else set(), "where Triton joins no requests"),
+        (asked & {"max_queue_delay_microseconds", "warmup"} if is_lean else set(), "with --steps lean"),
+        (asked & {"warmup"} if not has_lengths else set(), "where the graph takes no tokens of texts"),
+    )
+    for names, where in reasons:
+        if names:
+            flags = ["--" + name.replace("_", "-") for name in sorted(names)]
+            raise SettingsError(
+                f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {where}",
+                expected="what it can do otherwise",
+                got=", ".join(f"{name} {vars(serving)[name]}" for name in sorted(names)),
+                remedy=f"leave {'it' if len(flags) == 1 else 'them'} out, in modelyard.toml as well",
+            )
+    longest = signature.longest.get(SEQ_LEN, 0)
+    if has_lengths and max(serving.warmup, default=0) > longest:
+        raise SettingsError(
+            "--warmup has a text that is longer than the model takes",
+            expected=f"up to {longest} tokens",
+            got=f"{max(serving.warmup)}",
+            remedy="pass a shorter one",
+        )
+
+
+def apply(serving: ServingOptions, configs: Mapping[str, pb.ModelConfig], names: ModelNames, engine: Engine) -> None:
+    """Write what was asked for into the configurations of a version, in place; `check_effect` has let it pass.
+
+    Queues and priorities are those of every step, for a request waits in front of each; copies and resources those of
+    the graph; and what is kept in the cache are the answers of the public model, as clients get them.
+    """
+    for config in configs.values():
+        if config.HasField("dynamic_batching"):
+            _queue(serving, config.dynamic_batching)
+    graph = configs[names.model]
+    if engine.queue_parameter and serving.max_queue_size is not None:
+        graph.parameters[engine.queue_parameter].string_value = str(serving.max_queue_size)
+    if serving.max_queue_delay_microseconds is not None:
+        graph.dynamic_batching.max_queue_delay_microseconds = serving.max_queue_delay_microseconds
+    for group in graph.instance_group:
+        if serving.instances is not None:
+            group.count = serving.instances
+        for resource, count in sorted(serving.rate_limit.items()):
+            group.rate_limiter.resources.add(name=resource, count=count)
+    if serving.response_cache:
+        configs[names.name].response_cache.enable = True
+
+
+def _queue(serving: ServingOptions, batching: pb.ModelDynamicBatching) -> None:
+    policy = batching.default_queue_policy
+    if serving.max_queue_size is not None:
+        policy.max_queue_size = serving.max_queue_size
+    if serving.default_timeout_microseconds is not None:
+        policy.default_timeout_microseconds = serving.default_timeout_microseconds
+    if serving.timeout_action is not None:
+        policy.timeout_action = _ACTIONS[serving.timeout_action]
+    if serving.priority_levels is not None:
+        batching.priority_levels = serving.priority_levels
+        batching.default_priority_level = serving.default_priority_level or serving.priority_levels
