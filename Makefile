@@ -150,6 +150,9 @@ streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 s
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
 
+neighbours: setup ## Measure a one-word caller's wait beside callers of texts that are dear to tokenise
+	@$(BENCH)neighbours
+
 SOAK_MINUTES ?= 20
 
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
@@ -180,6 +183,14 @@ $(RECIPES)/installed: requirements/recipes.txt pyproject.toml | $(UV)
 
 test-recipes: setup $(RECIPES)/installed ## Embed rows with the recipes of docs/batches.md on a real Ray and a real Spark
 	@MODELYARD_RECIPES=$(abspath $(RECIPES)/bin/python) $(BIN)/python -m pytest tests/project/test_recipes.py
+
+REQUESTS ?= 10000
+
+soak-generate: setup ## Send REQUESTS (10,000) of every kind to a model that writes text: refusals, memory, neighbours' texts
+	@$(BENCH)soak_generate --requests $(REQUESTS)
+
+bench-generate: setup ## Measure text generation beside the bare engine, transformers and ctranslate2; BENCH_OPTIONS=--quick
+	@$(BENCH)bench_generate $(BENCH_OPTIONS)
 
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist

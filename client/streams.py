@@ -13,7 +13,7 @@ import numpy.typing as npt
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from .errors import ModelError, UsageError
+from .errors import DeadlineError, ModelError, UsageError
 from .faults import FAILURES, explain
 from .pieces import Text, encode
 from .session import Session, make_trust
@@ -93,6 +93,14 @@ async def write(session: Session, model: str, inputs: Values, *, is_streamed: bo
         while piece is not None:
             yield piece
             piece = await anext(pieces, None)
+    # tritonserver 2.51 keeps a stream open whose backend process has died.
+    except (asyncio.TimeoutError, TimeoutError) as exc:
+        raise DeadlineError(
+            f"the text of {model} breaks off",
+            expected=f"another piece within {session.options.timeout_s:g} s",
+            got="none",
+            remedy=f"ask again, or raise {session.options.words.timeout}",
+        ) from exc
     except FAILURES as exc:
         raise explain(exc, session.options) from exc
     finally:

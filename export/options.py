@@ -19,7 +19,7 @@ from .options_file import OPTIONS_FILE, VARIANTS, read_file
 from .serving_options import ServingOptions
 from .targets import DEFAULT_TARGET
 from .tasks.table import TASKS, list_task_options
-from .weights.vocabulary_options import VocabularyOptions
+from .weights.vocabulary_options import VOCABULARY_GROUP, VocabularyOptions
 
 _PROOF = "graph and proof options"
 
@@ -257,6 +257,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         option.add_to(groups[option.group])
+
+
+def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the vocabulary alone."""
+    group = parser.add_argument_group(VOCABULARY_GROUP)
+    for declared in fields(VocabularyOptions):
+        for option in _options_of(declared):
+            option.add_to(group)
+
+
+def build_vocabulary_options(arguments: Mapping[str, Any]) -> VocabularyOptions | None:
+    """Return what the command line asks of the vocabulary, or None where it asks for no change.
+
+    Args:
+        arguments: Option → its value or items, None where it was not given.
+
+    Raises:
+        SettingsError: An option has no effect for want of a change.
+    """
+    options = VocabularyOptions(**_fill(VocabularyOptions, arguments, {}))
+    default = VocabularyOptions(seed=options.seed, allow_other_tokenizer=options.allow_other_tokenizer)
+    if options != default:
+        return options
+    if idle := [option.flag for option in list_changed(options)]:
+        raise SettingsError(
+            f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect alone",
+            expected="tokens to add, or rows to cut or pad",
+            got="neither",
+            remedy=f"leave {'it' if len(idle) == 1 else 'them'} out",
+        )
+    return None
 
 
 def read_options(path: Path | None, name: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class TextTokenizer:
     def encode(self, rows: Sequence[tuple[str, ...]]) -> "list[TokenizedRow | TextError]":
         """Return what each row of one or two texts became, unpadded, or why it became nothing.
 
-        All rows are encoded at once, over all cores.
+        All rows are encoded at once, over the cores that this process may use.
         """
         shortened = self._shorten(rows)
         asked = [row[0] if len(row) == 1 else row for row in shortened if not isinstance(row, TextError)]
@@ -85,7 +85,7 @@ class TextTokenizer:
             return self._shortening.shorten(rows)
         # As above.
         except Exception:
-            return rows
+            return [self._shortening.shorten_one(row) for row in rows]
 
     def stack(self, rows: "Sequence[TokenizedRow]") -> Mapping[str, Int64Array]:
         """Return the wanted tensors of one request, int64, padded to its longest sequence.
@@ -177,6 +177,14 @@ class Shortening:
                     if self._is_enough(beginning)
                 }
         return [self._cut(row, cut) for row in rows]
+
+    def shorten_one(self, row: tuple[str, ...]) -> "tuple[str, ...] | TextError":
+        """Return the row as `shorten` does, or uncut where the model has no token for its beginning."""
+        try:
+            return self.shorten([row])[0]
+        # As in `TextTokenizer`.
+        except Exception:
+            return self._cut(row, {})
 
     def _is_enough(self, beginning: Encoding) -> bool:
         """Tell whether it has all tokens that the model reads before the words that the cut may have changed."""

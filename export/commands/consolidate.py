@@ -6,12 +6,18 @@ import argparse
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoints import join_folders
 from ..consolidation.consolidate import DTYPES, consolidate
 from ..errors import SettingsError, escape_controls
+from ..options import add_vocabulary_options, build_vocabulary_options
 from .verb import Verbs, add_verb
+
+if TYPE_CHECKING:
+    from ..consolidation.fitted import Fit
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -43,6 +49,8 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "./zero3_run ./model --tag global_step1000",
             "./zero3_run ./model --dtype bfloat16 --max-shard-size 2GB",
             "./node0/run ./node1/run --output ./model",
+            "./megatron_run ./model --base ./gpt2",
+            './run ./model --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"',
         ),
         succeeded="written",
     )
@@ -58,6 +66,12 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
     )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and tokenizer, where the checkpoint's own has none",
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast the weights (default: as they are)")
     parser.add_argument(
         "--max-shard-size",
@@ -67,6 +81,7 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="largest size of a file, such as 300MB (default: 5GB)",
     )
     parser.add_argument("--allow-non-finite", action="store_true", help="accept NaN and infinite weights")
+    add_vocabulary_options(parser)
 
 
 def _tell_apart(paths: list[Path], output: Path | None) -> tuple[list[Path], Path]:
@@ -91,6 +106,16 @@ def _tell_apart(paths: list[Path], output: Path | None) -> tuple[list[Path], Pat
     return paths[:-1], paths[-1]
 
 
+def _find_fit(args: argparse.Namespace) -> Fit | None:
+    """Return what changes the vocabulary, or None where it stays: then nothing loads torch."""
+    options = build_vocabulary_options(vars(args))
+    if options is None:
+        return None
+    from ..weights.fitted_checkpoint import fit_checkpoint
+
+    return partial(fit_checkpoint, options)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the verb; write a line on what was done and one on each thing missing. Raises what `consolidate` raises."""
     started = time.monotonic()
@@ -99,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
         join_folders(directories),
         out,
         tag=args.tag,
+        base=args.base,
+        fit=_find_fit(args),
         dtype=args.dtype,
         max_shard_bytes=args.max_shard_size,
         allow_non_finite=args.allow_non_finite,

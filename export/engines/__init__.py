@@ -8,6 +8,7 @@ from .onnxruntime_engine import OnnxRuntime
 from .openvino_engine import OpenVINO
 from .openvino_generation import OpenVINOGeneration
 from .tensorrt_engine import TensorRT
+from .vllm_engine import VLLM
 
 __all__ = ["ENGINES", "ONNXRUNTIME", "Engine", "choose_engine"]
 
@@ -15,7 +16,7 @@ __all__ = ["ENGINES", "ONNXRUNTIME", "Engine", "choose_engine"]
 ONNXRUNTIME = OnnxRuntime()
 
 ENGINES: Mapping[str, Engine] = {
-    engine.name: engine for engine in (ONNXRUNTIME, OpenVINO(), TensorRT(), OpenVINOGeneration())
+    engine.name: engine for engine in (ONNXRUNTIME, OpenVINO(), TensorRT(), OpenVINOGeneration(), VLLM())
 }
 
 

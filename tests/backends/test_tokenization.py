@@ -52,6 +52,15 @@ def test_what_the_tokenizer_does_not_split_into_words_is_never_cut(tmp_path: Pat
     )
 
 
+def test_a_text_without_tokens_lets_no_other_past_the_bound(tmp_path: Path) -> None:
+    tokenizer = tokenization.TextTokenizer(build_unigram_without_unknown(tmp_path / "tokenizer.json"), ["input_ids"])
+    # The library refuses both beginnings at once.
+    unknown, endless, good = tokenizer.encode([("x" * 200,), ("ab" * (1 << 16) + "a",), ("ab" * 100,)])
+    assert "TEXT cannot be tokenised" in str(unknown)
+    assert str(endless).startswith("a text is too long: expected at most 131072 characters")
+    assert good.windows[0].ids == [0, 1, 0, 1]
+
+
 def test_a_pair_is_cut_only_where_the_longer_text_stays_the_longer(exported: Exported) -> None:
     tokenizer = Tokenizer.from_file(str(exported.tokenizer_file))
     shortening = tokenization.Shortening(tokenizer)

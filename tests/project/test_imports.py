@@ -49,20 +49,20 @@ FLOORS = {
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
     "export/engines": ("errors", "graph", "locations", "signature", "targets"),
-    "export/weights": ("checkpoints", "errors", "option_kinds"),
+    "export/weights": ("checkpoints", "consolidation", "errors", "option_kinds"),
     "export/tasks": ("artefacts", "checkpoints", "errors", "option_kinds", "signature", "weights"),
     "export/options": (
         *("engines", "errors", "graph", "locations", "option_kinds", "options_file", "serving_options", "targets"),
         *("tasks", "weights"),
     ),
-    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
+    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks", "weights"),
     "export/repository": (
         *("artefacts", "engines", "errors", "proof", "serving_options", "signature", "targets", "tasks"),
     ),
     "export/lint": ("errors", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
     "export/source": ("checkpoints", "errors", "identity", "options", "progress", "repository", "tasks", "weights"),
-    "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
+    "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks", "weights"),
     "export/subject": ("identity", "options", "proof", "repository", "source"),
     "export/pipeline": (
         *("artefacts", "engines", "errors", "graph", "identity", "options", "progress", "proof", "repository"),

@@ -35,6 +35,7 @@ PRINTS = {
     "--name tickets": "published  tickets in my_models, version 1, new",
     "--name trained": "DeepSpeed ZeRO stage 3, 2 ranks",
     "modelyard inspect": "ZeRO stage   3",
+    "with_tokens": "from DeepSpeed ZeRO stage 3",
     "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
     "my_vit --name image_classification": "labels, softmax, best 2; pictures by ViTImageProcessor at 32 x 32",
     "--factory model.py:build": "published  scores in my_models, version 1, new",
