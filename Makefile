@@ -173,17 +173,6 @@ scale: setup ## Measure what a request costs and what three servers answer, and 
 	@$(BENCH)soak_cluster --json .cache/scale/cluster.json $(SCALE_OPTIONS)
 	@$(BENCH)simulate_scale --cost .cache/scale/cost.json --measured .cache/scale/cluster.json
 
-RECIPES = .cache/recipes
-
-$(RECIPES)/installed: requirements/recipes.txt pyproject.toml | $(UV)
-	@command -v java >/dev/null || { echo "error: Spark cannot run: expected java on PATH, got none; install one (Debian: apt-get install openjdk-17-jre-headless)." >&2; exit 1; }
-	@$(UV) venv --no-config --quiet --clear --python $(PYTHON) $(RECIPES)
-	@$(UV) pip install --no-config --quiet --python $(RECIPES)/bin/python --requirement requirements/recipes.txt .
-	@touch $@
-
-test-recipes: setup $(RECIPES)/installed ## Embed rows with the recipes of docs/batches.md on a real Ray and a real Spark
-	@MODELYARD_RECIPES=$(abspath $(RECIPES)/bin/python) $(BIN)/python -m pytest tests/project/test_recipes.py
-
 REQUESTS ?= 10000
 
 soak-generate: setup ## Send REQUESTS (10,000) of every kind to a model that writes text: refusals, memory, neighbours' texts
