@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import tritonclient.http
 from benches.soak import say
-from benches.soak_rollouts import NAME, publish_two, serving
-from launcher import Running
+from benches.soak_rollouts import NAME, publish_two
+from launcher import Running, running
 
 from server.processes import list_children
 
@@ -115,7 +115,9 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="modelyard-cost-"))
     try:
-        with serving(options.repository or publish_two(folder)) as server:
+        with running(options.repository or publish_two(folder)) as server:
+            server.read_until("serving HTTP")
+            server.follow()
             ask(server, options.name, options.text, 50)
             found = {
                 "one in flight": measure(server, options.name, options.text, options.requests, 1),
