@@ -39,7 +39,7 @@ $(VENV)/installed: $(INSTALLED_FROM)
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@# As an installed package would be: an environment that writes no bytecode would parse every module at every start.
-	@$(BIN)/python -m compileall -q modelyard export server client demo || true
+	@$(BIN)/python -m compileall -q modelyard export server client gateway demo || true
 	@touch $@
 
 # Only the tests train; its build imports torch, so it comes after everything else.
@@ -112,6 +112,16 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 	@$(BIN)/python -m pytest -m containers tests/project/test_containers.py
 	@$(BIN)/python -m pytest tests/project/test_compose.py
 
+# In an environment of their own: they bring a hundred packages that nothing else here needs.
+.cache/doors/installed: requirements/doors.txt
+	@echo "installing into .cache/doors" >&2
+	@$(PYTHON) -m venv .cache/doors
+	@.cache/doors/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --requirement $<
+	@touch $@
+
+test-doors: setup .cache/doors/installed ## Ask the gateway with LangChain's and LlamaIndex's classes for OpenAI
+	@MODELYARD_DOORS=.cache/doors/bin/python $(BIN)/python -m pytest tests/gateway/test_gateway.py -k other_clients
+
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
 
@@ -173,6 +183,9 @@ scale: setup ## Measure what a request costs and what three servers answer, and 
 	@$(BENCH)soak_cluster --json .cache/scale/cluster.json $(SCALE_OPTIONS)
 	@$(BENCH)simulate_scale --cost .cache/scale/cost.json --measured .cache/scale/cluster.json
 
+soak-lines: setup ## Answer a million lines while client and server are killed, and versions rolled: rows, repeats, memory
+	@$(BENCH)soak_lines $(BENCH_OPTIONS)
+
 REQUESTS ?= 10000
 
 soak-generate: setup ## Send REQUESTS (10,000) of every kind to a model that writes text: refusals, memory, neighbours' texts
@@ -191,12 +204,14 @@ LOCK = $(UV) pip compile --quiet --universal --python-version 3.10 --generate-ha
 
 lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the newest of everything
 	@$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt
-	@for extra in server export; do \
+	@for extra in server export gateway; do \
 		$(LOCK) pyproject.toml --extra $$extra --constraint requirements/dev.txt --output-file requirements/$$extra.txt || exit; \
 	done
 	@for name in build trainers containers; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
 	done
+	@# Of the environment of `make test-doors`, which has nothing else.
+	@$(LOCK) requirements/doors.in --output-file requirements/doors.txt
 	@# Of these nothing is used that would need what they depend on.
 	@for name in gpu stubs kubernetes; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \

@@ -43,6 +43,7 @@ class ExportRequest:
     Attributes:
         checkpoint: Folder that a trainer or `save_pretrained` left; None where a factory builds the module.
         name: Name that clients will use.
+        address: Where the checkpoint was fetched from, with its commit; empty for a folder that was here.
         repository: The Triton model repository.
         no_activate: Whether the version that is active stays so.
         task: What the checkpoint is served as; None finds it out.
@@ -67,6 +68,7 @@ class ExportRequest:
 
     checkpoint: Path | None
     name: str
+    address: str = ""
     repository: Path = declare(
         Option(name="repository", kind=PATH, help=f"Triton model repository (default: {REPOSITORY})"),
         default=REPOSITORY,
@@ -310,7 +312,8 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """Return what was asked for; the command line wins over the file, and adds its items to the file's.
 
     Args:
-        arguments: Option → its value or items on the command line, None where it was not given; `checkpoint`, `name`.
+        arguments: Option → its value or items on the command line, None where it was not given; `checkpoint`, `name`,
+            `address`.
         settings: The same of the file.
 
     Raises:
@@ -323,6 +326,7 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     return ExportRequest(
         checkpoint=arguments["checkpoint"],
         name=arguments["name"],
+        address=arguments.get("address", ""),
         vocabulary=VocabularyOptions(**_fill(VocabularyOptions, arguments, settings)),
         serving=ServingOptions(**_fill(ServingOptions, arguments, settings)),
         variants={

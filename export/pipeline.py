@@ -193,7 +193,8 @@ def _publish(
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),
                 PUBLICATION_FILE: render_publication(
-                    checkpoint=str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory),
+                    checkpoint=request.address
+                    or str((request.checkpoint and request.checkpoint.absolute()) or request.factory),
                     kind=source.origin,
                     task=source.task.name,
                 ),
@@ -206,6 +207,13 @@ def _publish(
                 **_list_arguments(request, source, engine, version),
             },
         )
+
+
+def _name_source(request: ExportRequest) -> str:
+    """Return what the version is made from, for whoever looks for it again."""
+    if request.address:
+        return request.address
+    return str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory)
 
 
 def _list_arguments(request: ExportRequest, source: Source, engine: Engine, version: Version) -> dict[str, str]:
@@ -227,4 +235,5 @@ def _build_lock(
         options=describe_options(request),
         seeds={"vocabulary": request.vocabulary.seed},
         artefacts=report.sha256,
+        address=request.address,
     )

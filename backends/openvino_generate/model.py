@@ -79,7 +79,7 @@ class TritonPythonModel:
             self._defaults,
         )
         prompt = decode("text_input", read_input(request, "text_input"))
-        ids = self._tokenizer.encode(prompt).ids
+        ids = self._tokenizer.encode(prompt, add_special_tokens=parameters.add_special_tokens).ids
         if not ids:
             raise RequestError("text_input has no tokens: expected at least 1, got an empty text")
         room = self._engine.room - len(ids)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from ..checkpoints import join_folders
 from ..consolidation.consolidate import DTYPES, consolidate
 from ..errors import SettingsError, escape_controls
+from ..fetching import fetch_all
 from ..options import add_vocabulary_options, build_vocabulary_options
-from .verb import Verbs, add_verb
+from .verb import Verbs, add_verb, say
 
 if TYPE_CHECKING:
     from ..consolidation.fitted import Fit
@@ -49,6 +50,7 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "./zero3_run ./model --tag global_step1000",
             "./zero3_run ./model --dtype bfloat16 --max-shard-size 2GB",
             "./node0/run ./node1/run --output ./model",
+            "s3://runs/zero3/checkpoint-500 ./model",
             "./megatron_run ./model --base ./gpt2",
             './run ./model --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"',
         ),
@@ -56,11 +58,11 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "paths",
-        type=Path,
         nargs="+",
         metavar="DIRECTORY",
-        help="folder or file of the checkpoint, as the trainer left it, or the folders of all nodes; and without "
-        "--output, the folder to make as the last one",
+        help="folder or file of the checkpoint, as the trainer left it, or the folders of all nodes; or "
+        "OWNER/NAME@REVISION of the hub, s3://, gs:// or https://; and without --output, the folder to make as "
+        "the last one",
     )
     parser.add_argument("--output", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument(
@@ -84,7 +86,7 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
     add_vocabulary_options(parser)
 
 
-def _tell_apart(paths: list[Path], output: Path | None) -> tuple[list[Path], Path]:
+def _tell_apart(paths: list[str], output: Path | None) -> tuple[list[str], Path]:
     """Return the folders of the checkpoint, and the folder to make.
 
     Raises:
@@ -93,17 +95,15 @@ def _tell_apart(paths: list[Path], output: Path | None) -> tuple[list[Path], Pat
     if output is not None:
         return paths, output
     if len(paths) == 1:
-        raise SettingsError(
-            "there is no folder to write to", expected="DIRECTORY OUT, or --output OUT", got=str(paths[0])
-        )
-    if len(paths) > 2 and paths[-1].exists():
+        raise SettingsError("there is no folder to write to", expected="DIRECTORY OUT, or --output OUT", got=paths[0])
+    if len(paths) > 2 and Path(paths[-1]).exists():
         raise SettingsError(
             f"{paths[-1]} cannot be made",
             expected="a new folder as the last one",
             got="something there",
             remedy="name the folder to make with --output, if it is a part of the checkpoint",
         )
-    return paths[:-1], paths[-1]
+    return paths[:-1], Path(paths[-1])
 
 
 def _find_fit(args: argparse.Namespace) -> Fit | None:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     directories, out = _tell_apart(args.paths, args.output)
     done = consolidate(
-        join_folders(directories),
+        join_folders([each.path for each in fetch_all(directories, say)]),
         out,
         tag=args.tag,
         base=args.base,

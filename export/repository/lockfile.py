@@ -88,6 +88,7 @@ def build_lock(
     options: Mapping[str, Any],
     seeds: Mapping[str, int],
     artefacts: Mapping[str, str],
+    address: str = "",
 ) -> dict[str, Any]:
     """Return the lock of a version: plain values that say nothing of this machine, this folder or this day.
 
@@ -98,21 +99,27 @@ def build_lock(
         options: The options of the export. Only the name of a path is recorded.
         seeds: What they seed → seed.
         artefacts: File → SHA-256 of every file of the version but this one.
+        address: Where the checkpoint was fetched from, with its commit; empty for a folder.
     """
     return {
         "lock_version": _LOCK_VERSION,
         "target": asdict(target),
         "versions": dict(versions),
-        "sources": record_sources(sources),
+        "sources": record_sources(sources, address),
         "options": make_plain(options),
         "seeds": dict(seeds),
         "artefacts": dict(artefacts),
     }
 
 
-def record_sources(sources: Mapping[str, SourceHash]) -> dict[str, Any]:
-    """Return what was read and its hashes, as a lock records them."""
-    return {name: {"files": dict(source.files), "sha256": source.sha256} for name, source in sources.items()}
+def record_sources(sources: Mapping[str, SourceHash], address: str = "") -> dict[str, Any]:
+    """Return what was read and its hashes, as a lock records them; of a checkpoint that was fetched, from where."""
+    recorded: dict[str, Any] = {
+        name: {"files": dict(source.files), "sha256": source.sha256} for name, source in sources.items()
+    }
+    if address:
+        recorded["checkpoint"]["address"] = address
+    return recorded
 
 
 def render_lock(lock: Mapping[str, Any]) -> str:

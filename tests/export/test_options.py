@@ -87,7 +87,7 @@ def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, t
 
 
 def test_every_field_of_a_request_is_an_option_or_whole() -> None:
-    whole = {"checkpoint", "name", "vocabulary", "serving", "variants", "task_options"}
+    whole = {"checkpoint", "name", "address", "vocabulary", "serving", "variants", "task_options"}
     for holder in (ExportRequest, VocabularyOptions, ServingOptions):
         for field in fields(holder):
             assert ("options" in field.metadata) != (field.name in whole), field.name

@@ -14,7 +14,7 @@ LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "nncf", "openvino", "openvino_genai", "tensorrt", "zlib_ng", "platformdirs",
-        "PIL", "tomli",
+        "PIL", "huggingface_hub", "fsspec", "tomli",
     },
     "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
@@ -26,8 +26,14 @@ LIBRARIES = {
     },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     "server": {"platformdirs"},
-    # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
-    "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
+    # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws and pyarrow reads Parquet,
+    # where they are installed.
+    "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL", "pyarrow"},
+    # A caller as others are: it asks through the installed client, which type checkers know by its folder.
+    "gateway": {
+        "modelyard", "client", "fastapi", "starlette", "uvicorn", "pydantic", "numpy", "orjson", "jinja2", "tokenizers",
+        "prometheus_client",
+    },
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
@@ -42,6 +48,7 @@ FLOORS = {
     "export/artefacts": (),
     "export/signature": (),
     "export/option_kinds": (),
+    "export/fetching": ("errors", "locations"),
     "export/targets": ("errors",),
     "export/serving_options": ("errors", "option_kinds"),
     "export/options_file": ("errors", "option_kinds"),
@@ -69,7 +76,17 @@ FLOORS = {
         *("source", "stages", "subject", "targets", "tasks"),
     ),
     "export/commands": (
-        *("checkpoints", "consolidation", "errors", "graph", "identity", "interruption", "lint", "locations"),
+        *(
+            "checkpoints",
+            "consolidation",
+            "errors",
+            "fetching",
+            "graph",
+            "identity",
+            "interruption",
+            "lint",
+            "locations",
+        ),
         *(
             "options",
             "options_file",

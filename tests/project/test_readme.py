@@ -53,6 +53,7 @@ PRINTS = {
     "tritonclient.http as": "[[1.    0.714]",
     "with Client(": "[[1.    0.714]",
     "asyncio": "(3, 384)",
+    "FastAPI": "[[1.0, 0.714], [0.714, 1.0]]\n422",
     "--output answers.jsonl": "answers.jsonl: 5 lines, 5 asked now in",
     "modelyard parity": "HTTP binary",
     "repository/index": '"state":"READY"',
