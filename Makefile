@@ -174,6 +174,15 @@ SERVERS     ?= 1
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS) --servers $(SERVERS)
 
+soak-cluster: setup ## Kill, drain and roll three servers behind HAProxy under 32 clients: failures, and what one to three answer
+	@$(BENCH)soak_cluster $(SCALE_OPTIONS)
+
+scale: setup ## Measure what a request costs and what three servers answer, and plan for 10^4 and 10^6 requests a second
+	@mkdir -p .cache/scale
+	@$(BENCH)request_cost --json .cache/scale/cost.json
+	@$(BENCH)soak_cluster --json .cache/scale/cluster.json $(SCALE_OPTIONS)
+	@$(BENCH)simulate_scale --cost .cache/scale/cost.json --measured .cache/scale/cluster.json
+
 soak-lines: setup ## Answer a million lines while client and server are killed, and versions rolled: rows, repeats, memory
 	@$(BENCH)soak_lines $(BENCH_OPTIONS)
 
