@@ -16,6 +16,7 @@ import itertools
 import json
 import queue
 import random
+import re
 import sys
 import tempfile
 import threading
@@ -258,7 +259,11 @@ def main() -> int:
             server.read_until("serving")
             server.follow()
             is_sound = soak(server, options.requests, options.seed)
-            deaths = {name: value for name, value in server.read_metrics().items() if value and "ready" not in name}
+            deaths = {
+                name: value
+                for name, value in server.read_metrics().items()
+                if value and re.search("deaths|restarts|given_up", name)
+            }
     say(f"deaths and restarts: {deaths or 'none'}")
     return 0 if is_sound and not deaths else 1
 
