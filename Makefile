@@ -139,8 +139,8 @@ lint: setup ## Check format, style and types
 	@# One run each: Triton loads the files of every backend as modules at the top, and each has a `model`.
 	@for folder in backends/*/; do $(BIN)/mypy --no-error-summary $$folder*.py || exit; done
 
-bench: setup ## Measure the demo model with perf_analyzer on real text
-	@$(BIN)/python -m demo.bench
+bench: setup $(UV) ## Measure ours beside other servers on real text; make bench BENCH_OPTIONS=--quick in 3 minutes
+	@$(BENCH)bench_serving $(BENCH_OPTIONS)
 
 bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpeed's script and cp
 	@$(BENCH)bench_consolidate $(BENCH_OPTIONS)
@@ -174,6 +174,15 @@ SERVERS     ?= 1
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS) --servers $(SERVERS)
 
+soak-cluster: setup ## Kill, drain and roll three servers behind HAProxy under 32 clients: failures, and what one to three answer
+	@$(BENCH)soak_cluster $(SCALE_OPTIONS)
+
+scale: setup ## Measure what a request costs and what three servers answer, and plan for 10^4 and 10^6 requests a second
+	@mkdir -p .cache/scale
+	@$(BENCH)request_cost --json .cache/scale/cost.json
+	@$(BENCH)soak_cluster --json .cache/scale/cluster.json $(SCALE_OPTIONS)
+	@$(BENCH)simulate_scale --cost .cache/scale/cost.json --measured .cache/scale/cluster.json
+
 soak-lines: setup ## Answer a million lines while client and server are killed, and versions rolled: rows, repeats, memory
 	@$(BENCH)soak_lines $(BENCH_OPTIONS)
 
@@ -206,6 +215,13 @@ lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the
 	@# Of these nothing is used that would need what they depend on.
 	@for name in gpu stubs kubernetes; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \
+	done
+
+	@# Environments of peers: all that they hold, without hashes; torch is installed as requirements/torch.txt says.
+	@for wanted in tests/benches/peers/*.in; do \
+		$(UV) pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate \
+			--no-emit-package torch --custom-compile-command 'make lock' --constraint requirements/torch.txt $(LOCK_OPTIONS) \
+			$$wanted --output-file $${wanted%.in}.txt && sed -i -E '/^(nvidia-cu|nvidia-n|cuda-|triton==)/d' $${wanted%.in}.txt || exit; \
 	done
 
 clean: ## Remove the environment and the caches; published models stay, and the key of a server that may be running

@@ -10,11 +10,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES
+from .engines import AUTO, ENGINES
+from .engines.engine import Form
 from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
-from .option_kinds import BOUNDS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
+from .option_kinds import BOUNDS, COUNTS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
 from .options_file import OPTIONS_FILE, VARIANTS, read_file
 from .serving_options import ServingOptions
 from .targets import DEFAULT_TARGET
@@ -54,8 +55,9 @@ class ExportRequest:
         lora_scaling: DeepSpeed-Chat's scaling of the low-rank updates inside a checkpoint that it left.
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
-        engine: Name of what runs it; None is the usual one of the task.
+        engine: Name of what runs it, or `auto`; None is the usual one of the task.
         steps: How the work around the graph is divided, one of `LAYOUTS`.
+        lengths: What the tokens of a request are padded to, the smallest first; nothing for other requests where empty.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -162,8 +164,9 @@ class ExportRequest:
         Option(
             name="engine",
             kind=TEXT,
-            choices=tuple(ENGINES),
-            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}",
+            choices=(*ENGINES, AUTO),
+            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}; {AUTO}: the fastest on "
+            "this CPU that is proven in this precision",
         ),
         default=None,
         group=_PROOF,
@@ -178,6 +181,17 @@ class ExportRequest:
             needs=Needs.ARCHITECTURE,
         ),
         default=ENSEMBLE,
+        group=_PROOF,
+    )
+    lengths: tuple[int, ...] = declare(
+        Option(
+            name="lengths",
+            kind=COUNTS,
+            help="lengths in tokens that texts are padded to, so that requests of different lengths are run together, "
+            "as in --lengths 32 64 128 (default: no request is padded for others)",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=(),
         group=_PROOF,
     )
     tolerances: Mapping[str, float] = declare(
@@ -235,15 +249,30 @@ class ExportRequest:
             raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
         asked = [option for option in list_task_options() if self.task_options[option.name] is not None]
         _refuse_idle([*list_changed(self), *list_changed(self.vocabulary), *asked], self.checkpoint, self.factory)
-        if self.steps == LEAN and self.engine is not None and not ENGINES[self.engine].has_lean:
+        named = ENGINES.get(self.engine or "")
+        if self.steps == LEAN and named and not named.has_lean:
             raise SettingsError(
-                f"--steps {LEAN} has no effect with --engine {self.engine}",
+                f"--steps {LEAN} has no effect with --engine {named.name}",
                 expected="one of " + ", ".join(name for name, engine in ENGINES.items() if engine.has_lean),
-                got=self.engine,
+                got=named.name,
+                remedy="leave it out",
+            )
+        if self.steps == LEAN and self.lengths:
+            raise SettingsError(
+                f"--lengths has no effect with --steps {LEAN}",
+                expected=f"--steps {ENSEMBLE}, whose requests are joined",
+                got=LEAN,
                 remedy="leave it out",
             )
         if self.factory is not None and self.inputs is None:
             raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+
+    @property
+    def form(self) -> Form:
+        """What an engine will be given, as far as that is known before anything is read."""
+        if named := ENGINES.get(self.engine or ""):
+            return named.takes
+        return TASKS[self.task].form if self.task else "graph"
 
 
 def list_options() -> list[Option]:

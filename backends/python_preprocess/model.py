@@ -70,13 +70,13 @@ class TextStep:
         # Read once, by the first batch that is encoded.
         os.environ.setdefault("RAYON_NUM_THREADS", str(count_threads(config)))
         from texts import RequestTexts
-        from tokenization import TextError, TextTokenizer
+        from tokenization import TextError, TextTokenizer, read_lengths
 
         self.refusal = TextError
         names = [output["name"] for output in config["output"]]
         # Token ids of shape [windows, seq_len] a row: a text too long for one window is read in several.
         has_windows = any(len(tensor["dims"]) == 2 for tensor in config["output"] if tensor["name"] == "input_ids")
-        tokenizer = TextTokenizer(path, names, has_windows=has_windows)
+        tokenizer = TextTokenizer(path, names, has_windows=has_windows, lengths=read_lengths(config))
         self.encode, self.stack = tokenizer.encode, tokenizer.stack
         self.read_rows = RequestTexts(config, has_windows=has_windows).read_rows
 

@@ -162,7 +162,8 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
         ),
         (
             "export",
-            f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory",
+            f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory in fp32, "
+            "more in other precisions",
         ),
         (
             "serving",

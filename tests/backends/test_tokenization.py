@@ -42,6 +42,23 @@ def test_a_text_that_fails_the_whole_batch_is_refused_alone(tmp_path: Path) -> N
     assert tokenizer.stack([good, long])["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 0, 1]]
 
 
+def test_a_request_is_padded_to_the_first_length_that_holds_it(tmp_path: Path) -> None:
+    path = build_unigram_without_unknown(tmp_path / "tokenizer.json")
+    tokenizer = tokenization.TextTokenizer(path, ["input_ids", "attention_mask"], lengths=[2, 3])
+    one, two, three, four = tokenizer.encode([("a",), ("ab",), ("aba",), ("abab",)])
+    sizes = [tokenizer.stack(rows)["input_ids"].shape for rows in ([one], [two], [one, three], [four, one])]
+    assert sizes == [(1, 2), (1, 2), (2, 3), (2, 4)], "one that is longer than all of them stays as long as it is"
+    assert tokenizer.stack([one])["attention_mask"].tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("text", ["32,,64", "0", "32 64", "x", "-1"])
+def test_lengths_that_are_no_numbers_are_refused(text: str) -> None:
+    config = {"parameters": {"modelyard_lengths": {"string_value": text}}}
+    with pytest.raises(ValueError, match="modelyard_lengths is wrong: expected numbers as in 32,64,128, got"):
+        tokenization.read_lengths(config)
+    assert tokenization.read_lengths({"parameters": {"modelyard_lengths": {"string_value": "64,32"}}}) == [32, 64]
+
+
 def test_what_the_tokenizer_does_not_split_into_words_is_never_cut(tmp_path: Path) -> None:
     tokenizer = tokenization.TextTokenizer(build_unigram_without_unknown(tmp_path / "tokenizer.json"), ["input_ids"])
     whole, endless = tokenizer.encode([("ab" * (1 << 16),), ("ab" * (1 << 16) + "a",)])

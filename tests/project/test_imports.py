@@ -68,7 +68,17 @@ FLOORS = {
     ),
     "export/lint": ("errors", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
-    "export/source": ("checkpoints", "errors", "identity", "options", "progress", "repository", "tasks", "weights"),
+    "export/source": (
+        "checkpoints",
+        "errors",
+        "identity",
+        "options",
+        "progress",
+        "repository",
+        "signature",
+        "tasks",
+        "weights",
+    ),
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks", "weights"),
     "export/subject": ("identity", "options", "proof", "repository", "source"),
     "export/pipeline": (
@@ -79,6 +89,7 @@ FLOORS = {
         *(
             "checkpoints",
             "consolidation",
+            "engines",
             "errors",
             "fetching",
             "graph",
