@@ -39,7 +39,7 @@ $(VENV)/installed: $(INSTALLED_FROM)
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
 	@# As an installed package would be: an environment that writes no bytecode would parse every module at every start.
-	@$(BIN)/python -m compileall -q modelyard export server client demo || true
+	@$(BIN)/python -m compileall -q modelyard export server client gateway demo || true
 	@touch $@
 
 # Only the tests train; its build imports torch, so it comes after everything else.
@@ -112,6 +112,16 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 	@$(BIN)/python -m pytest -m containers tests/project/test_containers.py
 	@$(BIN)/python -m pytest tests/project/test_compose.py
 
+# In an environment of their own: they bring a hundred packages that nothing else here needs.
+.cache/doors/installed: requirements/doors.txt
+	@echo "installing into .cache/doors" >&2
+	@$(PYTHON) -m venv .cache/doors
+	@.cache/doors/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --requirement $<
+	@touch $@
+
+test-doors: setup .cache/doors/installed ## Ask the gateway with LangChain's and LlamaIndex's classes for OpenAI
+	@MODELYARD_DOORS=.cache/doors/bin/python $(BIN)/python -m pytest tests/gateway/test_gateway.py -k other_clients
+
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
 
@@ -129,8 +139,8 @@ lint: setup ## Check format, style and types
 	@# One run each: Triton loads the files of every backend as modules at the top, and each has a `model`.
 	@for folder in backends/*/; do $(BIN)/mypy --no-error-summary $$folder*.py || exit; done
 
-bench: setup ## Measure the demo model with perf_analyzer on real text
-	@$(BIN)/python -m demo.bench
+bench: setup $(UV) ## Measure ours beside other servers on real text; make bench BENCH_OPTIONS=--quick in 3 minutes
+	@$(BENCH)bench_serving $(BENCH_OPTIONS)
 
 bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpeed's script and cp
 	@$(BENCH)bench_consolidate $(BENCH_OPTIONS)
@@ -150,6 +160,9 @@ streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 s
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
 	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
 
+neighbours: setup ## Measure a one-word caller's wait beside callers of texts that are dear to tokenise
+	@$(BENCH)neighbours
+
 SOAK_MINUTES ?= 20
 
 soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: errors, latency, memory
@@ -161,6 +174,26 @@ SERVERS     ?= 1
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS) --servers $(SERVERS)
 
+soak-cluster: setup ## Kill, drain and roll three servers behind HAProxy under 32 clients: failures, and what one to three answer
+	@$(BENCH)soak_cluster $(SCALE_OPTIONS)
+
+scale: setup ## Measure what a request costs and what three servers answer, and plan for 10^4 and 10^6 requests a second
+	@mkdir -p .cache/scale
+	@$(BENCH)request_cost --json .cache/scale/cost.json
+	@$(BENCH)soak_cluster --json .cache/scale/cluster.json $(SCALE_OPTIONS)
+	@$(BENCH)simulate_scale --cost .cache/scale/cost.json --measured .cache/scale/cluster.json
+
+soak-lines: setup ## Answer a million lines while client and server are killed, and versions rolled: rows, repeats, memory
+	@$(BENCH)soak_lines $(BENCH_OPTIONS)
+
+REQUESTS ?= 10000
+
+soak-generate: setup ## Send REQUESTS (10,000) of every kind to a model that writes text: refusals, memory, neighbours' texts
+	@$(BENCH)soak_generate --requests $(REQUESTS)
+
+bench-generate: setup ## Measure text generation beside the bare engine, transformers and ctranslate2; BENCH_OPTIONS=--quick
+	@$(BENCH)bench_generate $(BENCH_OPTIONS)
+
 wheel: setup ## Build the distribution into dist/
 	@rm -rf build dist
 	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
@@ -171,15 +204,24 @@ LOCK = $(UV) pip compile --quiet --universal --python-version 3.10 --generate-ha
 
 lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the newest of everything
 	@$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt
-	@for extra in server export; do \
+	@for extra in server export gateway; do \
 		$(LOCK) pyproject.toml --extra $$extra --constraint requirements/dev.txt --output-file requirements/$$extra.txt || exit; \
 	done
 	@for name in build trainers containers; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
 	done
+	@# Of the environment of `make test-doors`, which has nothing else.
+	@$(LOCK) requirements/doors.in --output-file requirements/doors.txt
 	@# Of these nothing is used that would need what they depend on.
 	@for name in gpu stubs kubernetes; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \
+	done
+
+	@# Environments of peers: all that they hold, without hashes; torch is installed as requirements/torch.txt says.
+	@for wanted in tests/benches/peers/*.in; do \
+		$(UV) pip compile --quiet --universal --python-version 3.10 --no-emit-index-url --no-annotate \
+			--no-emit-package torch --custom-compile-command 'make lock' --constraint requirements/torch.txt $(LOCK_OPTIONS) \
+			$$wanted --output-file $${wanted%.in}.txt && sed -i -E '/^(nvidia-cu|nvidia-n|cuda-|triton==)/d' $${wanted%.in}.txt || exit; \
 	done
 
 clean: ## Remove the environment and the caches; published models stay, and the key of a server that may be running

@@ -3,7 +3,7 @@
 from setuptools import find_namespace_packages, setup
 
 # Triton loads the backends as files, and the server finds them beside itself.
-PARTS = ("export", "server", "client", "backends")
+PARTS = ("export", "server", "client", "gateway", "backends")
 
 setup(
     packages=["modelyard"]

@@ -54,6 +54,7 @@ examples:
   {_COMMAND} --url localhost:8000 --text "Who wrote it?" --pair "It was written by Ada Lovelace."
   {_COMMAND} --url localhost:8001 --protocol grpc --file sentences.txt
   {_COMMAND} --url localhost:8000 --file texts.jsonl --output answers.jsonl
+  {_COMMAND} --url localhost:8000 --file reviews.parquet --column body --output vectors.parquet
   {_COMMAND} --model writer --prompt "Once upon a time" --stream
   printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
   {_COMMAND} --model image_classification --image photo.jpg --output annotated.png
@@ -66,7 +67,8 @@ read by everyone on this machine.
 MODELYARD_URL and MODELYARD_GRPC_URL, where they are set, are used without --url.
 
 With --output each line of --file becomes one line of JSON, and a run that was broken off goes on where it was. In a
-file called .jsonl each line is a text in JSON, or an object with "text" and, for pairs, "pair".
+file called .jsonl each line is a text in JSON, or an object with "text" and, for pairs, "pair"; one called .parquet has
+columns of these names, or of those that --column says, and is answered in lines of JSON or in Parquet.
 
 exit codes: 0 answered, 1 refused or no answer (one sentence on stderr), 2 wrong usage
 """
@@ -85,6 +87,7 @@ def main() -> int:
             raise UsageError(f"{flag} has no effect", expected="--prompt", got="texts", remedy="leave it out")
         if arguments.output:
             return _answer_file(arguments)
+        _check_texts(arguments)
         return _ask_texts(arguments)
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
@@ -155,6 +158,7 @@ def _answer_file(arguments: argparse.Namespace) -> int:
             arguments.output,
             model=arguments.model,
             pair=arguments.pair[0] if arguments.pair else None,
+            columns=tuple(arguments.column),
             on_progress=tell,
         )
     if shown_at:
@@ -162,6 +166,19 @@ def _answer_file(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     print(f"{arguments.output}: {(first or 0) + asked} lines, {asked} asked now in {seconds:.1f} s")  # noqa: T201
     return 0
+
+
+def _check_texts(arguments: argparse.Namespace) -> None:
+    """Refuse what has an effect on rows of a file alone, where texts are asked at once."""
+    if arguments.file and Path(arguments.file).suffix in (".jsonl", ".parquet"):
+        raise UsageError(
+            f"{arguments.file} holds more than texts",
+            expected="--output, where rows become lines of JSON or Parquet",
+            got="none",
+            remedy="pass it, or a file with one text a line",
+        )
+    if arguments.column:
+        raise UsageError("--column has no effect", expected="--file and --output", got="one alone")
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
@@ -278,6 +295,14 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--file", help="file with one text a line; - reads standard input")
     parser.add_argument(
+        "--column",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="with --file called .jsonl or .parquet, name of the text, and of the second one (default: text, and pair "
+        "where there is one)",
+    )
+    parser.add_argument(
         "--image",
         nargs="+",
         action="extend",
@@ -289,7 +314,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="with --file, where the answers go, one JSON object a line; with --image, draw them onto the one picture",
+        help="with --file, where the answers go, one JSON object a line, or Parquet; with --image, draw them onto "
+        "the one picture",
     )
     parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all values")

@@ -40,7 +40,7 @@ class PictureAnswer:
 
 def ask_pictures(arguments: Namespace, connect: Callable[[], Connection]) -> int:
     """Ask about every picture, print the answers, and return 0 where none was refused."""
-    if arguments.text or arguments.pair or arguments.file:
+    if arguments.text or arguments.pair or arguments.file or arguments.column:
         raise ClientError("--image goes alone", expected="no texts beside it", got="--text, --pair or --file")
     paths = _collect_images(arguments.image)
     if arguments.output and len(paths) != 1:

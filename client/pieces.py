@@ -59,7 +59,13 @@ def check_pairs(model: Model, texts: Sequence[bytes], pairs: Sequence[bytes], wo
 
 
 async def ask_texts(
-    session: Session, model: Model, texts: Sequence[bytes], pairs: Sequence[bytes] = (), *, binary: bool = True
+    session: Session,
+    model: Model,
+    texts: Sequence[bytes],
+    pairs: Sequence[bytes] = (),
+    *,
+    binary: bool = True,
+    headers: Mapping[str, str] | None = None,
 ) -> Arrays:
     """Return output name → answers, one row a text.
 
@@ -69,6 +75,7 @@ async def ask_texts(
         texts: UTF-8.
         pairs: The second text of each, where the model takes pairs.
         binary: How tensors travel over HTTP, as `Session.infer` takes it.
+        headers: Of these requests alone.
 
     Returns:
         Where one text has more answers than another, the shorter rows are filled up with empty texts, scores of 0 and
@@ -85,7 +92,7 @@ async def ask_texts(
         name: np.array(values, dtype=np.object_).reshape(-1, 1)
         for name, values in zip(model.inputs, columns, strict=True)
     }
-    return await _ask_pieces(session, model, inputs, _cut(sizes, model.max_batch_size), binary=binary)
+    return await _ask_pieces(session, model, inputs, _cut(sizes, model.max_batch_size), binary=binary, headers=headers)
 
 
 async def ask_tensors(
@@ -144,6 +151,7 @@ async def _ask_pieces(
     *,
     outputs: Sequence[str] | None = None,
     binary: bool = True,
+    headers: Mapping[str, str] | None = None,
 ) -> Arrays:
     names = tuple(outputs or model.outputs)
     if not pieces:
@@ -152,7 +160,7 @@ async def _ask_pieces(
     async def ask(rows: range) -> Arrays:
         part = {name: values[rows.start : rows.stop] for name, values in inputs.items()}
         try:
-            return await session.infer(model, part, names, binary=binary)
+            return await session.infer(model, part, names, binary=binary, headers=headers)
         except RefusedError as exc:
             if len(pieces) == 1:
                 raise

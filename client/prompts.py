@@ -35,7 +35,7 @@ def _read_parameters(text: str) -> dict[str, Any]:
 
 def ask_writer(arguments: Namespace, connect: Callable[[], Connection]) -> int:
     """Print what a model writes after a prompt, and return 0."""
-    others = [flag for flag in ("text", "pair", "file", "output") if getattr(arguments, flag)]
+    others = [flag for flag in ("text", "pair", "file", "column", "output") if getattr(arguments, flag)]
     if others:
         raise ClientError(f"--{others[0]} has no effect", expected="--prompt alone", got="both", remedy="leave it out")
     check_parameters(_read_parameters(arguments.parameters))

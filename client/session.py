@@ -69,7 +69,15 @@ def make_trust(options: Options) -> ssl.SSLContext | bool:
 
 def _open_grpc(options: Options) -> Any:
     return tritonclient.grpc.aio.InferenceServerClient(
-        options.address, ssl=options.is_encrypted, root_certificates=str(options.ca) if options.ca else None
+        options.address,
+        ssl=options.is_encrypted,
+        root_certificates=str(options.ca) if options.ca else None,
+        channel_args=[
+            ("grpc.max_send_message_length", tritonclient.grpc.MAX_GRPC_MESSAGE_SIZE),
+            ("grpc.max_receive_message_length", tritonclient.grpc.MAX_GRPC_MESSAGE_SIZE),
+            # Left alone, gRPC pauses up to two minutes before it looks again for a server that was not there.
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ],
     )
 
 
@@ -127,11 +135,7 @@ class Session:
         # Many tasks that begin at the same time ask once.
         async with self._finding:
             if name not in self._models:
-                found = name or await self._find_ensemble()
-                metadata, config = await gather(
-                    [self._describe("get_model_metadata", found), self._describe("get_model_config", found)]
-                )
-                self._models[name] = read_model(found, metadata, config)
+                self._models[name] = await self.describe(name or await self._find_ensemble())
             return self._models[name]
 
     async def list_models(self) -> list[str]:
@@ -140,8 +144,27 @@ class Session:
         Raises:
             ClientError: The server does not answer.
         """
+        return sorted({name for name, _ in await self.list_versions()})
+
+    async def list_versions(self) -> set[tuple[str, str]]:
+        """Return name and version of all models that the server has loaded, steps included.
+
+        Raises:
+            ClientError: The server does not answer.
+        """
         statistics = (await self._describe("get_inference_statistics"))["model_stats"]
-        return sorted({str(entry["name"]) for entry in statistics})
+        return {(str(entry["name"]), str(entry["version"])) for entry in statistics}
+
+    async def describe(self, name: str) -> Model:
+        """Return a model as the server describes it now.
+
+        Raises:
+            ClientError: There is no such model, or no answer.
+        """
+        metadata, config = await gather(
+            [self._describe("get_model_metadata", name), self._describe("get_model_config", name)]
+        )
+        return read_model(name, metadata, config)
 
     async def infer(
         self,
@@ -150,6 +173,7 @@ class Session:
         outputs: Iterable[str] | None = None,
         *,
         binary: bool = True,
+        headers: Mapping[str, str] | None = None,
     ) -> Arrays:
         """Return output name → values, in one request.
 
@@ -158,6 +182,7 @@ class Session:
             inputs: Name → values; strings as objects.
             outputs: Names of those that are wanted; None for all.
             binary: Over HTTP, whether tensors travel as bytes behind the JSON or inside it.
+            headers: Of this request alone, beside those of the options.
 
         Raises:
             ClientError: The server refuses or does not answer.
@@ -173,11 +198,13 @@ class Session:
                 tensor = library.InferInput(name, list(values.shape), np_to_triton_dtype(values.dtype))
                 tensor.set_data_from_numpy(np.ascontiguousarray(values), **encoding)
                 tensors.append(tensor)
+            asked = self._protocol.ask_options(self.options)
+            asked["headers"].update(headers or {})
             result = await client.infer(
                 model.name,
                 tensors,
                 outputs=[library.InferRequestedOutput(name, **encoding) for name in names],
-                **self._protocol.ask_options(self.options),
+                **asked,
                 **self._protocol.infer_options(self.options),
             )
             return {name: result.as_numpy(name) for name in names}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import quote
 
@@ -13,18 +14,19 @@ import numpy.typing as npt
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from .errors import ModelError, UsageError
+from .errors import DeadlineError, ModelError, UsageError
 from .faults import FAILURES, explain
 from .pieces import Text, encode
 from .session import Session, make_trust
 
 # What a model that generates text calls its input, and what it makes.
-PROMPT, _WRITTEN = "text_input", "text_output"
+PROMPT, WRITTEN = "text_input", "text_output"
 
 # A whole answer is one line.
 _LINE_BYTES = 1 << 24
 
 Values = Mapping[str, npt.NDArray[Any]]
+Answer = dict[str, list[Any]]
 
 
 async def generate(
@@ -68,36 +70,66 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 async def write(session: Session, model: str, inputs: Values, *, is_streamed: bool = True) -> AsyncGenerator[str, None]:
-    """Yield what a model writes, in pieces as they come; closed early, it cancels the request.
+    """Yield what a model writes, in pieces as they come, as `listen` does.
 
-    It is asked again only until the first piece is there: another answer would be another text.
+    Raises:
+        ClientError: The server refuses or does not answer, or the connection breaks.
+    """
+    async with aclosing(listen(session, model, inputs, is_streamed=is_streamed)) as answers:
+        async for answer in answers:
+            yield answer[WRITTEN][0]
+
+
+async def listen(
+    session: Session,
+    model: str,
+    inputs: Values,
+    *,
+    is_streamed: bool = True,
+    headers: Mapping[str, str] | None = None,
+) -> AsyncGenerator[Answer, None]:
+    """Yield what a model answers to a prompt, as it comes; closed early, it cancels the request.
+
+    It is asked again only until the first answer is there: another one would be another text.
 
     Args:
         session: The server.
         model: One that generates text.
         inputs: Name → its one value, as `text_input`.
-        is_streamed: Whether there are several pieces.
+        is_streamed: Whether there are several answers.
+        headers: Of this request alone.
+
+    Yields:
+        Output name → its values: of `text_output` what is new of each of the texts that were asked for.
 
     Raises:
         ClientError: The server refuses or does not answer, or the connection breaks.
     """
-    listen = {"http": _listen_http, "grpc": _listen_grpc}[session.options.protocol]
+    ask = {"http": _listen_http, "grpc": _listen_grpc}[session.options.protocol]
     asked = {**inputs, "stream": np.array([is_streamed])}
 
-    async def begin(client: Any) -> tuple[AsyncGenerator[str, None], str | None]:
-        pieces = listen(session, client, model, asked)
-        return pieces, await anext(pieces, None)
+    async def begin(client: Any) -> tuple[AsyncGenerator[Answer, None], Answer | None]:
+        answers = ask(session, client, model, asked, {**session.options.sent_headers, **(headers or {})})
+        return answers, await anext(answers, None)
 
-    pieces, piece = await session.repeat(begin)
+    answers, answer = await session.repeat(begin)
     try:
-        while piece is not None:
-            yield piece
-            piece = await anext(pieces, None)
+        while answer is not None:
+            yield answer
+            answer = await anext(answers, None)
+    # tritonserver 2.51 keeps a stream open whose backend process has died.
+    except (asyncio.TimeoutError, TimeoutError) as exc:
+        raise DeadlineError(
+            f"the text of {model} breaks off",
+            expected=f"another piece within {session.options.timeout_s:g} s",
+            got="none",
+            remedy=f"ask again, or raise {session.options.words.timeout}",
+        ) from exc
     except FAILURES as exc:
         raise explain(exc, session.options) from exc
     finally:
         # Whoever has heard enough cancels the request with it.
-        await pieces.aclose()
+        await answers.aclose()
 
 
 async def find_writer(session: Session, name: str | None) -> str:
@@ -130,7 +162,9 @@ async def find_writer(session: Session, name: str | None) -> str:
     return name
 
 
-async def _listen_grpc(session: Session, client: Any, model: str, inputs: Values) -> AsyncGenerator[str, None]:
+async def _listen_grpc(
+    session: Session, client: Any, model: str, inputs: Values, said: Mapping[str, str]
+) -> AsyncGenerator[Answer, None]:
     options = session.options
     tensors = []
     for name, values in inputs.items():
@@ -141,7 +175,7 @@ async def _listen_grpc(session: Session, client: Any, model: str, inputs: Values
         yield {"model_name": model, "inputs": tensors}
 
     # With that header an error has a status; without it, a sentence alone.
-    headers = {name.lower(): value for name, value in options.sent_headers.items()} | {"triton_grpc_error": "true"}
+    headers = {name.lower(): value for name, value in said.items()} | {"triton_grpc_error": "true"}
     answers = client.stream_infer(ask(), headers=headers, compression_algorithm=options.compression)
     try:
         while True:
@@ -152,28 +186,28 @@ async def _listen_grpc(session: Session, client: Any, model: str, inputs: Values
                 return
             if error is not None:
                 raise error
-            yield result.as_numpy(_WRITTEN)[0].decode("utf-8", errors="replace")
+            names = [tensor.name for tensor in result.get_response().outputs]
+            yield {name: [_to_text(value) for value in result.as_numpy(name).tolist()] for name in names}
     except grpc.RpcError as exc:
         raise InferenceServerException(msg=exc.details(), status=str(exc.code())) from exc
     finally:
         answers.cancel()
 
 
-async def _listen_http(session: Session, client: Any, model: str, inputs: Values) -> AsyncGenerator[str, None]:
+async def _listen_http(
+    session: Session, client: Any, model: str, inputs: Values, said: Mapping[str, str]
+) -> AsyncGenerator[Answer, None]:
     options = session.options
     # tritonclient has no such call.
     times = aiohttp.ClientTimeout(total=None, sock_connect=options.timeout_s, sock_read=options.timeout_s)
     asked = {
-        name: values[0].decode("utf-8", errors="replace") if values.dtype == object else values[0].item()
-        for name, values in inputs.items()
+        name: _to_text(values[0]) if values.dtype == object else values[0].item() for name, values in inputs.items()
     }
     ending = "generate_stream" if asked["stream"] else "generate"
     url = f"{'https' if options.is_encrypted else 'http'}://{options.address}/v2/models/{quote(model)}/{ending}"
     connector = aiohttp.TCPConnector(ssl=make_trust(options))
     async with (
-        aiohttp.ClientSession(
-            connector=connector, timeout=times, headers=options.sent_headers, read_bufsize=_LINE_BYTES
-        ) as connection,
+        aiohttp.ClientSession(connector=connector, timeout=times, headers=said, read_bufsize=_LINE_BYTES) as connection,
         connection.post(url, json=asked) as answer,
     ):
         if answer.status != 200:
@@ -183,7 +217,12 @@ async def _listen_http(session: Session, client: Any, model: str, inputs: Values
                 event = json.loads(text)
                 if "error" in event:
                     raise InferenceServerException(msg=event["error"], status="400")
-                yield event[_WRITTEN]
+                # One value stands there without a list.
+                yield {name: values if isinstance(values, list) else [values] for name, values in event.items()}
+
+
+def _to_text(value: Any) -> Any:
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
 
 
 def _read_error(body: str) -> str:

@@ -9,6 +9,7 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .commands import (
     activate,
@@ -29,9 +30,16 @@ from .locations import PROGRAM
 _VERBS = (inspect_checkpoint, consolidate, run, versions, activate, promote, prune, remove, verify_repository, lint)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells wrong usage in one line: the usage of `run` alone is thirty, in front of the one that matters."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROGRAM, description="From a trained checkpoint to a verified version in a Triton repository."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")

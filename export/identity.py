@@ -65,7 +65,7 @@ def find_same_version(request: ExportRequest) -> SameVersion | None:
     # Whatever is wrong with the checkpoint is for the export to tell.
     try:
         checkpoint = open_checkpoint(request.checkpoint, tag=request.tag)
-        sources = record_sources(hash_files(list_files(request, checkpoint)))
+        sources = record_sources(hash_files(list_files(request, checkpoint)), request.address)
     except (ExportError, OSError):
         return None
     same = (each for each in versions if each.read_lock()["sources"] == sources and _is_as_written(each))
@@ -102,7 +102,7 @@ def hash_files(files: Mapping[str, Sequence[Path]]) -> dict[str, SourceHash]:
 def describe_options(request: ExportRequest) -> dict[str, Any]:
     """Return the options as a lock records them: not where it is published, whether it is active, nor its source."""
     options = asdict(request)
-    del options["repository"], options["checkpoint"], options["no_activate"]
+    del options["repository"], options["checkpoint"], options["address"], options["no_activate"]
     if request.factory:
         options["factory"] = Path(request.factory).name
     return options

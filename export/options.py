@@ -10,16 +10,17 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .engines import ENGINES
+from .engines import AUTO, ENGINES
+from .engines.engine import Form
 from .errors import SettingsError
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
-from .option_kinds import BOUNDS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
+from .option_kinds import BOUNDS, COUNTS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
 from .options_file import OPTIONS_FILE, VARIANTS, read_file
 from .serving_options import ServingOptions
 from .targets import DEFAULT_TARGET
 from .tasks.table import TASKS, list_task_options
-from .weights.vocabulary_options import VocabularyOptions
+from .weights.vocabulary_options import VOCABULARY_GROUP, VocabularyOptions
 
 _PROOF = "graph and proof options"
 
@@ -43,6 +44,7 @@ class ExportRequest:
     Attributes:
         checkpoint: Folder that a trainer or `save_pretrained` left; None where a factory builds the module.
         name: Name that clients will use.
+        address: Where the checkpoint was fetched from, with its commit; empty for a folder that was here.
         repository: The Triton model repository.
         no_activate: Whether the version that is active stays so.
         task: What the checkpoint is served as; None finds it out.
@@ -53,8 +55,9 @@ class ExportRequest:
         lora_scaling: DeepSpeed-Chat's scaling of the low-rank updates inside a checkpoint that it left.
         target: The Triton release that is to serve it.
         precision: Name of the precision of the published file.
-        engine: Name of what runs it; None is the usual one of the task.
+        engine: Name of what runs it, or `auto`; None is the usual one of the task.
         steps: How the work around the graph is divided, one of `LAYOUTS`.
+        lengths: What the tokens of a request are padded to, the smallest first; nothing for other requests where empty.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -67,6 +70,7 @@ class ExportRequest:
 
     checkpoint: Path | None
     name: str
+    address: str = ""
     repository: Path = declare(
         Option(name="repository", kind=PATH, help=f"Triton model repository (default: {REPOSITORY})"),
         default=REPOSITORY,
@@ -160,8 +164,9 @@ class ExportRequest:
         Option(
             name="engine",
             kind=TEXT,
-            choices=tuple(ENGINES),
-            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}",
+            choices=(*ENGINES, AUTO),
+            help=f"what runs it (default: the first that can); {_list_helps(ENGINES)}; {AUTO}: the fastest on "
+            "this CPU that is proven in this precision",
         ),
         default=None,
         group=_PROOF,
@@ -176,6 +181,17 @@ class ExportRequest:
             needs=Needs.ARCHITECTURE,
         ),
         default=ENSEMBLE,
+        group=_PROOF,
+    )
+    lengths: tuple[int, ...] = declare(
+        Option(
+            name="lengths",
+            kind=COUNTS,
+            help="lengths in tokens that texts are padded to, so that requests of different lengths are run together, "
+            "as in --lengths 32 64 128 (default: no request is padded for others)",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=(),
         group=_PROOF,
     )
     tolerances: Mapping[str, float] = declare(
@@ -233,15 +249,30 @@ class ExportRequest:
             raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
         asked = [option for option in list_task_options() if self.task_options[option.name] is not None]
         _refuse_idle([*list_changed(self), *list_changed(self.vocabulary), *asked], self.checkpoint, self.factory)
-        if self.steps == LEAN and self.engine is not None and not ENGINES[self.engine].has_lean:
+        named = ENGINES.get(self.engine or "")
+        if self.steps == LEAN and named and not named.has_lean:
             raise SettingsError(
-                f"--steps {LEAN} has no effect with --engine {self.engine}",
+                f"--steps {LEAN} has no effect with --engine {named.name}",
                 expected="one of " + ", ".join(name for name, engine in ENGINES.items() if engine.has_lean),
-                got=self.engine,
+                got=named.name,
+                remedy="leave it out",
+            )
+        if self.steps == LEAN and self.lengths:
+            raise SettingsError(
+                f"--lengths has no effect with --steps {LEAN}",
+                expected=f"--steps {ENSEMBLE}, whose requests are joined",
+                got=LEAN,
                 remedy="leave it out",
             )
         if self.factory is not None and self.inputs is None:
             raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+
+    @property
+    def form(self) -> Form:
+        """What an engine will be given, as far as that is known before anything is read."""
+        if named := ENGINES.get(self.engine or ""):
+            return named.takes
+        return TASKS[self.task].form if self.task else "graph"
 
 
 def list_options() -> list[Option]:
@@ -257,6 +288,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         option.add_to(groups[option.group])
+
+
+def add_vocabulary_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the vocabulary alone."""
+    group = parser.add_argument_group(VOCABULARY_GROUP)
+    for declared in fields(VocabularyOptions):
+        for option in _options_of(declared):
+            option.add_to(group)
+
+
+def build_vocabulary_options(arguments: Mapping[str, Any]) -> VocabularyOptions | None:
+    """Return what the command line asks of the vocabulary, or None where it asks for no change.
+
+    Args:
+        arguments: Option → its value or items, None where it was not given.
+
+    Raises:
+        SettingsError: An option has no effect for want of a change.
+    """
+    options = VocabularyOptions(**_fill(VocabularyOptions, arguments, {}))
+    default = VocabularyOptions(seed=options.seed, allow_other_tokenizer=options.allow_other_tokenizer)
+    if options != default:
+        return options
+    if idle := [option.flag for option in list_changed(options)]:
+        raise SettingsError(
+            f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect alone",
+            expected="tokens to add, or rows to cut or pad",
+            got="neither",
+            remedy=f"leave {'it' if len(idle) == 1 else 'them'} out",
+        )
+    return None
 
 
 def read_options(path: Path | None, name: str) -> dict[str, Any]:
@@ -279,7 +341,8 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """Return what was asked for; the command line wins over the file, and adds its items to the file's.
 
     Args:
-        arguments: Option → its value or items on the command line, None where it was not given; `checkpoint`, `name`.
+        arguments: Option → its value or items on the command line, None where it was not given; `checkpoint`, `name`,
+            `address`.
         settings: The same of the file.
 
     Raises:
@@ -292,6 +355,7 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     return ExportRequest(
         checkpoint=arguments["checkpoint"],
         name=arguments["name"],
+        address=arguments.get("address", ""),
         vocabulary=VocabularyOptions(**_fill(VocabularyOptions, arguments, settings)),
         serving=ServingOptions(**_fill(ServingOptions, arguments, settings)),
         variants={

@@ -2,18 +2,21 @@
 
 import resource
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
-from .engines import ENGINES, Engine, choose_engine
-from .errors import GraphError, RuntimeFailure, VerificationError
+from .engines import AUTO, Engine, list_engines
+from .engines.choice import EngineChoice, choose_fastest
+from .engines.vllm_engine import DTYPES, VLLM
+from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS, Precision
 from .identity import describe_options, hash_files, list_tools
 from .options import ExportRequest
 from .progress import Progress
+from .proof.quality import list_single_feeds
 from .proof.report_page import PAGE_FILE, render_report_page
 from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, require_passed
@@ -22,12 +25,15 @@ from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
-from .repository.version import PUBLICATION_FILE, render_publication
+from .repository.version import PUBLICATION_FILE, Version, render_publication
+from .repository.vllm_arguments import ARGUMENTS_FILE, render_arguments
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
 from .subject import describe_subject
 from .targets import Target, find_target
+from .tasks.base import Task
 from .tasks.comparison import describe_errors
+from .tasks.text_generation import TextGeneration
 
 # Called with the report of each stage before it is judged.
 OnReport = Callable[[VerificationReport, Stage], None]
@@ -46,6 +52,7 @@ class ExportResult:
         report: Proof of the published files.
         publication: Where they are.
         conversion: What another precision than fp32 costs and gains; None where nothing was converted.
+        choice: How the engine was chosen; None where it was named.
         notes: What had to be done otherwise than usual, and why.
         peak_bytes: The most memory that this process held, and the one of ONNX Runtime.
     """
@@ -58,8 +65,26 @@ class ExportResult:
     report: VerificationReport
     publication: Publication
     conversion: PrecisionReport | None
+    choice: EngineChoice | None
     notes: tuple[str, ...]
     peak_bytes: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """An engine and the stages to its files. All routes to one version begin with the same stage."""
+
+    engine: Engine
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proven:
+    """Where a route ended: files, and their proof."""
+
+    engine: Engine
+    draft: Draft
+    report: VerificationReport
 
 
 def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) -> ExportResult:
@@ -76,24 +101,24 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     check_destination(request.repository, request.name)
     target, precision = find_target(request.target), PRECISIONS[request.precision]
     # Before anything is read: here, without a GPU or a network perhaps, nothing can come of it.
-    usual = choose_engine(None, "graph") if request.engine is None else ENGINES[request.engine]
-    stages = _plan(request, precision, usual, target)
-    progress.expect(2 * len(stages) + 2)
+    form = request.form
+    routes, refused = _plan(request, precision, list_engines(request.engine, form), target)
+    progress.expect(_count_steps(request, routes))
     source = load_source(request, progress)
     task = source.task
-    engine = choose_engine(request.engine, task.form)
-    if engine is not usual:
-        others, stages = stages, _plan(request, precision, engine, target)
-        progress.expect(2 * len(stages) - 2 * len(others))
-    for serving in (request.serving, *request.variants.values()):
-        check_effect(serving, engine, task.signature)
-    check_contract(request.repository, name_models(request.name, task.signature), task.signature, engine)
+    if task.form != form:
+        others = routes
+        routes, refused = _plan(request, precision, list_engines(request.engine, task.form), target)
+        progress.expect(_count_steps(request, routes) - _count_steps(request, others))
+    routes = _keep_engine(request, routes, task, refused)
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
     with restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
-        draft = Draft(files=Artefacts(model=()))
-        for number, stage in enumerate(stages):
-            draft, report = _run_stage(stage, job, draft, Path(folder, str(number)), progress, on_report)
+        every = _run_routes(routes, refused, job, Path(folder), progress, on_report)
+        choice = _choose(every, refused, task, progress) if request.engine == AUTO else None
+        proven = next(each for each in every if choice is None or each.engine.name == choice.chosen)
+        engine, draft = proven.engine, proven.draft
+        report = replace(proven.report, engines=choice.to_json() if choice else None)
         publication = _publish(request, source, target, engine, draft, report, progress)
         model_bytes = sum(path.stat().st_size for path in draft.files.model)
     return ExportResult(
@@ -105,17 +130,104 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         report=report,
         publication=publication,
         conversion=draft.conversion,
+        choice=choice,
         notes=draft.notes,
         peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
 
 
-def _plan(request: ExportRequest, precision: Precision, engine: Engine, target: Target) -> list[Stage]:
-    """Return the stages, having refused what cannot be built here or would not be loaded there."""
-    stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
-    for stage in reversed(stages):
-        stage.engine.check(precision.name, target)
-    return stages
+def _plan(
+    request: ExportRequest, precision: Precision, engines: Sequence[Engine], target: Target
+) -> tuple[list[Route], dict[str, str]]:
+    """Return a route to each engine, and name → reason of those that cannot be built here or would not be loaded there.
+
+    Raises:
+        ExportError: The last that was left cannot.
+    """
+    routes: list[Route] = []
+    refused: dict[str, str] = {}
+    for engine in engines:
+        try:
+            stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
+            for stage in reversed(stages):
+                stage.engine.check(precision.name, target)
+        except ExportError as exc:
+            if len(refused) + 1 == len(engines):
+                raise
+            refused[engine.name] = str(exc)
+        else:
+            routes.append(Route(engine=engine, stages=tuple(stages)))
+    return routes, refused
+
+
+def _keep_engine(request: ExportRequest, routes: Sequence[Route], task: Task, refused: dict[str, str]) -> list[Route]:
+    """Return the routes that the name may take: it keeps its engine, and what was asked for must have an effect there.
+
+    Why it may not take others is added to `refused`.
+
+    Raises:
+        ExportError: There is none.
+    """
+    kept: list[Route] = []
+    for route in routes:
+        try:
+            for serving in (request.serving, *request.variants.values()):
+                check_effect(serving, route.engine, task.signature)
+            check_contract(request.repository, name_models(request.name, task.signature), task.signature, route.engine)
+        except ExportError as exc:
+            if not kept and route is routes[-1]:
+                raise
+            refused[route.engine.name] = str(exc)
+        else:
+            kept.append(route)
+    return kept
+
+
+def _count_steps(request: ExportRequest, routes: Sequence[Route]) -> int:
+    """Return how many steps there are besides reading: making and proving, hashing, publishing, and measuring."""
+    return 2 * (1 + sum(len(route.stages) - 1 for route in routes)) + 2 + (request.engine == AUTO)
+
+
+def _run_routes(
+    routes: Sequence[Route],
+    refused: dict[str, str],
+    job: Job,
+    folder: Path,
+    progress: Progress,
+    on_report: OnReport,
+) -> list[Proven]:
+    """Return the files of every route that are proven; why others are not is added to `refused`.
+
+    Raises:
+        ExportError: The last that was left fails.
+    """
+    # What all begin with is done once.
+    begun = _run_stage(routes[0].stages[0], job, Draft(files=Artefacts(model=())), folder / "0", progress, on_report)
+    proven: list[Proven] = []
+    for route in routes:
+        (draft, report), steps = begun, progress.begun
+        try:
+            for number, stage in enumerate(route.stages[1:], 1):
+                place = folder / route.engine.name / str(number)
+                draft, report = _run_stage(stage, job, draft, place, progress, on_report)
+        except ExportError as exc:
+            if not proven and route is routes[-1]:
+                raise
+            refused[route.engine.name] = str(exc)
+            progress.expect(progress.begun - steps - 2 * len(route.stages[1:]))
+        else:
+            proven.append(Proven(engine=route.engine, draft=draft, report=report))
+    return proven
+
+
+def _choose(every: Sequence[Proven], refused: dict[str, str], task: Task, progress: Progress) -> EngineChoice:
+    with progress.step("measuring engines"):
+        return choose_fastest(
+            {each.engine: each.draft.files.graph for each in every},
+            [tensor.name for tensor in task.signature.outputs],
+            list_single_feeds(task),
+            refused,
+        )
 
 
 def _run_stage(
@@ -190,7 +302,8 @@ def _publish(
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),
                 PUBLICATION_FILE: render_publication(
-                    checkpoint=str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory),
+                    checkpoint=request.address
+                    or str((request.checkpoint and request.checkpoint.absolute()) or request.factory),
                     kind=source.origin,
                     task=source.task.name,
                 ),
@@ -200,8 +313,25 @@ def _publish(
                     version=version.number,
                     subject=describe_subject(request, source, engine.name, lock, version),
                 ),
+                **_list_arguments(request, source, engine, version),
             },
         )
+
+
+def _name_source(request: ExportRequest) -> str:
+    """Return what the version is made from, for whoever looks for it again."""
+    if request.address:
+        return request.address
+    return str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory)
+
+
+def _list_arguments(request: ExportRequest, source: Source, engine: Engine, version: Version) -> dict[str, str]:
+    """Return what an engine is told that names the version's own place: file name → text."""
+    task = source.task
+    if not isinstance(engine, VLLM) or not isinstance(task, TextGeneration):
+        return {}
+    arguments = {"dtype": DTYPES[request.precision], "max_model_len": task.context}
+    return {ARGUMENTS_FILE: render_arguments(request.name, version.number, arguments)}
 
 
 def _build_lock(
@@ -214,4 +344,5 @@ def _build_lock(
         options=describe_options(request),
         seeds={"vocabulary": request.vocabulary.seed},
         artefacts=report.sha256,
+        address=request.address,
     )

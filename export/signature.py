@@ -81,6 +81,7 @@ class Contract:
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
         is_lean: Whether one process does what the steps of an ensemble would do.
         passes_inputs: Whether the postprocess step takes `inputs` as well.
+        lengths: What the preprocess step pads a request to, the smallest first, so that it can be joined with others.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -90,6 +91,7 @@ class Contract:
     carried: tuple[TensorSignature, ...] = ()
     is_lean: bool = False
     passes_inputs: bool = True
+    lengths: tuple[int, ...] = ()
 
     @property
     def passed(self) -> tuple[TensorSignature, ...]:

@@ -12,6 +12,7 @@ from .options import ENSEMBLE, LEAN, ExportRequest, list_changed
 from .progress import Progress
 from .repository.contents import check_owners
 from .repository.names import ModelNames
+from .signature import SEQ_LEN
 from .tasks.base import Task, TaskSource
 from .tasks.building import build_task, find_task_name, has_lean, is_ensemble, may_read_text, must_read_text
 from .tasks.own_module import build_factory_task
@@ -88,9 +89,10 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.
-        if request.steps == LEAN and not has_lean(name):
+        idle = f"--steps {LEAN}" if request.steps == LEAN else "--lengths" if request.lengths else ""
+        if idle and not has_lean(name):
             raise SettingsError(
-                f"--steps {LEAN} has no effect on {name}",
+                f"{idle} has no effect on {name}",
                 expected="a task that takes texts and answers each at once",
                 got=f"--task {name}",
                 remedy="leave it out",
@@ -100,9 +102,11 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         task = build_task(name, source)
-    if request.steps == LEAN:
-        assert task.signature.contract, "Bug: a lean task has a contract"
-        task.signature = replace(task.signature, contract=replace(task.signature.contract, is_lean=True))
+    if request.steps == LEAN or request.lengths:
+        _check_lengths(request.lengths, task)
+        assert task.signature.contract, "Bug: a task about texts has a contract"
+        contract = replace(task.signature.contract, is_lean=request.steps == LEAN, lengths=request.lengths)
+        task.signature = replace(task.signature, contract=contract)
     return Source(
         origin=checkpoint.format_name,
         files=list_files(request, checkpoint),
@@ -112,6 +116,17 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         adapters=request.adapters,
         missing=checkpoint.facts.missing,
     )
+
+
+def _check_lengths(lengths: Sequence[int], task: Task) -> None:
+    longest = task.signature.longest[SEQ_LEN]
+    if max(lengths, default=0) > longest:
+        raise SettingsError(
+            "a text would be padded beyond what the model reads",
+            expected=f"--lengths of at most {longest}",
+            got=str(max(lengths)),
+            remedy="pass smaller ones",
+        )
 
 
 def _read_task_source(

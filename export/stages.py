@@ -12,6 +12,7 @@ from .artefacts import Artefacts, hash_file, list_model
 from .engines import ONNXRUNTIME, Engine
 from .engines.engine import AxisRange, VerifiedGraph
 from .engines.openvino_generation import OpenVINOGeneration
+from .engines.vllm_engine import DTYPES, VLLM
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
 from .graph.precisions import FP32, PRECISIONS, Precision
@@ -20,10 +21,12 @@ from .proof.generation import verify_generation
 from .proof.quality import build_measure, convert, list_quality_cases, list_quality_feeds
 from .proof.tolerances import QUALITY_KEYS, Tolerances, find_quality_key, list_tolerances
 from .proof.verify import VerificationReport, verify
+from .proof.weights import verify_weights
 from .targets import Target
 from .tasks.base import Task
 from .tasks.tensors import TensorTask
 from .tasks.text_generation import TextGeneration
+from .weights.weights_folder import write_weights
 
 # A size that axes of no known use have most often.
 _USUAL_SIZE = 32
@@ -118,6 +121,8 @@ def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) ->
     """
     if isinstance(engine, OpenVINOGeneration):
         return [_plan_decoder(precision, engine)]
+    if isinstance(engine, VLLM):
+        return [_plan_weights(precision, engine)]
     graph_precision = PRECISIONS[engine.find_graph_precision(precision.name)]
     export = Stage(
         ways=_EXPORTS if is_own_module else _EXPORTS[:1],
@@ -157,6 +162,18 @@ def _plan_decoder(precision: Precision, engine: OpenVINOGeneration) -> Stage:
         precision=precision,
         engine=engine,
         prove=verify_generation,
+    )
+
+
+def _plan_weights(precision: Precision, engine: VLLM) -> Stage:
+    """Return the one stage of weights that another engine runs: they are written, and compared bit for bit."""
+    write = Way(name="written", making=f"writing weights for {engine.title}", make=_write_weights)
+    return Stage(
+        ways=(write,),
+        proving="comparing weights with the checkpoint",
+        precision=precision,
+        engine=engine,
+        prove=partial(verify_weights, precision=precision.name),
     )
 
 
@@ -252,8 +269,18 @@ def _convert_decoder(job: Job, draft: Draft, directory: Path, tell: Detail, *, e
     assert isinstance(task, TextGeneration), "Bug: an engine takes what the task does not hand over"
     for name, content in task.model_files.items():
         (directory / name).write_bytes(content)
-    engine.write(task.model, task.cache_shapes, directory / engine.model_file)
+    engine.write(task.model, task.cache_shapes, directory / engine.model_file, job.precision.name)
     return Draft(files=Artefacts(model=list_model(directory / engine.model_file)))
+
+
+def _write_weights(job: Job, draft: Draft, directory: Path, tell: Detail) -> Draft:
+    task = job.task
+    assert isinstance(task, TextGeneration), "Bug: an engine takes what the task does not hand over"
+    dtype = DTYPES[job.precision.name]
+    for name, content in task.list_weights_files(dtype).items():
+        (directory / name).write_bytes(content)
+    write_weights(task.weights, directory, dtype)
+    return Draft(files=Artefacts(model=list_model(directory / VLLM.model_file)))
 
 
 def _list_axis_ranges(task: Task) -> dict[str, AxisRange]:

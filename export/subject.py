@@ -31,6 +31,7 @@ def describe_subject(
     """
     facts = {
         "checkpoint": f"{source.origin}, {source.parameters / 1e6:.1f} M parameters",
+        "fetched from": request.address,
         "missing": "; ".join(source.missing),
         **{f"SHA-256 of {what}": _describe_hash(content) for what, content in lock["sources"].items()},
         "published": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

@@ -1,7 +1,7 @@
 """From a trained checkpoint to a verified model repository, served by Triton and asked over the network.
 
-The parts are `modelyard.export`, `modelyard.server` and `modelyard.client`, and the command is `modelyard`. Importing
-this package imports none of them.
+The parts are `modelyard.export`, `modelyard.server`, `modelyard.client` and `modelyard.gateway`, and the command is
+`modelyard`. Importing this package imports none of them.
 """
 
 from pathlib import Path

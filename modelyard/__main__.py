@@ -109,6 +109,23 @@ VERBS = {
             extra="server",
             needs=("platformdirs",),
         ),
+        Verb(
+            name="gateway",
+            help="answer clients of OpenAI's API with the models of a running server",
+            module="modelyard.gateway",
+            extra="gateway",
+            needs=(
+                *_CLIENT,
+                "fastapi",
+                "uvicorn",
+                "uvloop",
+                "httptools",
+                "orjson",
+                "jinja2",
+                "tokenizers",
+                "prometheus_client",
+            ),
+        ),
     ),
     "Asking": (
         Verb(

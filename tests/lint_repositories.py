@@ -298,6 +298,18 @@ def _plan(repository: Path) -> None:
     (folder / "1" / "model.plan.json").write_text('{"tensorrt_version": "10.9.0"}')
 
 
+def _vllm(arguments: str = '{"model": "/models/bad/1"}', policy: str = "decoupled: true") -> Seed:
+    def write(repository: Path) -> None:
+        text = f"input [ {tensor('text_input', '[ 1 ]', 'TYPE_STRING')} ]"
+        text += f"output [ {tensor('text_output', '[ -1 ]', 'TYPE_STRING')} ]"
+        config = f'backend: "vllm"\nmax_batch_size: 0\nmodel_transaction_policy {{ {policy} }}\n{text}'
+        folder = add_config(repository / "bad", config)
+        (folder / "1" / "model.json").write_text(arguments)
+        (folder / "1" / "model.safetensors").write_bytes(b"")
+
+    return write
+
+
 _BATCH_4 = f"max_batch_size: 64\ninput [ {tensor('IN', '[ 4 ]')} ]\noutput [ {tensor('OUT', '[ 4 ]')} ]"
 _ONE = step("first", {"X": "IN"}, {"Y": "OUT"})
 
@@ -373,6 +385,9 @@ SEEDS: dict[str, Seed] = {
     "gpus-on-cpu": _mistake("instance_group [ { kind: KIND_CPU gpus: [ 0 ] } ]"),
     "no-instances": _mistake("instance_group [ { kind: KIND_CPU count: 0 } ]"),
     "profile-clash": _mistake('instance_group [ { kind: KIND_CPU profile: [ "0" ] } ]'),
+    "vllm-arguments": _vllm("{}"),
+    "vllm-place": _vllm('{"model": "/models/bad/7"}'),
+    "vllm-decoupled": _vllm(policy="decoupled: false"),
     "warmup-input": _warmup(more="W"),
     "warmup-missing-input": _warmup(key="W"),
     "warmup-dims": _warmup("data_type: TYPE_FP32 dims: [ -1 ] zero_data: true"),

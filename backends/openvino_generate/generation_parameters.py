@@ -36,6 +36,8 @@ class Parameters:
         stop: Texts that end the answer and are not part of it.
         ignore_eos: Whether to go on where the model ends a text.
         n: How many answers are written.
+        add_special_tokens: Whether the tokenizer puts those around the prompt that it puts around texts; a chat's
+            template has them written out.
     """
 
     max_tokens: int = 16
@@ -51,6 +53,7 @@ class Parameters:
     stop: tuple[str, ...] = field(default=())
     ignore_eos: bool = False
     n: int = 1
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
     "stop": _Texts(),
     "ignore_eos": _Flag(),
     "n": _Number(int, 1, _MAX_ANSWERS),
+    "add_special_tokens": _Flag(),
 }
 
 # What tritonserver and its clients add to a request.

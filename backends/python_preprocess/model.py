@@ -5,6 +5,7 @@ texts, `picture.json` encoded pictures.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,16 @@ class TextStep:
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
         # A step imports what it needs: one of pictures holds no tokenizers in memory.
+        # Read once, by the first batch that is encoded.
+        os.environ.setdefault("RAYON_NUM_THREADS", str(count_threads(config)))
         from texts import RequestTexts
-        from tokenization import TextError, TextTokenizer
+        from tokenization import TextError, TextTokenizer, read_lengths
 
         self.refusal = TextError
         names = [output["name"] for output in config["output"]]
         # Token ids of shape [windows, seq_len] a row: a text too long for one window is read in several.
         has_windows = any(len(tensor["dims"]) == 2 for tensor in config["output"] if tensor["name"] == "input_ids")
-        tokenizer = TextTokenizer(path, names, has_windows=has_windows)
+        tokenizer = TextTokenizer(path, names, has_windows=has_windows, lengths=read_lengths(config))
         self.encode, self.stack = tokenizer.encode, tokenizer.stack
         self.read_rows = RequestTexts(config, has_windows=has_windows).read_rows
 
@@ -88,7 +91,8 @@ class PictureStep:
         self.refusal = PictureError
         self._sent = SentPicture
         (self._input,) = (tensor["name"] for tensor in config["input"])
-        reader = PictureReader(path, [output["name"] for output in config["output"]])
+        names = [output["name"] for output in config["output"]]
+        reader = PictureReader(path, names, max_threads=count_threads(config))
         self.encode, self.stack = reader.encode, reader.stack
 
     def read_rows(self, request: Any) -> list[Any]:
@@ -99,6 +103,12 @@ class PictureStep:
         """
         values = read_values(request, self._input, self.refusal)
         return [self._sent(bytes(value), self._input, row) for row, value in enumerate(values)]
+
+
+def count_threads(config: Mapping[str, Any]) -> int:
+    """Return an instance's share of the cores: one that takes all of them holds up the others."""
+    instances: int = sum(group["count"] for group in config["instance_group"])
+    return max(1, len(os.sched_getaffinity(0)) // instances)
 
 
 # What lies in the version folder → what is made of it.

@@ -22,6 +22,12 @@ Float32Array = npt.NDArray[np.float32]
 # What is decoded; Pillow knows many more, and the readers of some are hardly ever fed anything hostile.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF")
 
+# How files of some of them begin. Of one that begins so and is not read, the head is what is wrong.
+_BEGINNINGS = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF"}
+
+# Of 32 bits a channel, whole numbers and fractions: neither says how bright the brightest is.
+_UNBOUNDED_MODES = ("I", "F")
+
 # A file, and what it unfolds to: 3 bytes a pixel while it is decoded, in as many threads as there are. Both are looked
 # at before anything is decoded.
 MAX_PICTURE_BYTES = 32 << 20
@@ -101,12 +107,13 @@ class PictureReader:
     Args:
         path: The `picture.json`.
         tensor_names: Names of the tensors to make, the pixels first.
+        max_threads: Pictures that are decoded at once, at most.
 
     Raises:
         ValueError: The file asks for something that is not there, or a tensor is wanted that is not made of pictures.
     """
 
-    def __init__(self, path: Path, tensor_names: Sequence[str]) -> None:
+    def __init__(self, path: Path, tensor_names: Sequence[str], *, max_threads: int = _MAX_THREADS) -> None:
         recipe = json.loads(path.read_text(encoding="utf-8"))
         if recipe["mode"] not in MODES or recipe["filter"] not in FILTERS or recipe["channels"] not in CHANNELS:
             raise ValueError(
@@ -124,11 +131,11 @@ class PictureReader:
         levels = (np.arange(256, dtype=np.float64) * recipe["scale"]).astype(np.float32)
         mean, std = np.array([recipe["mean"], recipe["std"]], dtype=np.float32)
         self._table = ((levels[:, None] - mean) / std).T.copy()  # [3, 256]
-        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+        threads = min(len(os.sched_getaffinity(0)), max_threads, _MAX_THREADS)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pictures")
 
     def encode(self, rows: "Sequence[SentPicture]") -> "list[MadePicture | PictureError]":
-        """Return what each picture became, or why it became nothing; all at once, over all cores."""
+        """Return what each picture became, or why it became nothing; all at once, in several threads."""
         return list(self._pool.map(self._try, rows))
 
     def stack(self, rows: "Sequence[MadePicture]") -> "dict[str, Float32Array]":
@@ -178,15 +185,10 @@ def decode_picture(sent: SentPicture) -> Image.Image:
         raise sent.refuse(
             f"is too large: expected at most {MAX_PICTURE_BYTES} bytes, got {len(sent.content)}; send a smaller picture"
         )
-    begins = sent.content[:8]
     try:
         image: Image.Image = Image.open(io.BytesIO(sent.content), formats=FORMATS)
     except UnidentifiedImageError:
-        raise sent.refuse(
-            f"is not a picture: expected a file of {', '.join(FORMATS)}, got one that begins with {begins!r}"
-            if sent.content
-            else f"is empty: expected a file of {', '.join(FORMATS)}, got no bytes"
-        ) from None
+        raise refuse_unread(sent) from None
     # Whatever Pillow's readers meet in bytes that are anybody's: ValueError, struct.error, KeyError, RuntimeError, ...
     except Exception as exc:
         raise sent.refuse(f"is damaged: expected a whole picture, got '{_name(exc)}' in its head") from exc
@@ -196,6 +198,11 @@ def decode_picture(sent: SentPicture) -> Image.Image:
             f"has too {'many' if width * height else 'few'} pixels: expected 1 to {MAX_PIXELS}, got {width} x {height}"
             f"; send another"
         )
+    if image.mode in _UNBOUNDED_MODES:
+        raise sent.refuse(
+            f"has 32 bits a channel: expected a {image.format} of 8 or 16, got one that does not say how bright the "
+            f"brightest pixel is; save it with 8"
+        )
     try:
         image.load()
         upright = orient(image)
@@ -203,6 +210,22 @@ def decode_picture(sent: SentPicture) -> Image.Image:
     # As above.
     except Exception as exc:
         raise sent.refuse(f"is damaged: expected a whole {image.format}, got '{_name(exc)}'; send it again") from exc
+
+
+def refuse_unread(sent: SentPicture) -> PictureError:
+    """Return the error for a file that no reader takes for one of its own."""
+    if not sent.content:
+        return sent.refuse(f"is empty: expected a file of {', '.join(FORMATS)}, got no bytes")
+    begins = sent.content[:8]
+    for beginning, name in _BEGINNINGS.items():
+        if sent.content.startswith(beginning):
+            return sent.refuse(
+                f"is damaged: expected a {name} of at least 1 x 1 pixels with a whole head, got one that begins with "
+                f"{begins!r} and tells no such size; save it again"
+            )
+    return sent.refuse(
+        f"is not a picture: expected a file of {', '.join(FORMATS)}, got one that begins with {begins!r}"
+    )
 
 
 def orient(image: Image.Image) -> Image.Image:
@@ -215,15 +238,9 @@ def orient(image: Image.Image) -> Image.Image:
 
 
 def reduce_bits(image: Image.Image) -> Image.Image:
-    """Return a picture of 16 bits a channel in 8, any other as it is.
-
-    Raises:
-        ValueError: It has more bits, or fractions, which do not say how bright the brightest is.
-    """
+    """Return a picture of 16 bits a channel in 8, any other as it is."""
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError("32 bits a channel")
     return image
 
 

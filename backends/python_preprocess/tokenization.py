@@ -21,6 +21,10 @@ _CHARACTERS_PER_TOKEN = (8, 32)
 _WHOLE_CHARACTERS = 1 << 17
 
 
+# Lengths in tokens that a request is padded to, separated by commas: the dynamic batcher joins requests of one length.
+LENGTHS_PARAMETER = "modelyard_lengths"
+
+
 class TextError(ValueError):
     """A text that cannot be tokenised; the message is for the caller who sent it."""
 
@@ -32,6 +36,8 @@ class TextTokenizer:
         path: The `tokenizer.json`.
         tensor_names: Names of the tensors to make.
         has_windows: Whether what is truncated follows in windows of its own, as many as it takes.
+        lengths: What a request is padded to, the smallest first: the first that holds its longest sequence. Where
+            none does, and where there are none, it is padded to that sequence.
 
     Attributes:
         unknown_id: Id that stands for what the model has no token for; None where it has none.
@@ -41,7 +47,9 @@ class TextTokenizer:
         ValueError: The file sets no truncation or padding, or a tensor is wanted that a tokenizer does not make.
     """
 
-    def __init__(self, path: Path, tensor_names: Sequence[str], *, has_windows: bool = False) -> None:
+    def __init__(
+        self, path: Path, tensor_names: Sequence[str], *, has_windows: bool = False, lengths: Sequence[int] = ()
+    ) -> None:
         unknown = sorted(set(tensor_names) - TENSORS.keys())
         if unknown:
             raise ValueError(f"a tokenizer does not make {', '.join(unknown)}: expected {', '.join(TENSORS)}")
@@ -54,13 +62,14 @@ class TextTokenizer:
         self._shortening = None if has_windows else Shortening(self._tokenizer)
         self._tensor_names = list(tensor_names)
         self._has_windows = has_windows
+        self._lengths = lengths
         self.unknown_id = find_unknown_id(self._tokenizer)
         self.marks_continuation = bool(getattr(self._tokenizer.model, "continuing_subword_prefix", None))
 
     def encode(self, rows: Sequence[tuple[str, ...]]) -> "list[TokenizedRow | TextError]":
         """Return what each row of one or two texts became, unpadded, or why it became nothing.
 
-        All rows are encoded at once, over all cores.
+        All rows are encoded at once, over the cores that this process may use.
         """
         shortened = self._shorten(rows)
         asked = [row[0] if len(row) == 1 else row for row in shortened if not isinstance(row, TextError)]
@@ -85,15 +94,16 @@ class TextTokenizer:
             return self._shortening.shorten(rows)
         # As above.
         except Exception:
-            return rows
+            return [self._shortening.shorten_one(row) for row in rows]
 
     def stack(self, rows: "Sequence[TokenizedRow]") -> Mapping[str, Int64Array]:
-        """Return the wanted tensors of one request, int64, padded to its longest sequence.
+        """Return the wanted tensors of one request, int64, padded to its longest sequence or a length that holds it.
 
         Returns:
             Name → [rows, seq_len, ...], or [rows, windows, seq_len, ...] where there are windows.
         """
         longest = max(len(window.ids) for row in rows for window in row.windows)
+        longest = next((length for length in self._lengths if length >= longest), longest)
         count = max(len(row.windows) for row in rows)
         return {name: np.stack([self._fill(row, name, count, longest) for row in rows]) for name in self._tensor_names}
 
@@ -177,6 +187,14 @@ class Shortening:
                     if self._is_enough(beginning)
                 }
         return [self._cut(row, cut) for row in rows]
+
+    def shorten_one(self, row: tuple[str, ...]) -> "tuple[str, ...] | TextError":
+        """Return the row as `shorten` does, or uncut where the model has no token for its beginning."""
+        try:
+            return self.shorten([row])[0]
+        # As in `TextTokenizer`.
+        except Exception:
+            return self._cut(row, {})
 
     def _is_enough(self, beginning: Encoding) -> bool:
         """Tell whether it has all tokens that the model reads before the words that the cut may have changed."""
@@ -282,6 +300,22 @@ TENSORS: Mapping[str, MadeTensor] = {
     ),
     "answer_spans": MadeTensor(lambda tokenizer, row, window: answer_spans(window), -1),
 }
+
+
+def read_lengths(config: Mapping[str, Any]) -> list[int]:
+    """Return the lengths in tokens that requests are padded to, the smallest first; none where they are not.
+
+    Args:
+        config: Configuration of the model.
+
+    Raises:
+        ValueError: The parameter holds something else than numbers of at least 1.
+    """
+    text = config.get("parameters", {}).get(LENGTHS_PARAMETER, {}).get("string_value", "")
+    words = text.split(",") if text else []
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"the parameter {LENGTHS_PARAMETER} is wrong: expected numbers as in 32,64,128, got {text!r}")
+    return sorted(map(int, words))
 
 
 def decode_text(value: "bytes | str", row: int, name: str = "TEXT") -> str:

@@ -6,12 +6,19 @@ import argparse
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoints import join_folders
 from ..consolidation.consolidate import DTYPES, consolidate
 from ..errors import SettingsError, escape_controls
-from .verb import Verbs, add_verb
+from ..fetching import fetch_all
+from ..options import add_vocabulary_options, build_vocabulary_options
+from .verb import Verbs, add_verb, say
+
+if TYPE_CHECKING:
+    from ..consolidation.fitted import Fit
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -43,20 +50,29 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "./zero3_run ./model --tag global_step1000",
             "./zero3_run ./model --dtype bfloat16 --max-shard-size 2GB",
             "./node0/run ./node1/run --output ./model",
+            "s3://runs/zero3/checkpoint-500 ./model",
+            "./megatron_run ./model --base ./gpt2",
+            './run ./model --add-special-token "[ENT_START]=start of entity" "[ENT_END]=end of entity"',
         ),
         succeeded="written",
     )
     parser.add_argument(
         "paths",
-        type=Path,
         nargs="+",
         metavar="DIRECTORY",
-        help="folder or file of the checkpoint, as the trainer left it, or the folders of all nodes; and without "
-        "--output, the folder to make as the last one",
+        help="folder or file of the checkpoint, as the trainer left it, or the folders of all nodes; or "
+        "OWNER/NAME@REVISION of the hub, s3://, gs:// or https://; and without --output, the folder to make as "
+        "the last one",
     )
     parser.add_argument("--output", type=Path, metavar="OUT", help="folder to make")
     parser.add_argument(
         "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and tokenizer, where the checkpoint's own has none",
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="cast the weights (default: as they are)")
     parser.add_argument(
@@ -67,9 +83,10 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="largest size of a file, such as 300MB (default: 5GB)",
     )
     parser.add_argument("--allow-non-finite", action="store_true", help="accept NaN and infinite weights")
+    add_vocabulary_options(parser)
 
 
-def _tell_apart(paths: list[Path], output: Path | None) -> tuple[list[Path], Path]:
+def _tell_apart(paths: list[str], output: Path | None) -> tuple[list[str], Path]:
     """Return the folders of the checkpoint, and the folder to make.
 
     Raises:
@@ -78,17 +95,25 @@ def _tell_apart(paths: list[Path], output: Path | None) -> tuple[list[Path], Pat
     if output is not None:
         return paths, output
     if len(paths) == 1:
-        raise SettingsError(
-            "there is no folder to write to", expected="DIRECTORY OUT, or --output OUT", got=str(paths[0])
-        )
-    if len(paths) > 2 and paths[-1].exists():
+        raise SettingsError("there is no folder to write to", expected="DIRECTORY OUT, or --output OUT", got=paths[0])
+    if len(paths) > 2 and Path(paths[-1]).exists():
         raise SettingsError(
             f"{paths[-1]} cannot be made",
             expected="a new folder as the last one",
             got="something there",
             remedy="name the folder to make with --output, if it is a part of the checkpoint",
         )
-    return paths[:-1], paths[-1]
+    return paths[:-1], Path(paths[-1])
+
+
+def _find_fit(args: argparse.Namespace) -> Fit | None:
+    """Return what changes the vocabulary, or None where it stays: then nothing loads torch."""
+    options = build_vocabulary_options(vars(args))
+    if options is None:
+        return None
+    from ..weights.fitted_checkpoint import fit_checkpoint
+
+    return partial(fit_checkpoint, options)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,9 +121,11 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     directories, out = _tell_apart(args.paths, args.output)
     done = consolidate(
-        join_folders(directories),
+        join_folders([each.path for each in fetch_all(directories, say)]),
         out,
         tag=args.tag,
+        base=args.base,
+        fit=_find_fit(args),
         dtype=args.dtype,
         max_shard_bytes=args.max_shard_size,
         allow_non_finite=args.allow_non_finite,

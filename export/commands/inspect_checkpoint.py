@@ -12,7 +12,8 @@ from pathlib import Path
 from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..checkpoints.storage.paths import find_linked, read_json_beside
 from ..errors import escape_controls
-from .verb import Verbs, add_verb
+from ..fetching import fetch_all
+from .verb import Verbs, add_verb, say
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.
@@ -161,7 +162,8 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
         ),
         (
             "export",
-            f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory",
+            f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory in fp32, "
+            "more in other precisions",
         ),
         (
             "serving",
@@ -191,15 +193,16 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
             "./node0/run ./node1/run",
             "./zero3_run --tag global_step1000",
             "./zero3_run --json | jq .missing",
+            "sentence-transformers/all-MiniLM-L6-v2",
         ),
         succeeded="told",
     )
     parser.add_argument(
         "directories",
-        type=Path,
         nargs="+",
         metavar="DIRECTORY",
-        help="folder or file of the checkpoint, as the trainer left it; or the folders of all nodes",
+        help="folder or file of the checkpoint, as the trainer left it, or the folders of all nodes; or "
+        "OWNER/NAME@REVISION of the hub, s3://, gs:// or https://",
     )
     parser.add_argument(
         "--tag", help="checkpoint to read, where DIRECTORY holds several (default: the one that its file latest names)"
@@ -210,10 +213,11 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb and write what was found. Raises what `inspect_checkpoint` raises."""
-    if len(args.directories) == 1 and _is_published(args.directories[0]):
-        return _run_published(args.directories[0], as_json=args.json)
-    found = inspect_checkpoint(join_folders(args.directories), tag=args.tag)
-    found = replace(found, directory=", ".join(map(str, args.directories)))
+    if len(args.directories) == 1 and _is_published(Path(args.directories[0])):
+        return _run_published(Path(args.directories[0]), as_json=args.json)
+    fetched = fetch_all(args.directories, say)
+    found = inspect_checkpoint(join_folders([each.path for each in fetched]), tag=args.tag)
+    found = replace(found, directory=", ".join(each.address or str(each.path) for each in fetched))
     text = format_inspection(found, lists_tensors=args.tensors)
     sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else text)
     return 0

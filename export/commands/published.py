@@ -5,6 +5,7 @@ from typing import Any
 
 from ..errors import escape_controls
 from ..repository.contents import find_active_version, find_owner, list_versions
+from ..repository.facts import find_engine
 from ..repository.version import Version
 
 
@@ -31,7 +32,7 @@ def _describe_version(version: Version) -> dict[str, Any]:
         "checkpoint_sha256": lock.get("sources", {}).get("checkpoint", {}).get("sha256"),
         "target": report.get("target"),
         "precision": options.get("precision"),
-        "engine": options.get("engine"),
+        "engine": find_engine(report, lock) or None,
         "passed": report.get("passed"),
         "cases": len(report.get("cases", [])),
     }

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ..checkpoints import join_folders
 from ..errors import escape_controls
+from ..fetching import fetch_all, join_addresses
 from ..locations import name_command
 from ..options import add_options, build_request, read_options
 from ..options_file import OPTIONS_FILE
@@ -32,6 +33,8 @@ _EXAMPLES = (
     "./checkpoint --name tickets --config serving.toml",
     "--factory model.py:build --inputs inputs.json --name scores",
     "./checkpoint --name tickets --json > result.json",
+    "sentence-transformers/all-MiniLM-L6-v2@main --name sentence_embedding",
+    "s3://models/tickets/2024-06 --name tickets",
     "./node0/run ./node1/run --base ./model --name tickets",
 )
 
@@ -50,10 +53,10 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
     )
     parser.add_argument(
         "checkpoints",
-        type=Path,
         nargs="*",
         metavar="CHECKPOINT",
-        help="folder that a trainer or save_pretrained left, or the folders of all nodes (optional with --factory)",
+        help="folder that a trainer or save_pretrained left, or the folders of all nodes; or OWNER/NAME@REVISION of "
+        "the hub, s3://, gs:// or https:// (optional with --factory)",
     )
     parser.add_argument("--name", required=True, help="name that clients will use")
     parser.add_argument(
@@ -70,11 +73,13 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
-    checkpoint = join_folders(arguments.checkpoints) if arguments.checkpoints else None
-    settings = read_options(arguments.config, arguments.name)
-    request = build_request(vars(arguments) | {"checkpoint": checkpoint}, settings)
-    # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     console = Console(stderr=True)
+    # Before anything is fetched: a mistake in the file is told at once.
+    settings = read_options(arguments.config, arguments.name)
+    fetched = fetch_all(arguments.checkpoints, partial(_tell, console))
+    checkpoint = join_folders([each.path for each in fetched]) if fetched else None
+    request = build_request(vars(arguments) | {"checkpoint": checkpoint, "address": join_addresses(fetched)}, settings)
+    # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     check_destination(request.repository, request.name, partial(_tell, console))
     find_target(request.target)
 

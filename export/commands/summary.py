@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..engines.choice import EngineChoice
 from ..errors import list_some
 from ..graph.conversion import PrecisionReport
 from ..locations import name_command
@@ -63,6 +64,7 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "tried": source.task.tested_sizes,
         "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
         f"{result.engine} of Triton {result.target.release}",
+        "engine": _describe_choice(result.choice) if result.choice else "",
         "beside fp32": _describe_precision(result.conversion) if result.conversion else "",
         "equal to": f"the checkpoint in {len(report.cases)} cases, at worst "
         f"{describe_errors(report.worst.errors, report.tolerances)}",
@@ -145,6 +147,10 @@ def _describe_precision(report: PrecisionReport) -> str:
     ]
     parts += [f"{len(report.kept_fp32)} nodes in fp32"] if report.kept_fp32 else []
     return ", ".join(parts)
+
+
+def _describe_choice(choice: EngineChoice) -> str:
+    return f"the fastest for a text or row alone on one thread, CPU time: {choice.describe()}"
 
 
 def _describe_memory(result: ExportResult) -> str:

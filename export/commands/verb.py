@@ -80,6 +80,11 @@ def answer(arguments: argparse.Namespace, content: object, lines: Iterable[str])
     sys.stdout.writelines(line + "\n" for line in text)
 
 
+def say(sentence: str) -> None:
+    """Write a line beside the answer."""
+    sys.stderr.write(escape_controls(sentence) + "\n")
+
+
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines in which the cells stand below one another."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -13,6 +13,7 @@ from ..checkpoints.plain import huggingface
 from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
 from ..checkpoints.storage.paths import check_inside, open_regular, read_json
 from ..errors import CheckpointError
+from .fitted import Fitted
 
 # As `save_pretrained` of models, tokenizers and processors names them, and Sentence-Transformers' `save`.
 _CARRIED = (
@@ -146,6 +147,17 @@ def write_derived_config(derived: Mapping[str, Any], target: Path, dtype_names: 
     if len(dtype_names) == 1:
         _set_dtype(config, min(dtype_names))
     target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def replace_files(fitted: Fitted, staged: Path) -> None:
+    """Give the folder the tokenizer and the configuration that its weights have now."""
+    for name in fitted.superseded:
+        (staged / name).unlink(missing_ok=True)
+    for path in sorted(fitted.files.iterdir()):
+        _copy_file(path, fitted.files, staged / path.name)
+    config = read_json(staged / "config.json")
+    text = json.dumps({**config, **fitted.config}, indent=2, ensure_ascii=False) + "\n"
+    (staged / "config.json").write_text(text, encoding="utf-8")
 
 
 def _set_dtype(config: Any, dtype_name: str) -> bool:

@@ -15,9 +15,13 @@ from ..checkpoints import StoredCheckpoint, open_checkpoint
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from ..errors import CheckpointError, list_some
-from .carried_files import carry_over, write_derived_config
+from .carried_files import carry_over, replace_files, write_derived_config
+from .fitted import Fit
 from .safetensors_output import SafetensorsOutput, refuse_inflated
 from .staging import stage_folder
+
+# For tables that were changed, until they are written.
+_SCRATCH = ".scratch"
 
 DTYPES = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16)}
 
@@ -48,6 +52,8 @@ def consolidate(
     target: Path,
     *,
     tag: str | None = None,
+    base: Path | None = None,
+    fit: Fit | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     allow_non_finite: bool = False,
@@ -61,6 +67,8 @@ def consolidate(
         source: The checkpoint.
         target: A folder that does not exist yet.
         tag: Name of the checkpoint, where `source` holds several.
+        base: Folder with configuration and tokenizer; the checkpoint's own where None.
+        fit: Changes the vocabulary; nothing is changed where None.
         dtype: Cast every floating-point tensor to `float32`, `bfloat16` or `float16`; as they are where None.
         max_shard_bytes: The size from which on a further file is begun.
         allow_non_finite: Let NaN and infinite weights through.
@@ -68,16 +76,28 @@ def consolidate(
     Raises:
         CheckpointError: The checkpoint is refused, or `target` cannot be written.
     """
+    if base is not None and not base.is_dir():
+        raise CheckpointError(
+            f"{base} is no folder", expected="one with config.json and tokenizer", got="none", remedy="correct --base"
+        )
     checkpoint = open_checkpoint(source, tag=tag, allow_non_finite=allow_non_finite)
     options = _Options(dtype=None if dtype is None else DTYPES[dtype], max_shard_bytes=max_shard_bytes)
+    directory = base or checkpoint.directory
     with stage_folder(target) as staged:
+        fitted = None
+        if fit is not None:
+            fitted = fit(checkpoint, directory, _make_scratch(staged))
+            checkpoint = fitted.checkpoint
         output = _write_weights(checkpoint, staged, options, target)
-        further = carry_over(checkpoint.directory, staged, output.dtype_names)
+        further = carry_over(directory, staged, output.dtype_names)
         for folder, place in further.items():
             place.mkdir(exist_ok=True)
             _write_weights(open_checkpoint(folder, allow_non_finite=allow_non_finite), place, options, target)
         if checkpoint.config is not None and not (staged / "config.json").exists():
             write_derived_config(checkpoint.config, staged / "config.json", output.dtype_names)
+        if fitted is not None:
+            replace_files(fitted, staged)
+            shutil.rmtree(staged / _SCRATCH)
         files = tuple(sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()))
     return Consolidated(
         format_name=checkpoint.format_name,
@@ -87,6 +107,13 @@ def consolidate(
         files=files,
         missing=checkpoint.facts.missing,
     )
+
+
+def _make_scratch(staged: Path) -> Path:
+    """Return a new folder inside of the one that is removed if this ends early."""
+    scratch = staged / _SCRATCH
+    scratch.mkdir()
+    return scratch
 
 
 @dataclass(frozen=True, kw_only=True)

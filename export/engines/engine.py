@@ -38,6 +38,10 @@ class Runner(Protocol):
         """
 
 
+# Names of outputs and inputs to those outputs, in that order.
+Run = Callable[[Sequence[str], "Feed"], "list[Any]"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AxisRange:
     """The sizes of a symbolic axis.
@@ -107,6 +111,7 @@ class Engine(ABC):
         graph_precisions: Precision that may be asked for → precision of the graph that it takes for that.
         builds: Whether `model_file` is built from the graph; otherwise it is the graph.
         has_lean: Whether `backends/python_lean` runs it too, in the process that tokenises.
+        is_measured: Whether `--engine auto` measures it beside others, with `open_here`.
         idle_options: Names of the serving options that have no effect on what it runs.
         queue_parameter: Parameter of the backend that bounds its own queue; empty where the queue is Triton's.
         takes: What it is given: an ONNX graph, or a decoder, a language model whose keys and values it keeps itself.
@@ -120,6 +125,7 @@ class Engine(ABC):
     graph_precisions: ClassVar[Mapping[str, str]]
     builds: ClassVar[bool] = True
     has_lean: ClassVar[bool] = False
+    is_measured: ClassVar[bool] = False
     idle_options: ClassVar[frozenset[str]] = frozenset()
     queue_parameter: ClassVar[str] = ""
     takes: ClassVar[Form] = "graph"
@@ -163,6 +169,14 @@ class Engine(ABC):
             RuntimeFailure: The target's engine cannot be fetched, or cannot load the file.
             EngineError: The same of an engine in this process.
         """
+
+    def open_here(self, path: Path) -> Run:
+        """Return the file at `path`, proven already, loaded in this process on one thread, so that it can be timed.
+
+        Raises:
+            ExportError: The engine in this process cannot load it.
+        """
+        raise AssertionError(f"Bug: {self.title} is not measured")
 
     @abstractmethod
     def configure(self, config: "pb.ModelConfig") -> None:

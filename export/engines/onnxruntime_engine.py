@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ..graph.precisions import PRECISIONS
-from .engine import Engine, Runner
+from .engine import Engine, Run, Runner
 from .limits import INSTANCES, INTRA_OP_THREADS
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class OnnxRuntime(Engine):
     graph_precisions: ClassVar[Mapping[str, str]] = {name: name for name in PRECISIONS}
     builds = False
     has_lean = True
+    is_measured = True
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`. Where the target's version is not the installed one, it is fetched now.
@@ -44,6 +45,13 @@ class OnnxRuntime(Engine):
 
         with open_runtime(target) as runtime:
             yield runtime.load(path)
+
+    def open_here(self, path: Path) -> Run:
+        """See `Engine`. In the version that is installed."""
+        from ..graph.files import open_session
+
+        session = open_session(path)
+        return lambda names, feed: session.run(list(names), dict(feed))
 
     def configure(self, config: "pb.ModelConfig") -> None:
         """See `Engine`."""

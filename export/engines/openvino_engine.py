@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from .engine import Engine, Runner, VerifiedGraph
+from .engine import Engine, Run, Runner, VerifiedGraph
 from .limits import INSTANCES
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ class OpenVINO(Engine):
     model_file = "openvino.json"
     graph_precisions: ClassVar[Mapping[str, str]] = {"fp32": "fp32", "bf16": "fp32", "int8": "fp32"}
     has_lean = True
+    is_measured = True
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`."""
@@ -50,6 +51,12 @@ class OpenVINO(Engine):
         from .openvino_model import OpenVinoRunner
 
         yield OpenVinoRunner(path)
+
+    def open_here(self, path: Path) -> Run:
+        """See `Engine`."""
+        from .openvino_model import OpenVinoRunner
+
+        return OpenVinoRunner(path).run
 
     def configure(self, config: "pb.ModelConfig") -> None:
         """See `Engine`."""

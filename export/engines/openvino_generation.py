@@ -25,8 +25,17 @@ PARAMETERS = {
     "max_queue_size": "128",
 }
 
-# Left to itself OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
-PROPERTIES = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+# Precision → how it is computed and how keys and values are kept. Left to itself OpenVINO computes in bfloat16 where
+# the CPU can, and keeps them in 8 bits.
+PROPERTIES = {
+    "fp32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+    "bf16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "u8"},
+    # Nor are activations made bytes of, which only some CPUs would do.
+    "int8": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
+}
+
+# They lie beside the model: two versions of a rollout share one configuration.
+PROPERTIES_FILE = "properties.json"
 
 # Output name → the pieces, in parts of the sequence, in which a sequence is fed for it.
 _PIECES = {"logits": (1.0,), "logits_with_past": (0.5, 0.75, 1.0)}
@@ -43,7 +52,7 @@ class OpenVINOGeneration(Engine):
     help = "text generation on CPUs, batched continuously"
     backend = "openvino_generate"
     model_file = "openvino_model.xml"
-    graph_precisions: ClassVar[Mapping[str, str]] = {"fp32": "fp32"}
+    graph_precisions: ClassVar[Mapping[str, str]] = dict.fromkeys(PROPERTIES, "fp32")
     # The backend batches by itself, in one process, and answers in pieces.
     idle_options = frozenset({"instances", "response_cache", "rate_limit"})
     queue_parameter = "max_queue_size"
@@ -51,10 +60,15 @@ class OpenVINOGeneration(Engine):
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`. The backend is one of Python, which every release runs."""
-        self.find_graph_precision(precision)
+        from .openvino_model import check_cpu
 
-    def write(self, model: "PreTrainedModel", cache_shapes: Sequence[tuple[int, int]], path: Path) -> None:
-        """Write the decoder to `path`, with its weights beside it.
+        self.find_graph_precision(precision)
+        check_cpu(precision)
+
+    def write(
+        self, model: "PreTrainedModel", cache_shapes: Sequence[tuple[int, int]], path: Path, precision: str
+    ) -> None:
+        """Write the decoder to `path`, with its weights beside it, and how it is computed.
 
         Raises:
             GraphError: The architecture cannot be converted.
@@ -62,6 +76,12 @@ class OpenVINOGeneration(Engine):
         from ..graph.stateful_decoder import write_stateful_decoder
 
         write_stateful_decoder(model, cache_shapes, path)
+        if precision == "int8":
+            from .openvino_int8 import compress_weights
+
+            compress_weights(path)
+        text = json.dumps(PROPERTIES[precision], indent=2) + "\n"
+        (path.parent / PROPERTIES_FILE).write_text(text, encoding="utf-8")
 
     @contextmanager
     def open(self, path: Path, target: "Target") -> Iterator[Runner]:
@@ -95,7 +115,7 @@ class OpenVINOGeneration(Engine):
         )
         ends = read_ends(folder)
         try:
-            pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", dict(PROPERTIES))
+            pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", read_properties(folder))
             handles = []
             for number, prompt in enumerate(prompts):
                 config = genai.GenerationConfig(max_new_tokens=max_tokens)
@@ -121,6 +141,12 @@ class OpenVINOGeneration(Engine):
             config.parameters[name].string_value = value
 
 
+def read_properties(folder: Path) -> dict[str, str]:
+    """Return how the model in `folder` is computed."""
+    properties: dict[str, str] = json.loads((folder / PROPERTIES_FILE).read_text(encoding="utf-8"))
+    return properties
+
+
 def read_ends(folder: Path) -> list[int]:
     """Return the tokens that end a text, as `generation_config.json` names them."""
     ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
@@ -134,7 +160,7 @@ class _ScoreRunner:
         import openvino as ov
 
         try:
-            self._compiled: ov.CompiledModel = ov.Core().compile_model(str(path), "CPU", dict(PROPERTIES))
+            self._compiled: ov.CompiledModel = ov.Core().compile_model(str(path), "CPU", read_properties(path.parent))
         except RuntimeError as exc:
             raise _explain(path, exc) from exc
         self._request = self._compiled.create_infer_request()

@@ -117,6 +117,30 @@ def _quantize(model: Any, feeds: Sequence[Feed], held_back: Sequence[str]) -> An
             raise EngineError("NNCF cannot quantize the graph", got=str(exc).strip().rstrip(".")[:500]) from exc
 
 
+def compress_weights(path: Path) -> None:
+    """Replace the matrices of an OpenVINO model by bytes with a scale and a zero a row; it computes as before.
+
+    Args:
+        path: The .xml file, with its weights beside it; both are written anew.
+
+    Raises:
+        EngineError: NNCF fails on it.
+    """
+    ov = import_openvino()
+    # Not mapped into memory: the files are replaced.
+    model = ov.Core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
+    with _silence():
+        import nncf
+
+        nncf.set_log_level(logging.ERROR)
+        try:
+            compressed = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
+        # It raises whatever its parts raise.
+        except Exception as exc:
+            raise EngineError("NNCF cannot compress the weights", got=str(exc).strip().rstrip(".")[:500]) from exc
+    ov.save_model(compressed, path, compress_to_fp16=False)
+
+
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Keep NNCF's bars off the standard output, which may be read by a program."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 COSINE = "cosine"
 LABEL_AGREEMENT = "label_agreement"
 
+# How much larger the perplexity of real texts is, in parts of what it was.
+PERPLEXITY_RISE = "max_perplexity_rise"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -24,6 +27,7 @@ class Precision:
             not named stay as strict as in fp32.
         error_factor: What a largest error of fp32 is multiplied by; None where single values may be off by anything, so
             that the quality alone is judged.
+        writing: Error → bound of a model that writes texts, as its engine runs it; empty where none does.
         real_inputs_only: Whether only inputs such as users send are judged, and not ids that no text has.
     """
 
@@ -32,6 +36,7 @@ class Precision:
     module: str = ""
     thresholds: Mapping[str, float] = field(default_factory=dict)
     error_factor: float | None = 1.0
+    writing: Mapping[str, float] = field(default_factory=dict)
     real_inputs_only: bool = False
 
     @property
@@ -63,6 +68,7 @@ PRECISIONS: Mapping[str, Precision] = {
             module="bf16",
             thresholds={COSINE: 0.999, LABEL_AGREEMENT: 0.99},
             error_factor=2000.0,
+            writing={"max_relative_error": 0.05, "min_label_agreement": 0.97, PERPLEXITY_RISE: 0.02},
         ),
         Precision(
             name="int8",
@@ -70,6 +76,7 @@ PRECISIONS: Mapping[str, Precision] = {
             module="int8",
             thresholds={COSINE: 0.99, LABEL_AGREEMENT: 0.98},
             error_factor=None,
+            writing={"max_relative_error": 0.1, "min_label_agreement": 0.95, PERPLEXITY_RISE: 0.05},
             real_inputs_only=True,
         ),
     )

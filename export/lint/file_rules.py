@@ -14,7 +14,7 @@ from .model import Model, Repository
 _ALMOST_VERSION = re.compile(r"0\d*|[vV]\d+|\d+[-._ ].*")
 
 # Backends that fail without the file; others may know more names.
-_STRICT = ("onnxruntime", "tensorrt", "python", "pytorch", "tensorflow")
+_STRICT = ("onnxruntime", "tensorrt", "python", "pytorch", "tensorflow", "vllm")
 
 
 def check_has_version(model: Model, _: Repository) -> Iterator[Problem]:

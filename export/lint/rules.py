@@ -9,6 +9,7 @@ from . import (
     python_rules,
     scheduling_rules,
     tensor_rules,
+    vllm_rules,
     warmup_rules,
 )
 from .finding import Check, Level, Rule
@@ -170,6 +171,15 @@ _ALL = (
           "a group of no instances gets Triton's default", "count: 0", "count: 1"),
     _rule("profile-clash", _E, scheduling_rules.check_profiles,
           "only TensorRT has profiles", 'backend: "onnxruntime" ... profile: [ "0" ]', 'backend: "onnxruntime"'),
+    # vLLM.
+    _rule("vllm-arguments", _E, vllm_rules.check_arguments,
+          "model.json is not an object with a model in it", "{}", '{"model": "/models/writer/1"}'),
+    _rule("vllm-place", _E, vllm_rules.check_place,
+          "model.json leads to another folder of the repository, or to none", '"model": "/models/writer/1" in writer/2',
+          '"model": "/models/writer/2"'),
+    _rule("vllm-decoupled", _E, vllm_rules.check_decoupled,
+          "the backend starts with decoupled models alone", "model_transaction_policy { decoupled: false }",
+          "model_transaction_policy { decoupled: true }"),
     # Warmup.
     _rule("warmup-input", _E, warmup_rules.check_inputs,
           "the warmup names an input that the model does not have", 'inputs { key: "ids" }',

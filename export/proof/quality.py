@@ -72,6 +72,15 @@ def list_quality_feeds(task: Task) -> list[Feed]:
     ]
 
 
+def list_single_feeds(task: Task) -> list[Feed]:
+    """Return these inputs as the graph is given them row by row, each at its own length."""
+    return [
+        join_rows([row], task.signature, task.padding_values, case.padding_side).feeds
+        for case in list_quality_cases(task)
+        for row in case.rows
+    ]
+
+
 def build_measure(task: Task, cases: list[Case], key: str, target: Target, engine: Engine = ONNXRUNTIME) -> Measure:
     """Return how good a file is, by the task's own comparison with the checkpoint.
 

@@ -81,6 +81,8 @@ def render_report_page(
         precision=_mapping(report, "precision"),
         comparison=_compare_precision(_mapping(report, "precision")),
         rest=list(_flatten({k: v for k, v in _mapping(report, "precision").items() if k not in _PRECISION_KEYS})),
+        engines=_mapping(report, "engines"),
+        trials=_list_trials(_mapping(report, "engines")),
         versions=_mapping(report, "versions"),
         hashes=_mapping(report, "sha256"),
     )
@@ -169,6 +171,17 @@ def _find_judged(tolerances: Mapping[str, Any]) -> str | None:
 def _mapping(report: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = report.get(key)
     return value if isinstance(value, Mapping) else {}
+
+
+def _list_trials(engines: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what became of each engine, as far as it can be shown: three times, or a reason."""
+    trials = engines.get("trials")
+    listed = [trial for trial in trials if isinstance(trial, Mapping)] if isinstance(trials, list | tuple) else []
+    return [trial for trial in listed if trial.get("refused") or _is_spread(trial.get("ms"))]
+
+
+def _is_spread(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(ms, int | float) for ms in value)
 
 
 def _to_words(name: str) -> str:

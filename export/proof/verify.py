@@ -78,6 +78,7 @@ class VerificationReport:
         accepted_worse: Why bounds are wider than the usual ones, and which.
         precision: What another precision than fp32 costs and gains.
         runtime_peak_bytes: The most memory that ONNX Runtime's process held.
+        engines: How fast the engines were that could be chosen, where one was.
     """
 
     sha256: dict[str, str]
@@ -91,6 +92,7 @@ class VerificationReport:
     accepted_worse: Mapping[str, Any] | None = None
     precision: Mapping[str, Any] | None = None
     runtime_peak_bytes: int = 0
+    engines: Mapping[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -115,6 +117,7 @@ class VerificationReport:
             "distribution": {name: counted.to_json() for name, counted in self.distribution.items()},
             **({"accepted_worse": dict(self.accepted_worse)} if self.accepted_worse else {}),
             **({"precision": dict(self.precision)} if self.precision else {}),
+            **({"engines": dict(self.engines)} if self.engines else {}),
         }
 
 

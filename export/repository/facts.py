@@ -86,12 +86,17 @@ def read_facts(version: Version) -> Facts:
         kind=str(publication.get("kind", "")),
         task=str(publication.get("task") or options.get("task") or ""),
         precision=str(options.get("precision") or report.get("precision", {}).get("precision") or _FP32),
-        engine=str(options.get("engine") or ""),
+        engine=find_engine(report, lock),
         target=str(report.get("target") or lock.get("target", {}).get("release", "")),
         worst=_find_worst(report),
         cases=len(report.get("cases", [])),
         size_bytes=sum(path.stat().st_size for path in version.list_files()),
     )
+
+
+def find_engine(report: Mapping[str, Any], lock: Mapping[str, Any]) -> str:
+    """Return the engine that was chosen by measurement, else the one that was asked for, empty where none was."""
+    return str(report.get("engines", {}).get("chosen") or lock.get("options", {}).get("engine") or "")
 
 
 def compare(one: Version, other: Version) -> list[Difference]:

@@ -15,7 +15,16 @@ LOCK_FILE = "modelyard.lock.json"
 # Raised when a key changes its meaning.
 _LOCK_VERSION = 1
 
-_KEYS = {"lock_version", "target", "versions", "sources", "options", "seeds", "artefacts"}
+# Section → the kind of its values; of `target` and `options` each has its own.
+_SECTIONS: Mapping[str, type] = {
+    "target": object,
+    "versions": str,
+    "sources": dict,
+    "options": object,
+    "seeds": int,
+    "artefacts": str,
+}
+_KEYS = {"lock_version", *_SECTIONS}
 
 _CHUNK_BYTES = 1 << 20
 
@@ -79,6 +88,7 @@ def build_lock(
     options: Mapping[str, Any],
     seeds: Mapping[str, int],
     artefacts: Mapping[str, str],
+    address: str = "",
 ) -> dict[str, Any]:
     """Return the lock of a version: plain values that say nothing of this machine, this folder or this day.
 
@@ -89,21 +99,27 @@ def build_lock(
         options: The options of the export. Only the name of a path is recorded.
         seeds: What they seed → seed.
         artefacts: File → SHA-256 of every file of the version but this one.
+        address: Where the checkpoint was fetched from, with its commit; empty for a folder.
     """
     return {
         "lock_version": _LOCK_VERSION,
         "target": asdict(target),
         "versions": dict(versions),
-        "sources": record_sources(sources),
+        "sources": record_sources(sources, address),
         "options": make_plain(options),
         "seeds": dict(seeds),
         "artefacts": dict(artefacts),
     }
 
 
-def record_sources(sources: Mapping[str, SourceHash]) -> dict[str, Any]:
-    """Return what was read and its hashes, as a lock records them."""
-    return {name: {"files": dict(source.files), "sha256": source.sha256} for name, source in sources.items()}
+def record_sources(sources: Mapping[str, SourceHash], address: str = "") -> dict[str, Any]:
+    """Return what was read and its hashes, as a lock records them; of a checkpoint that was fetched, from where."""
+    recorded: dict[str, Any] = {
+        name: {"files": dict(source.files), "sha256": source.sha256} for name, source in sources.items()
+    }
+    if address:
+        recorded["checkpoint"]["address"] = address
+    return recorded
 
 
 def render_lock(lock: Mapping[str, Any]) -> str:
@@ -119,7 +135,8 @@ def read_lock(path: Path) -> dict[str, Any]:
     """
     try:
         lock: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+    # Python gives up on a thousand brackets within one another.
+    except (OSError, ValueError, RecursionError) as exc:
         raise RepositoryError(f"{path} cannot be read", expected="a lock", got=str(exc), remedy="export again") from exc
     keys = set(lock) if isinstance(lock, dict) else set()
     if keys != _KEYS or lock["lock_version"] != _LOCK_VERSION:
@@ -130,7 +147,28 @@ def read_lock(path: Path) -> dict[str, Any]:
             got=found,
             remedy="export again",
         )
+    if damaged := [section for section in sorted(_SECTIONS) if not _is_sound(section, lock[section])]:
+        raise RepositoryError(
+            f"{path} is damaged",
+            expected=f"what a lock records under {list_some(damaged)}",
+            got=json.dumps(lock[damaged[0]])[:80],
+            remedy="export again",
+        )
     return lock
+
+
+def _is_sound(section: str, content: Any) -> bool:
+    """Tell whether what stands in a section is of the kind that is read there."""
+    if not isinstance(content, dict) or not all(isinstance(value, _SECTIONS[section]) for value in content.values()):
+        return False
+    if section != "sources":
+        return True
+    return all(
+        isinstance(source.get("sha256"), str)
+        and isinstance(source.get("files"), dict)
+        and all(isinstance(digest, str) for digest in source["files"].values())
+        for source in content.values()
+    )
 
 
 def make_plain(value: Any) -> Any:

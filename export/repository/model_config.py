@@ -26,6 +26,9 @@ PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 # The folder of `backends/` that does in one process what the steps of an ensemble do.
 LEAN_BACKEND = "python_lean"
 
+# What the preprocess step pads requests to; the dynamic batcher joins those of one length.
+LENGTHS_PARAMETER = "modelyard_lengths"
+
 # Nothing asked for.
 DEFAULT_SERVING = ServingOptions()
 
@@ -89,17 +92,21 @@ def build_configs(
 
 
 def _build_preprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:
-    return pb.ModelConfig(
+    config = pb.ModelConfig(
         name=name,
         backend=contract.preprocess,
         max_batch_size=MAX_BATCH_SIZE,
         version_policy=_serve(served),
         input=[_input(tensor) for tensor in contract.inputs],
         output=[_output(tensor) for tensor in signature.inputs + contract.carried],
-        # tokenizers spreads one batch over all cores by itself.
-        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
+        # One that is held by a text of a tenth of a second leaves the other to the others. Each spreads its batch over
+        # its share of the cores.
+        instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=INSTANCES)],
         dynamic_batching=_batching(PREPROCESS_QUEUE_DELAY_MICROSECONDS),
     )
+    if contract.lengths:
+        config.parameters[LENGTHS_PARAMETER].string_value = ",".join(map(str, contract.lengths))
+    return config
 
 
 def _build_postprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:

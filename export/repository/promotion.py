@@ -26,6 +26,7 @@ from .lock import check_destination
 from .removal import remove_leftovers
 from .use import use
 from .version import CONFIGS_FOLDER, PUBLICATION_FILE, SUMS_FILE, Version, find_version
+from .vllm_arguments import ARGUMENTS_FILE, renumber_arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,14 +116,20 @@ def _add(chosen: Version, sums: Mapping[Path, str], destination: Path, activates
             version = Version(repository=destination, name=name, number=number)
             # The configurations alone name the number; the proof is kept to the byte, under that which it was made for.
             kept = Path(os.path.normpath(chosen.folder)) / CONFIGS_FOLDER
-            copied = [path for path in sums if not path.is_relative_to(kept)]
+            # So does what the vLLM backend is told.
+            copied = [path for path in sums if not path.is_relative_to(kept) and path.name != ARGUMENTS_FILE]
             files = {part: [path for path in copied if path.parent.parent.name == part] for part in configs}
             digests = {path.name: sums[path] for path in copied}
             variants = {
                 key: {part: pin_config(config, version=number, served=[number]) for part, config in each.items()}
                 for key, each in chosen.read_variants().items()
             }
-            add_version(version, files, digests, {}, pinned, undo, variants)
+            documents = {
+                path.name: renumber_arguments(path.read_text(encoding="utf-8"), name, number)
+                for path in sums
+                if path.name == ARGUMENTS_FILE
+            }
+            add_version(version, files, digests, documents, pinned, undo, variants)
             check_whole(version)
         switched = activates and switch(destination, name, pinned, undo)
         active = find_active_version(destination, name)
@@ -164,6 +171,6 @@ def _read_content(version: Version) -> dict[tuple[str, ...], str]:
     content = {}
     for path, digest in version.read_sums().items():
         part, _, *file = path.relative_to(root).parts
-        if file[0] not in (CONFIGS_FOLDER, PAGE_FILE, PUBLICATION_FILE):
+        if file[0] not in (CONFIGS_FOLDER, PAGE_FILE, PUBLICATION_FILE, ARGUMENTS_FILE):
             content[(part, *file)] = digest
     return content

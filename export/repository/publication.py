@@ -228,12 +228,13 @@ def _tells_the_same(folder: Path, report: VerificationReport) -> bool:
 
     Its golden answers must be in today's form too, so that exporting again mends what an older modelyard wrote.
     """
-    try:
-        told = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-        golden = json.loads((folder / GOLDEN_FILE).read_text(encoding="utf-8"))
-        form = golden["samples"][0].keys()
-    except (OSError, ValueError, LookupError):
-        return False
     now = report.to_json()
+    try:
+        told = dict(json.loads((folder / REPORT_FILE).read_text(encoding="utf-8")))
+        golden = json.loads((folder / GOLDEN_FILE).read_text(encoding="utf-8"))
+        form = dict(golden["samples"][0]).keys()
+    # Whatever was made of them by hand: they are written anew.
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
     is_same = all(told.get(key) == now.get(key) for key in ("sha256", "target", "tolerances", "accepted_worse"))
     return is_same and form == report.golden["samples"][0].keys()

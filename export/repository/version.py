@@ -128,7 +128,7 @@ class Version:
     def _read_json(self, file_name: str) -> Mapping[str, Any]:
         try:
             content = json.loads((self.folder / file_name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

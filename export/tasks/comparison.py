@@ -28,6 +28,9 @@ LOGIT_TOLERANCES = {"max_abs_error": MAX_LOGIT_ERROR, "min_label_agreement": 1.0
 # seen to be off by 1e-5 at most.
 TENSOR_TOLERANCES = {"max_relative_error": 1e-4, "min_cosine": 0.99999}
 
+# How much larger the perplexity of real texts is, in parts of what it was; `graph/precisions.py` names it as well.
+PERPLEXITY_RISE = "max_perplexity_rise"
+
 # The edges between which differences are counted, as powers of ten.
 _HISTOGRAM_EDGES = np.arange(-12.0, 3.5, 0.5)
 

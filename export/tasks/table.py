@@ -5,6 +5,7 @@ How a task is built is in the module of this folder that its entry names.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..option_kinds import COUNT, SWITCH, TEXT, Needs, Option
 
@@ -51,6 +52,7 @@ class TaskEntry:
         architectures: Endings of the names of classes that were trained for it. Of tasks that share one, the first is
             found that a checkpoint has everything for, such as a tokenizer.
         options: What can be asked of it.
+        form: What an engine is given of it, as the class says too.
     """
 
     name: str
@@ -59,6 +61,7 @@ class TaskEntry:
     inputs: tuple[str, ...] = TEXTS
     architectures: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
+    form: Literal["graph", "decoder"] = "graph"
 
 
 TASKS: Mapping[str, TaskEntry] = {
@@ -111,6 +114,7 @@ TASKS: Mapping[str, TaskEntry] = {
             help="text that goes on from a prompt, streamed and batched continuously",
             place="text_generation:TextGeneration",
             architectures=CAUSAL,
+            form="decoder",
         ),
         TaskEntry(
             name="text-generation-logits",

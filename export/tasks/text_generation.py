@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from ..artefacts import Artefacts
+from ..checkpoints import StateDict
+from ..checkpoints.storage.paths import read_json_beside
 from ..errors import ModelError, VerificationError
 from ..signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
+from ..weights.transforms import LeaveOut
 from .base import TaskSource
 from .cases import Case, Outputs, Row
-from .comparison import TENSOR_TOLERANCES
+from .comparison import PERPLEXITY_RISE, TENSOR_TOLERANCES
 from .generation import DecoderModule, GenerationTask, find_cache_shapes
 from .golden import build_sample
 from .tensors import InputRules, SizeRange, ValueRule
@@ -62,6 +65,13 @@ _WRITTEN_TOKENS = 32
 # Two best scores that are nearer than this, in parts of the largest, may change places between two that are both right.
 _CLEAR = 2 * TENSOR_TOLERANCES["max_relative_error"]
 
+# What transformers writes of how it read a tokenizer.
+_OF_THIS_MACHINE = ("backend", "is_local", "local_files_only")
+
+# Real text whose perplexity is measured, in pieces of so many tokens.
+_WINDOWS = 16
+_WINDOW_TOKENS = 128
+
 # Rows beside one another are tried up to this many tokens, one row up to more: the scores of a vocabulary are large.
 _LONGEST_IN_BATCH = 64
 _LONGEST = 512
@@ -72,6 +82,8 @@ class TextGeneration(GenerationTask):
 
     Attributes:
         model: What the checkpoint holds.
+        weights: Its tensors, under the checkpoint's own names, in fp32.
+        directory: The folder of its configuration.
         cache_shapes: The heads of each layer's keys and values, and the size of one.
         context: How many tokens prompt and answer may have together.
         generation_config: How the checkpoint has texts written.
@@ -81,10 +93,13 @@ class TextGeneration(GenerationTask):
 
     form = "decoder"
     tokenizer_use = "required"
+    tolerances: ClassVar[Mapping[str, float]] = {**GenerationTask.tolerances, PERPLEXITY_RISE: 1e-3}
 
     def __init__(self, source: TaskSource) -> None:
         assert source.tokenizer is not None, "Bug: text generation without a tokenizer"
         self.model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForCausalLM)
+        self.weights: StateDict = LeaveOut(source=source.weights, names=frozenset(self.unused_tensors))
+        self.directory = source.directory
         self.tokenizer = source.tokenizer
         self.added_tokens = source.added_tokens
         self.cache_shapes = find_cache_shapes(self.model)
@@ -173,6 +188,30 @@ class TextGeneration(GenerationTask):
         # The context is the engine's limit: what is longer is refused, not cut.
         return files | {"tokenizer.json": served.to_str(pretty=True).encode()}
 
+    def list_weights_files(self, dtype: str) -> Mapping[str, bytes]:
+        """Return what lies beside the weights where another engine reads them, by name.
+
+        It may have an older transformers: so the configuration is the checkpoint's own, with what older ones read, and
+        the class of the tokenizer one that all of them have.
+
+        Args:
+            dtype: The type of the weights, such as `bfloat16`.
+        """
+        config = read_json_beside(self.directory / "config.json") or self.model.config.to_dict()
+        config |= {"architectures": [type(self.model).__name__], "dtype": dtype, "torch_dtype": dtype}
+        text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        text |= {"vocab_size": self.vocabulary}
+        rope = text.get("rope_parameters")
+        if isinstance(rope, dict) and "rope_theta" in rope:
+            text.setdefault("rope_theta", rope["rope_theta"])
+            if rope.get("rope_type", "default") != "default":
+                text.setdefault("rope_scaling", rope)
+        files = {name: content for name, content in self.model_files.items() if name != GENERATION_FILE}
+        tokenizer = json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for name in _OF_THIS_MACHINE:
+            tokenizer.pop(name, None)
+        return files | {"config.json": _to_bytes(config), "tokenizer_config.json": _to_bytes(tokenizer)}
+
     def build_cases(self) -> Iterator[Case]:
         """See `Task`. Real texts and random tokens, alone and in batches of unequal lengths."""
         real = [_to_row(self._read(text)) for text in self.prompts]
@@ -240,15 +279,23 @@ class TextGeneration(GenerationTask):
         Raises:
             ModelError: It prefers none from the first one on.
         """
+        return self.build_golden_above(_CLEAR)
+
+    def build_golden_above(self, margin: float) -> dict[str, Any]:
+        """Return the same, up to where two best scores are nearer than `margin`, in parts of the largest.
+
+        Raises:
+            ModelError: They are from the first token on.
+        """
         samples = []
         for made in self.write_reference():
-            clear = next((at for at, margin in enumerate(made.margins) if margin <= _CLEAR), len(made.written))
+            clear = next((at for at, best in enumerate(made.margins) if best <= margin), len(made.written))
             if clear:
                 samples.append(self._build_sample(made.text, made.written[:clear]))
         if not samples:
             raise ModelError(
                 "the checkpoint prefers no token to others",
-                expected=f"two best scores that differ by more than {_CLEAR:g} of the largest",
+                expected=f"two best scores that differ by more than {margin:g} of the largest",
                 got=f"none after {len(self.prompts)} prompts",
                 remedy="check that the weights were trained",
             )
@@ -267,9 +314,19 @@ class TextGeneration(GenerationTask):
     def compare(
         self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
     ) -> dict[str, float]:
-        """See `Task`. The scores without and with a past, each as one."""
+        """See `Task`. The scores without and with a past, each as one; perplexity is a case of its own.
+
+        Two tokens count as one where they are as near as fp32 may be off, whatever else is allowed.
+        """
         wanted, had = ([(part,) for row in rows for part in row] for rows in (expected, got))
-        return super().compare(wanted, had, bounds)
+        exact = {name: min(value, self.tolerances[name]) for name, value in bounds.items() if name.startswith("max_")}
+        return super().compare(wanted, had, exact) | {PERPLEXITY_RISE: 0.0}
+
+    def list_windows(self) -> list[list[int]]:
+        """Return real texts as tokens, in pieces of one length, for the perplexity."""
+        tokens = [token for text in read_verification_texts() for token in self._read(text)]
+        size = min(self.context, _WINDOW_TOKENS, len(tokens))
+        return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)][:_WINDOWS]
 
 
 @dataclass(frozen=True, kw_only=True)

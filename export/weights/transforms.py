@@ -31,6 +31,27 @@ class CastToFloat32:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeaveOut:
+    """Every tensor but those of certain names.
+
+    Attributes:
+        source: The state dict.
+        names: What is left out.
+    """
+
+    source: StateDict
+    names: frozenset[str]
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
+        return {name: spec for name, spec in self.source.specs().items() if name not in self.names}
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
+        return self.source.read(name)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AssignRows:
     """The tensor `name` with `rows` written from row `start` on; every other tensor as it is.
 

@@ -5,7 +5,9 @@ from typing import Any
 
 from ..option_kinds import COUNT, FLAG, INTEGER, TEXT, Kind, Needs, Option, declare, read_pairs
 
-_COMMON: dict[str, Any] = {"group": "vocabulary options", "needs": Needs.ARCHITECTURE}
+VOCABULARY_GROUP = "vocabulary options"
+
+_COMMON: dict[str, Any] = {"group": VOCABULARY_GROUP, "needs": Needs.ARCHITECTURE}
 
 
 @dataclass(frozen=True, kw_only=True)

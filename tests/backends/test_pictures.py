@@ -168,6 +168,9 @@ def test_what_is_no_picture_is_refused_alone_and_before_it_is_decoded(
     bomb = good[:12] + head + struct.pack(">I", zlib.crc32(head)) + good[33:]
     narrow = encode(Image.new("L", (40_000, 1)), "PNG")
     float_tiff = encode(Image.new("F", (8, 8)), "TIFF")
+    whole_tiff = encode(Image.new("I", (8, 8)), "TIFF")
+    head = b"IHDR" + struct.pack(">II", 0, 0) + good[24:29]
+    nothing = good[:12] + head + struct.pack(">I", zlib.crc32(head)) + good[33:]
     sent = {
         b"": "is empty: expected a file of JPEG, PNG, WEBP, GIF, TIFF, got no bytes",
         b"%PDF-1.7": "is not a picture: expected a file of .*, got one that begins with b'%PDF-1.7'",
@@ -175,7 +178,9 @@ def test_what_is_no_picture_is_refused_alone_and_before_it_is_decoded(
         good[: len(good) // 2]: "is damaged: expected a whole PNG, got '.*'; send it again",
         bomb: "has too many pixels: expected 1 to 50000000, got 30000 x 30000; send another",
         narrow: "is too long and narrow: expected at most 50000000 pixels once it is resized, got 10240000 x 256 of",
-        float_tiff: "is damaged: expected a whole TIFF, got '32 bits a channel'",
+        float_tiff: "has 32 bits a channel: expected a TIFF of 8 or 16, got .*; save it with 8",
+        whole_tiff: "has 32 bits a channel: expected a TIFF of 8 or 16, got .*; save it with 8",
+        nothing: r"is damaged: expected a PNG of at least 1 x 1 pixels with a whole head, got .*; save it again",
     }
     found = make(reader, *(item for content in sent for item in (content, good)))
     for index, message in enumerate(sent.values()):

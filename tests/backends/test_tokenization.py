@@ -42,6 +42,23 @@ def test_a_text_that_fails_the_whole_batch_is_refused_alone(tmp_path: Path) -> N
     assert tokenizer.stack([good, long])["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 0, 1]]
 
 
+def test_a_request_is_padded_to_the_first_length_that_holds_it(tmp_path: Path) -> None:
+    path = build_unigram_without_unknown(tmp_path / "tokenizer.json")
+    tokenizer = tokenization.TextTokenizer(path, ["input_ids", "attention_mask"], lengths=[2, 3])
+    one, two, three, four = tokenizer.encode([("a",), ("ab",), ("aba",), ("abab",)])
+    sizes = [tokenizer.stack(rows)["input_ids"].shape for rows in ([one], [two], [one, three], [four, one])]
+    assert sizes == [(1, 2), (1, 2), (2, 3), (2, 4)], "one that is longer than all of them stays as long as it is"
+    assert tokenizer.stack([one])["attention_mask"].tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("text", ["32,,64", "0", "32 64", "x", "-1"])
+def test_lengths_that_are_no_numbers_are_refused(text: str) -> None:
+    config = {"parameters": {"modelyard_lengths": {"string_value": text}}}
+    with pytest.raises(ValueError, match="modelyard_lengths is wrong: expected numbers as in 32,64,128, got"):
+        tokenization.read_lengths(config)
+    assert tokenization.read_lengths({"parameters": {"modelyard_lengths": {"string_value": "64,32"}}}) == [32, 64]
+
+
 def test_what_the_tokenizer_does_not_split_into_words_is_never_cut(tmp_path: Path) -> None:
     tokenizer = tokenization.TextTokenizer(build_unigram_without_unknown(tmp_path / "tokenizer.json"), ["input_ids"])
     whole, endless = tokenizer.encode([("ab" * (1 << 16),), ("ab" * (1 << 16) + "a",)])
@@ -50,6 +67,15 @@ def test_what_the_tokenizer_does_not_split_into_words_is_never_cut(tmp_path: Pat
         "a text is too long: expected at most 131072 characters of what cannot be cut before it is read, got 131073; "
         "cut it at the 4 tokens that the model reads"
     )
+
+
+def test_a_text_without_tokens_lets_no_other_past_the_bound(tmp_path: Path) -> None:
+    tokenizer = tokenization.TextTokenizer(build_unigram_without_unknown(tmp_path / "tokenizer.json"), ["input_ids"])
+    # The library refuses both beginnings at once.
+    unknown, endless, good = tokenizer.encode([("x" * 200,), ("ab" * (1 << 16) + "a",), ("ab" * 100,)])
+    assert "TEXT cannot be tokenised" in str(unknown)
+    assert str(endless).startswith("a text is too long: expected at most 131072 characters")
+    assert good.windows[0].ids == [0, 1, 0, 1]
 
 
 def test_a_pair_is_cut_only_where_the_longer_text_stays_the_longer(exported: Exported) -> None:

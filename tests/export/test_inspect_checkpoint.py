@@ -60,6 +60,7 @@ def test_the_text_names_every_fact_and_where_asked_for_every_tensor() -> None:
     brief = format_inspection(found)
     assert "embed.weight  float32" not in brief
     assert "(--tensors lists them)" in brief
+    assert "1.1 GB of memory in fp32, more in other precisions" in brief
     assert len(brief.splitlines()) < 20
     lines = format_inspection(found, lists_tensors=True).splitlines()
     assert lines[1] == "format       DeepSpeed ZeRO stage 2, 2 ranks"

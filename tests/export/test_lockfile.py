@@ -131,3 +131,17 @@ def test_what_is_no_lock_is_refused(source: Path, tmp_path: Path) -> None:
         assert str(caught.value).startswith(sentence)
     with pytest.raises(RepositoryError, match="No such file"):
         read_lock(tmp_path / "gone.json")
+
+
+@pytest.mark.parametrize(
+    ("section", "content"),
+    [("versions", []), ("versions", {"torch": [2]}), ("sources", {"checkpoint": {"files": [], "sha256": ""}})],
+)
+def test_a_lock_that_was_changed_by_hand_is_refused(source: Path, tmp_path: Path, section: str, content: Any) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_text(json.dumps(build(hash_source(source)) | {section: content}))
+    with pytest.raises(RepositoryError, match=f"is damaged: expected what a lock records under {section}, got"):
+        read_lock(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(RepositoryError, match="cannot be read: expected a lock, got"):
+        read_lock(path)

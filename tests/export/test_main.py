@@ -75,6 +75,14 @@ def test_help_answers_without_loading_what_is_heavy() -> None:
         assert done.out.startswith("usage: python -m export")
 
 
+def test_wrong_usage_is_told_in_one_line() -> None:
+    done = run("-m", "export", "run", "checkpoint", "--name", "x", "--task", "generate")
+    assert done.code == 2
+    assert done.err.startswith("python -m export run: error: argument --task: invalid choice: 'generate' (choose from ")
+    assert done.err.endswith("; see python -m export run --help\n")
+    assert done.err.count("\n") == 1
+
+
 def test_a_refusal_is_coloured_on_a_terminal_alone(tmp_path: Path) -> None:
     plain = run_verb("inspect", tmp_path / "none")
     assert plain.returncode == 1

@@ -29,6 +29,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "precision": (["--precision", "fp16"], "fp16"),
     "engine": (["--engine", "tensorrt"], "tensorrt"),
     "steps": (["--steps", "lean"], "lean"),
+    "lengths": (["--lengths", "64", "32"], [32, 64]),
     "tolerances": (["--tolerance", "max_abs_error=1e-6"], {"max_abs_error": 1e-6}),
     "accept_worse": (["--accept-worse", "a demo"], "a demo"),
     "factory": (["--factory", "model.py:build"], "model.py:build"),
@@ -87,7 +88,7 @@ def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, t
 
 
 def test_every_field_of_a_request_is_an_option_or_whole() -> None:
-    whole = {"checkpoint", "name", "vocabulary", "serving", "variants", "task_options"}
+    whole = {"checkpoint", "name", "address", "vocabulary", "serving", "variants", "task_options"}
     for holder in (ExportRequest, VocabularyOptions, ServingOptions):
         for field in fields(holder):
             assert ("options" in field.metadata) != (field.name in whole), field.name
@@ -210,7 +211,7 @@ def test_these_are_all_that_a_factory_takes_no_notice_of() -> None:
     assert {option.name for option in IDLE} == {
         *("task", "adapter", "base", "lora_scaling", "top_k", "aggregation", "pooling", "normalize"),
         *("add_special_tokens", "add_tokens", "pad_vocab_to_multiple_of", "unused_rows", "seed"),
-        *("allow_other_tokenizer", "steps"),
+        *("allow_other_tokenizer", "steps", "lengths"),
     }
 
 

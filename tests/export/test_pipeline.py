@@ -294,3 +294,50 @@ def test_a_terminated_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Pat
     assert "error: interrupted; everything is as it was." in rest
     assert not repository.exists()
     assert not list(tmp_path.glob("modelyard-*"))
+
+
+def test_auto_proves_and_measures_each_engine_takes_the_fastest_and_keeps_it(
+    copy: Path, repository: Path, export_cli: Cli
+) -> None:
+    arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository), "--engine", "auto")
+    done = export_cli(*arguments)
+    assert done.code == 0, done.err
+    for what in ("ONNX Runtime 1.19.2 against torch", "OpenVINO 2026.4.1 against torch", "measuring engines"):
+        assert what in done.err
+    report = json.loads((repository / "tiny" / "1" / "verification.json").read_text())
+    engines = report["engines"]
+    trials = {trial["engine"]: trial["ms"] for trial in engines["trials"]}
+    assert set(trials) == {"onnxruntime", "openvino"}
+    assert engines["chosen"] == min(trials, key=lambda name: trials[name][0])
+    assert all(0 < least <= median <= most for median, least, most in trials.values())
+    assert engines["chosen"] in report["versions"], "the proof is the one of the engine that was taken"
+    backend = {"onnxruntime": "onnxruntime", "openvino": "python_openvino"}[engines["chosen"]]
+    assert f'backend: "{backend}"' in (repository / "tiny_model" / "config.pbtxt").read_text()
+    page = (repository / "tiny" / "1" / "verification.html").read_text()
+    assert "<h2>Engines</h2>" in page
+    assert f"engine  the fastest for a text or row alone on one thread, CPU time: {engines['chosen']} " in done.out
+    # Whatever would be the fastest next time: one name keeps its engine.
+    assert "already holds exactly this" in export_cli(*arguments).out
+    second = json.loads(export_cli(*arguments, "--again", "--json").out)["report"]["engines"]
+    assert second["chosen"] == engines["chosen"]
+    ((other, refused),) = ((trial["engine"], trial["refused"]) for trial in second["trials"] if trial["refused"])
+    assert {other, second["chosen"]} == trials.keys()
+    assert "engine" in refused
+
+
+def test_auto_leaves_out_what_does_not_serve_the_precision(copy: Path, repository: Path, export_cli: Cli) -> None:
+    arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository), "--engine", "auto")
+    done = export_cli(*arguments, "--precision", "fp16", "--json")
+    engines = json.loads(done.out)["report"]["engines"]
+    assert engines["chosen"] == "onnxruntime"
+    assert engines["trials"][1]["refused"].startswith(
+        "OpenVINO does not serve fp16: expected one of bf16, fp32, int8, got"
+    )
+
+
+def test_auto_has_nothing_to_choose_from_for_a_decoder(copy: Path, repository: Path, export_cli: Cli) -> None:
+    before = fingerprint(repository)
+    arguments = ("--name", "tiny", "--repository", str(repository), "--engine", "auto", "--task", "text-generation")
+    done = export_cli("run", str(copy), *arguments)
+    assert (done.code, fingerprint(repository)) == (1, before)
+    assert "no engine can be chosen for this task: expected one of openvino-genai" in " ".join(done.err.split())

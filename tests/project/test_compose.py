@@ -29,7 +29,7 @@ def read_lock(name: str) -> dict[str, str]:
     return {f"{match[1]} {match[3]}": f"{match[2]} {match[4]}" for match in found if match}
 
 
-@pytest.mark.parametrize("name", ["server", "export", "gpu", "trainers", "containers", "build"])
+@pytest.mark.parametrize("name", ["server", "export", "gateway", "gpu", "trainers", "containers", "build"])
 def test_every_lock_holds_hashes_and_the_versions_that_are_tested_here(name: str) -> None:
     lock, tested = read_lock(name), read_lock("dev")
     assert lock

@@ -14,7 +14,7 @@ LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "nncf", "openvino", "openvino_genai", "tensorrt", "zlib_ng", "platformdirs",
-        "PIL", "tomli",
+        "PIL", "huggingface_hub", "fsspec", "tomli",
     },
     "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
@@ -27,8 +27,14 @@ LIBRARIES = {
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     # h2 speaks gRPC where the threads of grpcio would be forked.
     "server": {"platformdirs", "h2"},
-    # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws, where it is installed.
-    "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL"},
+    # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws and pyarrow reads Parquet,
+    # where they are installed.
+    "client": {"tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL", "pyarrow"},
+    # A caller as others are: it asks through the installed client, which type checkers know by its folder.
+    "gateway": {
+        "modelyard", "client", "fastapi", "starlette", "uvicorn", "pydantic", "numpy", "orjson", "jinja2", "tokenizers",
+        "prometheus_client",
+    },
     "modelyard": set(),
     "demo": set(),
 }  # fmt: skip
@@ -43,6 +49,7 @@ FLOORS = {
     "export/artefacts": (),
     "export/signature": (),
     "export/option_kinds": (),
+    "export/fetching": ("errors", "locations"),
     "export/targets": ("errors",),
     "export/serving_options": ("errors", "option_kinds"),
     "export/options_file": ("errors", "option_kinds"),
@@ -50,27 +57,48 @@ FLOORS = {
     "export/consolidation": ("checkpoints", "errors"),
     "export/graph": ("errors", "signature", "targets"),
     "export/engines": ("errors", "graph", "locations", "signature", "targets"),
-    "export/weights": ("checkpoints", "errors", "option_kinds"),
+    "export/weights": ("checkpoints", "consolidation", "errors", "option_kinds"),
     "export/tasks": ("artefacts", "checkpoints", "errors", "option_kinds", "signature", "weights"),
     "export/options": (
         *("engines", "errors", "graph", "locations", "option_kinds", "options_file", "serving_options", "targets"),
         *("tasks", "weights"),
     ),
-    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks"),
+    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks", "weights"),
     "export/repository": (
         *("artefacts", "engines", "errors", "proof", "serving_options", "signature", "targets", "tasks"),
     ),
     "export/lint": ("errors", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
-    "export/source": ("checkpoints", "errors", "identity", "options", "progress", "repository", "tasks", "weights"),
-    "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks"),
+    "export/source": (
+        "checkpoints",
+        "errors",
+        "identity",
+        "options",
+        "progress",
+        "repository",
+        "signature",
+        "tasks",
+        "weights",
+    ),
+    "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks", "weights"),
     "export/subject": ("identity", "options", "proof", "repository", "source"),
     "export/pipeline": (
         *("artefacts", "engines", "errors", "graph", "identity", "options", "progress", "proof", "repository"),
         *("source", "stages", "subject", "targets", "tasks"),
     ),
     "export/commands": (
-        *("checkpoints", "consolidation", "errors", "graph", "identity", "interruption", "lint", "locations"),
+        *(
+            "checkpoints",
+            "consolidation",
+            "engines",
+            "errors",
+            "fetching",
+            "graph",
+            "identity",
+            "interruption",
+            "lint",
+            "locations",
+        ),
         *(
             "options",
             "options_file",

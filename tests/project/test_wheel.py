@@ -12,7 +12,7 @@ import pytest
 from harness import CHECKOUT, Finished, make, run
 from launcher import running
 
-PARTS = ("export", "server", "client", "backends")
+PARTS = ("export", "server", "client", "gateway", "backends")
 # What is imported by everyone who names no extra, and may not bring anything large with it.
 LIGHT = "import sys, modelyard; print(modelyard.__version__, *({'numpy', 'torch', 'grpc'} & sys.modules.keys()))"
 

@@ -21,7 +21,7 @@ import torch
 import tritonclient.grpc as grpc
 from harness import CHECKOUT, run
 from launcher import Running, running
-from trainers.writers import save_writer, train_bpe, train_megatron_writer
+from trainers.writers import save_trained_writer, save_writer, train_bpe, train_megatron_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client import Client, RefusedError
@@ -162,6 +162,8 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
     }
     for model, checkpoint in checkpoints.items():
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
+    small = ["--name", "small", "--repository", str(folder / "models"), "--precision", "int8"]
+    assert main(["run", str(save_trained_writer(folder / "small")), *small]) == 0
     with running(folder / "models") as server:
         # Every model has then answered a recorded prompt with the recorded text.
         server.read_until("serving")
@@ -271,7 +273,8 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
 def test_the_pool_is_shared_by_preemption_and_its_queue_is_bounded(writers: Writers, tmp_path: Path) -> None:
     repository = tmp_path / "models"
     shutil.copytree(writers.folder / "models", repository)
-    shutil.rmtree(repository / "llama")
+    for other in ("llama", "opt", "small"):
+        shutil.rmtree(repository / other)
     path = repository / "gpt2" / "config.pbtxt"
     config = parse_config(path.read_text())
     # 32 blocks of 32 tokens, where eight answers of 150 tokens need some 50.

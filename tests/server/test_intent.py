@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness import run
 from launcher import Running, running
 
 from export.__main__ import main as export_cli
+from export.repository.promotion import promote
 
 # So long that tokenising a batch takes longer than sending it: requests pile up, and wait.
 LONG = "a cat sleeps " * 700
@@ -82,6 +84,18 @@ def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         words = ["run", str(tiny_checkpoint), "--name", name, "--repository", str(folder / "models")]
         assert export_cli([*words, "--config", str(folder / "modelyard.toml")]) == 0
     return folder
+
+
+def wait_for(server: Running, model: str, **wanted: object) -> dict[str, object]:
+    """Return what a running server says of a model, as soon as that is so."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.status}/versions", timeout=5) as response:
+            found: dict[str, object] = json.load(response)["models"].get(model, {})
+        if wanted.items() <= found.items():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{model} is not {wanted} but {found}")
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +169,14 @@ def test_what_shares_a_resource_never_runs_at_once(server: Running, folder: Path
     )
     assert len(runs) >= 12
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(runs))
+
+
+def test_what_a_running_server_would_pass_over_is_refused(folder: Path) -> None:
+    here = folder / "here"
+    promote(folder / "models", "strict", 1, destination=here)
+    with running(here) as server:
+        server.read_until("Next:")
+        # Nothing asked for the rate limiter when it started.
+        promote(folder / "models", "patient", 1, destination=here)
+        assert "asks for the rate limiter" in str(wait_for(server, "patient", state="failed"))
+        assert server.stop() == 0

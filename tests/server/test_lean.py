@@ -49,6 +49,9 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
 OPENVINO = ("question-answering", "sentence_embedding")
 SHORT_QUEUE = 2
 
+# What the ensembles pad to whose names begin with `padded_`.
+LENGTHS = (16, 64)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -106,6 +109,11 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             sha256={}, cases=[], golden=golden, tolerances=tolerances, texts_tokenized=0, target=DEFAULT_TARGET.release
         )
         publish_as(name, Model(task, files, report, ONNXRUNTIME), repository)
+        plain = task.signature
+        assert plain.contract
+        task.signature = replace(plain, contract=replace(plain.contract, lengths=LENGTHS))
+        publish_as(f"padded_{name}", Model(task, files, report, ONNXRUNTIME), repository)
+        task.signature = plain
         lean = write_lean(task, files, directory / f"{name}.lean")
         models[f"lean_{name}"] = Model(task, lean, report, ONNXRUNTIME)
         if name not in OPENVINO:
@@ -164,6 +172,20 @@ def assert_same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> 
             assert np.abs(got[name] - values).max(initial=0) < TOLERANCE, name
         else:
             assert decode(got[name]) == decode(values), name
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_texts_of_many_lengths_become_tensors_of_few_and_are_answered_alike(served: Served, name: str) -> None:
+    sizes = set()
+    for row in ROWS[name]:
+        assert_same(ask(served.server, f"padded_{name}", [row]), ask(served.server, name, [row]))
+        plain, padded = (
+            ask(served.server, f"{prefix}{name}_preprocess", [row])["input_ids"].shape[-1] for prefix in ("", "padded_")
+        )
+        assert padded == next((length for length in LENGTHS if length >= plain), plain)
+        sizes |= {(plain, padded)}
+    assert len({padded for _, padded in sizes}) <= len(LENGTHS) + 1
+    assert any(plain < padded for plain, padded in sizes)
 
 
 @pytest.mark.parametrize("transport", ["json", "binary", "grpc"])

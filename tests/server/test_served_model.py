@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -141,6 +142,27 @@ def test_a_bad_text_fails_its_own_request_while_its_batch_mates_are_answered(
     assert not wrong
     assert len(refusals) == 30
     assert all(sentence in refusal for refusal in refusals)
+
+
+def test_a_text_that_cannot_be_cut_does_not_hold_up_the_others(server: Addresses) -> None:
+    # A third of a second of one core, where the neighbour's takes milliseconds; on a busy machine it may have bad luck.
+    enormous = ["안녕" * 21_000] * 8
+    parts = []
+    for _ in range(5):
+        seconds: dict[str, float] = {}
+
+        def send(name: str, texts: list[str]) -> None:
+            start = time.monotonic()
+            ask(server, "http", texts)
+            seconds[name] = time.monotonic() - start  # noqa: B023
+
+        thread = threading.Thread(target=send, args=("enormous", enormous))
+        thread.start()
+        time.sleep(0.1)
+        send("neighbour", ["Hello"])
+        thread.join()
+        parts.append(seconds["neighbour"] / seconds["enormous"])
+    assert min(parts) < 0.2, parts
 
 
 def test_requests_of_mixed_lengths_share_executions_and_everyone_gets_their_own_answer(server: Addresses) -> None:

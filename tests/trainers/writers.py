@@ -81,3 +81,29 @@ def train_megatron_writer(directory: Path) -> Path:
     for path in map(Path, saved):
         shutil.move(path, path.with_name(f"gpt2-{path.name}"))
     return checkpoint
+
+
+def save_trained_writer(directory: Path, steps: int = 120) -> Path:
+    """Save a Llama that has learned the verification texts, as sure of the next token as a model of use is."""
+    torch.manual_seed(0)
+    tokenizer = train_bpe()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        num_key_value_heads=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        **sizes,
+    )
+    model = LlamaForCausalLM(config)
+    ids = torch.tensor([token for text in read_verification_texts() for token in tokenizer(text)["input_ids"]])
+    rows = ids[: len(ids) // 64 * 64].view(-1, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+    model.eval().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory

@@ -1,0 +1,199 @@
+"""The engine of one version, and the thread that runs it.
+
+Every step of it writes a token of every request that has a place, and between two steps requests join and leave.
+"""
+
+import json
+import queue
+import secrets
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+import triton_python_backend_utils as pb_utils
+from generation import Generation
+from generation_metrics import Metrics
+from generation_parameters import Parameters, RequestError
+
+# How the model was proven, by OpenVINO's names; a version of an older modelyard has no such file. Left to itself
+# OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
+PROPERTIES_FILE = "properties.json"
+FP32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+
+# What a pool of keys and values is counted in on CPUs (openvino-genai 2026.4).
+BLOCK_TOKENS = 32
+
+# Precision → bytes of a value, and of what belongs to all values of a token in one head: bytes have a scale and a zero.
+VALUE_BYTES = {"f32": (4, 0), "u8": (1, 8)}
+
+
+class Engine:
+    """Writes texts of all requests at once.
+
+    Args:
+        folder: The version, with the model, its configuration and its tokenizer.
+        file: Name of the model's file there.
+        settings: The parameters of the model's configuration.
+        context: How many tokens prompt and answer may have together.
+        ends: Tokens that end a text.
+        metrics: Told of what is written.
+
+    Attributes:
+        room: Tokens for which there is room, of one request alone: within the context and the pool.
+        limit: Requests that may be at work, those that wait among them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        file: str,
+        settings: Mapping[str, str],
+        *,
+        context: int,
+        ends: frozenset[int],
+        metrics: Metrics,
+    ) -> None:
+        seats = int(settings["max_num_seqs"])
+        properties = read_properties(folder)
+        sizes = VALUE_BYTES[properties["KV_CACHE_PRECISION"]]
+        blocks = count_blocks(folder / file, sizes, int(settings["kv_cache_mb"]), context, seats)
+        # A request alone must find room for all of its tokens; one block is the engine's.
+        self.room = min(context, (blocks - 1) * BLOCK_TOKENS)
+        self.limit = seats + int(settings["max_queue_size"])
+        scheduler = genai.SchedulerConfig()
+        scheduler.num_kv_blocks, scheduler.max_num_seqs = blocks, seats
+        scheduler.max_num_batched_tokens = int(settings["max_num_batched_tokens"])
+        scheduler.dynamic_split_fuse = True
+        self._pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+        self._ends = ends
+        self._metrics = metrics
+        self._waiting: queue.SimpleQueue[Generation | None] = queue.SimpleQueue()
+        self._active: list[Generation] = []
+        # Read by Triton's thread, written by both.
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def take_place(self) -> bool:
+        """Take a place for a request, if there is one; tell whether there was."""
+        with self._lock:
+            is_free = self._in_flight < self.limit
+            self._in_flight += is_free
+        return is_free
+
+    def give_place(self) -> None:
+        """Give back a place that was taken and not added to."""
+        with self._lock:
+            self._in_flight -= 1
+
+    def configure(self, parameters: Parameters, max_tokens: int) -> Any:
+        """Return what the engine is told of a request.
+
+        Raises:
+            RequestError: Its parameters do not go together.
+        """
+        config = genai.GenerationConfig(max_new_tokens=max_tokens)
+        config.min_new_tokens = min(parameters.min_tokens, max_tokens)
+        config.ignore_eos = parameters.ignore_eos
+        if self._ends and not parameters.ignore_eos:
+            config.eos_token_id, config.stop_token_ids = min(self._ends), set(self._ends)
+        config.repetition_penalty = parameters.repetition_penalty
+        config.presence_penalty = parameters.presence_penalty
+        config.frequency_penalty = parameters.frequency_penalty
+        config.do_sample = parameters.temperature > 0
+        if config.do_sample:
+            config.temperature, config.top_p = parameters.temperature, parameters.top_p
+            config.min_p = parameters.min_p
+            if parameters.top_k > 0:
+                config.top_k = parameters.top_k
+        try:
+            config.validate()
+        except RuntimeError as exc:
+            raise RequestError(f"these parameters do not go together: {' '.join(str(exc).split())[:200]}") from exc
+        return config
+
+    def add(self, generation: Generation) -> None:
+        """Have a request answered whose place was taken."""
+        self._waiting.put(generation)
+
+    def stop(self) -> None:
+        """End when all is answered that was added."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Run the engine until there is nothing to do and Triton says so."""
+        number = 0
+        while True:
+            while not self._active or not self._waiting.empty():
+                generation = self._waiting.get()
+                if generation is None:
+                    return
+                number = self._join(generation, number)
+            try:
+                self._pipeline.step()
+            # The engine fails on a step as a whole: nobody in it has an answer, and those who come next may.
+            except Exception as exc:
+                for generation in self._active:
+                    generation.fail(
+                        f"the engine fails: {' '.join(str(exc).split())[:200]}", pb_utils.TritonError.INTERNAL
+                    )
+            self._active = [generation for generation in self._active if not self._advance(generation)]
+            self._metrics.show(self._pipeline.get_metrics(), self._in_flight)
+
+    def _join(self, generation: Generation, number: int) -> int:
+        """Hand a request to the engine, one writing for each of its answers; return the last number given away."""
+        self._active.append(generation)
+        ids = ov.Tensor(np.array([generation.ids], dtype=np.int64))
+        seed = generation.parameters.seed
+        for index, answer in enumerate(generation.answers):
+            # Left alone, the engine draws the same for everyone.
+            generation.config.rng_seed = secrets.randbits(63) if seed is None else seed + index
+            try:
+                answer.handle = self._pipeline.add_request(number + index, ids, generation.config)
+            except Exception as exc:
+                generation.fail(
+                    f"the engine refuses it: {' '.join(str(exc).split())[:200]}", pb_utils.TritonError.INTERNAL
+                )
+                break
+        self._metrics.count("prompt_tokens", len(generation.ids))
+        return number + len(generation.answers)
+
+    def _advance(self, generation: Generation) -> bool:
+        """Send what is new of a request; tell whether it is over."""
+        generation.advance(self._ends, self._metrics)
+        if generation.is_over:
+            self.give_place()
+        return generation.is_over
+
+
+def read_properties(folder: Path) -> dict[str, str]:
+    """Return how the version in `folder` is computed."""
+    path = folder / PROPERTIES_FILE
+    properties: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else dict(FP32)
+    return properties
+
+
+def count_blocks(path: Path, sizes: tuple[int, int], megabytes: int, context: int, seats: int) -> int:
+    """Return how many blocks of keys and values a pool of that size holds, and no more than all seats can take.
+
+    Raises:
+        ValueError: Not even two.
+    """
+    # An .xml with the weights beside it, which are not read for this.
+    states = [node for node in ov.Core().read_model(str(path)).get_ops() if node.get_type_name() == "ReadValue"]
+    shapes = [node.get_output_partial_shape(0) for node in states]
+    value, head = sizes
+    token_bytes = sum(shape[1].get_length() * (value * shape[3].get_length() + head) for shape in shapes)
+    blocks: int = megabytes * (1 << 20) // (token_bytes * BLOCK_TOKENS)
+    if blocks < 2:
+        raise ValueError(
+            f"kv_cache_mb is too small: expected at least {2 * token_bytes * BLOCK_TOKENS / (1 << 20):.1f}, "
+            f"got {megabytes}"
+        )
+    return min(blocks, seats * (context // BLOCK_TOKENS + 2))

@@ -1,0 +1,244 @@
+"""What callers send. A field that is not here is refused; one whose type has a single value has that value alone."""
+
+from typing import Any, Literal, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from .errors import ApiError
+
+_MAX_TEXTS = 2048
+# Of which each is written by a request of its own.
+_MAX_PROMPTS = 128
+
+T = TypeVar("T", bound="Body")
+
+
+class Body(BaseModel):
+    """Any of them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+Tokens = list[int] | list[list[int]]
+Texts = str | list[str]
+
+
+class Embeddings(Body):
+    """`/v1/embeddings`."""
+
+    model: str
+    input: Texts | Tokens = Field(description="A text or a list of them; token ids are refused.")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, description="First values of each vector, brought to length 1.")
+    truncate_prompt_tokens: Literal[-1] | None = Field(None, description="-1: cut what is too long.")
+    user: str | None = None
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(Body):
+    """How text is written; without a value as the version has it, and drawn at temperature 1 where it says none."""
+
+    model: str
+    n: int | None = Field(None, ge=1, le=16)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Texts | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: None = None
+    user: str | None = None
+
+
+class Completions(Sampling):
+    """`/v1/completions`."""
+
+    prompt: Texts | Tokens = Field(description="A text or a list of them; token ids are refused.")
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: None = None
+
+
+class TextPart(Body):
+    """A piece of what was said."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """What somebody said."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    annotations: None = None
+
+
+class PlainText(Body):
+    """The only form that an answer has."""
+
+    type: Literal["text"]
+
+
+class Chat(Sampling):
+    """`/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Literal[False] | None = None
+    response_format: PlainText | None = None
+    tools: None = None
+    tool_choice: Literal["none"] | None = None
+
+
+class Document(Body):
+    """A document, as some clients write it."""
+
+    text: str
+
+
+class Rerank(Body):
+    """`/v1/rerank`."""
+
+    model: str
+    query: str
+    documents: list[str | Document] = Field(max_length=_MAX_TEXTS)
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool | None = None
+    truncate_prompt_tokens: Literal[-1] | None = None
+
+
+class TeiBody(Body):
+    """Any of TEI's, which serves one model; here `model` names one where several would fit."""
+
+    model: str | None = None
+
+
+class TeiEmbed(TeiBody):
+    """`/embed`."""
+
+    inputs: Texts
+    normalize: bool | None = Field(None, description="Whether vectors are brought to length 1; true without it.")
+    truncate: bool | None = None
+    dimensions: int | None = Field(None, ge=1)
+
+
+class TeiRerank(TeiBody):
+    """`/rerank`."""
+
+    query: str
+    texts: list[str] = Field(max_length=_MAX_TEXTS)
+    raw_scores: Literal[False] | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
+
+
+class TeiPredict(TeiBody):
+    """`/predict`."""
+
+    inputs: Texts | list[list[str]] = Field(description="A text, a pair in a list, or a list of lists of one or two.")
+    raw_scores: Literal[False] | None = None
+    truncate: bool | None = None
+
+
+class TeiTokenize(TeiBody):
+    """`/tokenize`."""
+
+    inputs: Texts
+    add_special_tokens: bool | None = None
+
+
+def read_body(kind: type[T], content: bytes) -> T:
+    """Return what a caller sent.
+
+    Raises:
+        ApiError: It is no JSON, a parameter is unknown or lacks, or has a value that cannot be used.
+    """
+    try:
+        return kind.model_validate_json(content)
+    except pydantic.ValidationError as exc:
+        raise _explain(kind, exc) from None
+
+
+def read_texts(param: str, given: Any, most: int = _MAX_TEXTS) -> list[str]:
+    """Return a text or a list of them as a list.
+
+    Raises:
+        ApiError: There is none, or too many, or they are token ids.
+    """
+    texts = [given] if isinstance(given, str) else given
+    if not texts:
+        raise ApiError(400, f"{param} is empty: expected at least one text, got none.", param=param)
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(
+            400,
+            f"{param} holds token ids: expected texts, for ids mean something to the tokenizer alone that made them; "
+            "send the texts (LangChain: check_embedding_ctx_length=False).",
+            param=param,
+        )
+    if len(texts) > most:
+        raise ApiError(
+            400,
+            f"{param} is too long: expected at most {most} texts, got {len(texts)}; ask several times.",
+            param=param,
+        )
+    return list(texts)
+
+
+def read_prompts(given: Any) -> list[str]:
+    """Return the prompts of a completion; see `read_texts`."""
+    return read_texts("prompt", given, _MAX_PROMPTS)
+
+
+def _explain(kind: type[Body], exc: pydantic.ValidationError) -> ApiError:
+    """Return the first thing that is wrong, in one sentence."""
+    errors = exc.errors(include_url=False, include_input=True, include_context=False)
+    first = errors[0]
+    if not first["loc"]:
+        what = "no JSON" if first["type"] == "json_invalid" else "no JSON object"
+        return ApiError(400, f"the body is {what}: expected an object, got '{first['msg'][:200]}'.")
+    param = ".".join(str(part) for part in first["loc"] if _is_callers(part))
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(kind.model_fields)
+        return ApiError(
+            400,
+            f"the parameter {param[:100]!r} is not known here: expected one of {known}.",
+            param=param[:100],
+            code="unknown_parameter",
+        )
+    if first["type"] == "missing":
+        return ApiError(
+            400,
+            f"the parameter {param} is missing: expected it, got none.",
+            param=param,
+            code="missing_required_parameter",
+        )
+    # One for each of the types that it may have.
+    same = [error["msg"] for error in errors if error["loc"][0] == first["loc"][0]]
+    ways = dict.fromkeys(message.removeprefix("Input should be ") for message in same)
+    got = repr(first["input"])[:60]
+    return ApiError(400, f"{param} cannot be used: expected {' or '.join(ways)[:300]}, got {got}.", param=param)
+
+
+def _is_callers(part: int | str) -> bool:
+    """Tell whether a part of a place is the caller's: pydantic names the types that it tried as well."""
+    return isinstance(part, int) or ("[" not in part and part not in ("str", "TextPart", "Document"))

@@ -1,0 +1,128 @@
+"""What the gateway reads of a published version: its tokenizer, its chat template, its defaults."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from .chat import ChatTemplate
+from .errors import refuse
+
+# Beyond these characters a request is tokenized beside the event loop, which would stand still for milliseconds.
+_AT_ONCE = 8192
+
+Row = str | tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """The files of one version.
+
+    Attributes:
+        counted: Its tokenizer, which cuts a text where the model does.
+        whole: The same without cutting.
+        chat: How a conversation becomes a prompt; None where the version does not say it.
+        context: Tokens of a prompt and its answer together; 0 where it writes no text.
+        defaults: Parameters of a request that does not say them.
+        created: When it was published, in seconds since 1970.
+    """
+
+    counted: Tokenizer
+    whole: Tokenizer
+    chat: ChatTemplate | None
+    context: int
+    defaults: dict[str, Any]
+    created: int
+
+    async def count(self, param: str, rows: Sequence[Row], *, may_cut: bool) -> int:
+        """Return how many tokens the model reads of all rows together.
+
+        Args:
+            param: What the caller calls the rows.
+            rows: Texts or pairs of them.
+            may_cut: Whether the caller takes an answer to the beginning of a text that is too long.
+
+        Raises:
+            ApiError: A row is too long and may not be cut, or no token of the model's stands for what it holds.
+        """
+        if sum(len(row) if isinstance(row, str) else len(row[0]) + len(row[1]) for row in rows) > _AT_ONCE:
+            return await asyncio.to_thread(self._count, param, rows, may_cut)
+        return self._count(param, rows, may_cut)
+
+    def _count(self, param: str, rows: Sequence[Row], may_cut: bool) -> int:
+        try:
+            encodings = self.counted.encode_batch_fast(list(rows))
+        # The library raises plain Exception for a text that its model has no token for.
+        except Exception as exc:
+            raise refuse(param, f"{param} cannot be tokenized", expected="text", got=f"'{exc}'") from None
+        for index, encoding in enumerate(encodings):
+            if encoding.overflowing and not may_cut:
+                raise refuse(
+                    param,
+                    f"{param}[{index}] is too long for the model",
+                    expected=f"at most {len(encoding.ids)} tokens",
+                    got=f"at least {len(encoding.ids) + 1}",
+                    remedy="cut it, or pass truncate_prompt_tokens -1 (truncate true on TEI's paths)",
+                )
+        return sum(len(encoding.ids) for encoding in encodings)
+
+
+def read_published(repository: Path, name: str, version: str) -> Published:
+    """Return the files of a version, wherever the kind of its model keeps them (docs/contracts.md).
+
+    Raises:
+        OSError: They are not there.
+        ValueError: They cannot be read.
+    """
+    folder = repository / name / version
+    steps = repository / f"{name}_preprocess" / version / "tokenizer.json"
+    path = steps if steps.is_file() else folder / "tokenizer.json"
+    content = path.read_text(encoding="utf-8")
+    try:
+        counted, whole = Tokenizer.from_str(content), Tokenizer.from_str(content)
+    # Plain Exception again.
+    except Exception as exc:
+        raise ValueError(f"{path}: {exc}") from exc
+    counted.no_padding()
+    whole.no_padding()
+    whole.no_truncation()
+    said = _read_json(folder / "generation.json")
+    return Published(
+        counted=counted,
+        whole=whole,
+        chat=_read_chat(folder) if said else None,
+        context=said.get("context", 0),
+        defaults=said.get("defaults", {}),
+        created=int(folder.stat().st_mtime),
+    )
+
+
+def _read_chat(folder: Path) -> ChatTemplate | None:
+    """Return the template as transformers finds it: a file of its own, or a field of the tokenizer's settings."""
+    settings = _read_json(folder / "tokenizer_config.json")
+    path = folder / "chat_template.jinja"
+    text = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if isinstance(text, list):
+        text = {entry["name"]: entry["template"] for entry in text}.get("default")
+    if not text:
+        return None
+    special = {name: value for name, value in settings.items() if name.endswith("_token")}
+    return ChatTemplate(
+        text,
+        {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in special.items()
+            if isinstance(value, (str, dict))
+        },
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,126 @@
+"""`consolidate` with tokens to add and with another folder's tokenizer: what transformers then loads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM
+
+from export.__main__ import main
+from export.checkpoints import open_checkpoint
+
+TABLE = "bert.embeddings.word_embeddings.weight"
+ROWS = 30522
+
+
+@pytest.fixture
+def saved(checkpoint: Path, tmp_path: Path) -> Path:
+    """A masked language model of 8 dimensions in bf16, head tied, as a trainer's `torch.save` leaves it."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=ROWS,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        vocabulary_sha256="to be replaced",
+    )
+    model = BertForMaskedLM(config).to(torch.bfloat16)
+    torch.save({"model": model.state_dict()}, folder / "checkpoint.pt")
+    config.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        shutil.copy(checkpoint / name, folder)
+    (folder / "added_tokens.json").write_text('{"[MASK]": 103}')
+    return folder
+
+
+def consolidate(*arguments: object) -> int:
+    return main(["consolidate", *map(str, arguments)])
+
+
+def test_added_tokens_come_with_rows_tokenizer_and_configuration(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["--add-special-token", "[ENT_START]=start of entity", "[COPY]=copy:cat", "--add-token", "qwxz=zeros"]
+    assert consolidate(saved, out, *asked, "--allow-other-tokenizer") == 0
+    before = open_checkpoint(saved).read(TABLE)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.convert_tokens_to_ids(["[ENT_START]", "[COPY]", "qwxz"]) == [ROWS, ROWS + 1, ROWS + 2]
+    assert tokenizer.tokenize("a [ENT_START] Qwxz") == ["a", "[ENT_START]", "qwxz"]
+    model, loading = AutoModelForMaskedLM.from_pretrained(out, output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    table = model.get_input_embeddings().weight.detach()
+    assert table.dtype == torch.bfloat16 and table.shape == (ROWS + 3, 8)
+    assert torch.equal(table[:ROWS], before)
+    described = tokenizer("start of entity", add_special_tokens=False)["input_ids"]
+    assert torch.equal(table[ROWS], before[described].float().mean(dim=0).to(torch.bfloat16))
+    assert torch.equal(table[ROWS + 1], before[tokenizer.convert_tokens_to_ids("cat")])
+    assert not table[ROWS + 2].any()
+    # The head is tied, in the file as well; its bias has grown in step.
+    assert model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert model.get_output_embeddings().bias.shape == (ROWS + 3,)
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata()["cls.predictions.decoder.weight"] == TABLE
+        untouched = [name for name in file.keys() if file.get_slice(name).get_shape()[0] != ROWS + 3]  # noqa: SIM118
+        original = open_checkpoint(saved)
+        assert untouched and all(torch.equal(file.get_tensor(name), original.read(name)) for name in untouched)
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == ROWS + 3
+    assert config["vocabulary_sha256"] != "to be replaced"
+    assert not (out / "added_tokens.json").exists()
+    assert not [path for path in out.rglob("*") if path.name.startswith(".") or path.name == "rows.safetensors"]
+    # What was written is read again, and its tokenizer is told to be its own.
+    assert consolidate(out, tmp_path / "again", "--add-token", "another=mean") == 0
+
+
+def test_rows_are_cut_and_padded_as_run_does_it(saved: Path, tmp_path: Path) -> None:
+    options = ["--allow-other-tokenizer", "--pad-vocab-to-multiple-of", "64", "--dtype", "float32"]
+    assert consolidate(saved, tmp_path / "out", *options) == 0
+    table = open_checkpoint(tmp_path / "out").read(TABLE)
+    before = open_checkpoint(saved).read(TABLE).float()
+    assert table.shape == (30528, 8)
+    assert torch.equal(table[:ROWS], before)
+    # The mean, in the type that the table was stored in.
+    assert torch.equal(table[ROWS], before.mean(dim=0).to(torch.bfloat16).float())
+
+
+def test_configuration_and_tokenizer_come_from_another_folder(saved: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (saved / "checkpoint.pt").rename(weights / "checkpoint.pt")
+    assert consolidate(weights, tmp_path / "bare") == 0
+    assert not (tmp_path / "bare" / "config.json").exists()
+    assert consolidate(weights, tmp_path / "out", "--base", saved) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (saved / "tokenizer.json").read_bytes()
+    assert AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config.vocab_size == ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--seed", "3"], "--seed has no effect alone: expected tokens to add, or rows to cut or pad, got neither"),
+        (["--add-token", "x=copy:[NOWHERE]"], "the token that x is to be a copy of does not exist"),
+        (["--add-token", "x=mean"], "belongs to another model"),
+        (["--base", "nowhere"], "nowhere is no folder: expected one with config.json and tokenizer, got none"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_leaves_nothing(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    accept = ["--allow-other-tokenizer"] if "copy" in options[-1] else []
+    assert consolidate(saved, tmp_path / "out", *options, *accept) == 1
+    assert sentence in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_folder_without_a_tokenizer_gets_no_tokens(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (saved / name).unlink()
+    assert consolidate(saved, tmp_path / "out", "--add-token", "x=mean") == 1
+    assert "holds no tokenizer" in capsys.readouterr().err

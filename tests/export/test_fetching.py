@@ -1,0 +1,209 @@
+"""Checkpoints by their id on the hub, from a server that speaks its protocol, and by addresses that fsspec opens."""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+from harness import CHECKOUT, Finished, run
+
+from export import fetching
+from export.errors import CheckpointError
+
+NAME = "owner/tiny"
+COMMIT = "1f" * 20
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub of one model, which counts what is fetched of it."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fetched: list[str] = []
+        super().__init__(("127.0.0.1", 0), Answering)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answering(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(has_body=True)
+
+    def answer(self, *, has_body: bool) -> None:
+        if re.fullmatch(rf"/api/models/{NAME}(/revision/(main|v1|{COMMIT}))?", self.path.split("?")[0]):
+            files = sorted(str(path.relative_to(self.server.folder)) for path in self.server.folder.rglob("*.*"))
+            told = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            return self.send(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
+        match = re.fullmatch(rf"/{NAME}/resolve/(main|v1|{COMMIT})/(.+)", self.path)
+        path = self.server.folder / match[2] if match else None
+        if path and path.is_file():
+            content = path.read_bytes()
+            if has_body:
+                self.server.fetched.append(match[2])
+            told = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            return self.send(200, content if has_body else b"", told | {"Content-Length": str(len(content))})
+        error = "RevisionNotFound" if f"/models/{NAME}/" in self.path else "RepoNotFound"
+        return self.send(404, b"{}", {"X-Error-Code": error, "X-Error-Message": "not here"})
+
+    def send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Explodes:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch exploded",)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the small checkpoint, and beside it what others have of the same model."""
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("hub") / "tiny"))
+    for name in ("onnx/model.onnx", "openvino/openvino_model.bin", "tf_model.h5", "README.md", "model.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"of others")
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Explodes()))
+    return folder
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[Hub]:
+    with Hub(model) as hub:
+        yield hub
+        hub.shutdown()
+
+
+def list_names(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def ask(hub: str, home: Path, *words: str, **variables: str) -> Finished:
+    # A cache of its own, where the reader's cannot help.
+    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+    environment |= {"PYTHONPATH": str(CHECKOUT)}
+    return run("-m", "export", *words, cwd=home, env=environment)
+
+
+def test_a_model_of_the_hub_is_exported_with_its_commit(hub: Hub, model: Path, tmp_path: Path) -> None:
+    done = ask(hub.url, tmp_path, "run", f"{NAME}@v1", "--name", "tiny", "--repository", "models", "--json")
+    assert done.code == 0, done.err
+    assert f"{NAME}@{COMMIT}: " in done.err
+    assert set(hub.fetched) == set(fetching.choose_files(list_names(model)))
+    assert "model.safetensors" in hub.fetched and "config.json" in hub.fetched
+    assert not {"pytorch_model.bin", "onnx/model.onnx", "model.py"} & set(hub.fetched)
+    assert not (tmp_path / "exploded").exists()
+    version = tmp_path / "models" / "tiny" / "1"
+    lock = json.loads((version / "modelyard.lock.json").read_text())
+    assert lock["sources"]["checkpoint"]["address"] == f"{NAME}@{COMMIT}"
+    assert json.loads((version / "publication.json").read_text())["checkpoint"] == f"{NAME}@{COMMIT}"
+    assert f"{NAME}@{COMMIT}" in (version / "verification.html").read_text()
+    again = ask(hub.url, tmp_path, "run", f"{NAME}@v1", "--name", "tiny", "--repository", "models")
+    assert again.code == 0 and "nothing was written" in again.out
+    count = len(hub.fetched)
+    hub.shutdown()
+    hub.server_close()
+    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
+        done = ask(hub.url, tmp_path, "inspect", f"{NAME}@v1", **variables)
+        assert done.code == 0 and done.out.startswith(f"{NAME}@{COMMIT}\n"), done.err
+        assert "the copy that was fetched before" in done.err
+    assert len(hub.fetched) == count
+    done = ask(hub.url, tmp_path, "inspect", "owner/other", HF_HUB_OFFLINE="1")
+    assert done.code == 1
+    assert "`hf download owner/other --revision main --local-dir FOLDER` where there is a connection, and" in done.err
+
+
+def test_a_folder_here_wins_and_what_is_nowhere_is_refused(hub: Hub, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "owner").mkdir()
+    shutil.copytree(model, tmp_path / NAME)
+    (tmp_path / NAME / "pytorch_model.bin").unlink()
+    done = ask(hub.url, tmp_path, "inspect", NAME)
+    assert done.code == 0 and done.out.startswith(f"{NAME}\n")
+    assert done.err == f"{NAME} is the folder here, not the model of that name on the hub\n"
+    assert hub.fetched == []
+    for word, sentence in {
+        "owner/nothing": "there is no folder owner/nothing here, and no model of that name can be fetched from http",
+        f"{NAME}@nothing": "expected a branch, tag or commit nothing, got none; correct what follows the @.",
+        "./owner/nothing": "owner/nothing",
+        "nothing": "nothing",
+    }.items():
+        done = ask(hub.url, tmp_path, "inspect", word)
+        assert done.code == 1 and sentence in done.err.replace("\n", " "), done.err
+    done = ask(hub.url, tmp_path, "consolidate", f"{hub.url}/{NAME}/tree/main", "written")
+    assert done.code == 0 and (tmp_path / "written" / "model.safetensors").is_file(), done.err
+
+
+def test_folders_of_a_store_are_copied_once_for_what_they_hold(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "CACHE", tmp_path)
+    store, told = fsspec.filesystem("memory"), []
+    store.put(f"{model}/", "/bucket/tiny/", recursive=True)
+    (found,) = fetching.fetch_all(["memory://bucket/tiny/"], told.append)
+    assert found.address == "memory://bucket/tiny"
+    assert {path.name for path in found.path.iterdir()} == set(fetching.choose_files(list_names(model)))
+    assert (found.path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert fetching.fetch_all(["memory://bucket/tiny"], told.append) == [found] and len(told) == 1
+    store.pipe("/bucket/tiny/vocab.txt", b"other")
+    (other,) = fetching.fetch_all(["memory://bucket/tiny"], told.append)
+    assert other.path != found.path and len(told) == 2
+    (local,) = fetching.fetch_all([f"file://{model}"], told.append)
+    assert local.address == f"file://{model}" and (local.path / "config.json").is_file()
+    (single,) = fetching.fetch_all([f"file://{model}/model.safetensors"], told.append)
+    assert single.path.name == "model.safetensors" and single.path.is_file()
+    assert not list((tmp_path / "fetched").glob("staging-*"))
+    for url, sentence in {
+        "memory://bucket/nothing": "there is nothing at memory://bucket/nothing: expected a folder with a checkpoint",
+        "nosuch://key:secret@bucket/x?token=y": "nosuch://bucket/x cannot be fetched: expected a folder",
+    }.items():
+        with pytest.raises(CheckpointError, match=re.escape(sentence)):
+            fetching.fetch_all([url], told.append)
+
+
+def test_files_that_a_reader_looks_at_are_chosen() -> None:
+    common = [
+        "config.json",
+        "tokenizer.json",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+        "sentencepiece.bpe.model",
+    ]
+    dense = ["2_Dense/pytorch_model.bin"]
+    others = [
+        "README.md",
+        ".gitattributes",
+        "onnx/model.onnx",
+        "openvino/model.xml",
+        "rust_model.ot",
+        "training_args.bin",
+    ]
+    pickled = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
+    safe = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    assert fetching.choose_files([*common, *dense, *others, *pickled, *safe]) == sorted([*common, *dense, *safe])
+    assert fetching.choose_files([*common, *others, *pickled]) == sorted([*common, *pickled])
+    trainers = ["latest", "global_step5/mp_rank_00_model_states.pt", "pytorch_model.bin"]
+    assert set(trainers) < set(fetching.choose_files([*common, *trainers]))
+    assert fetching.choose_files(["run.ckpt", "x.onnx"]) == ["run.ckpt"]

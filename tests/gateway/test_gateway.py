@@ -1,0 +1,474 @@
+"""The gateway in front of the real tritonserver, asked by OpenAI's own client and by hand."""
+
+import base64
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import openai
+import pytest
+import torch
+from doors import Gateway, opened, publish_models
+from harness import CHECKOUT, run
+from launcher import Running, find_ports, running
+from openai import OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from client import Client
+from gateway.__main__ import main
+
+TOKENS = 24
+MESSAGES = [{"role": "system", "content": "Be kind. "}, {"role": "user", "content": "Grüße aus Köln"}]
+LONG = "word " * 600
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes the server's spans, as a collector of OpenTelemetry does."""
+
+    spans: ClassVar[list[dict[str, Any]]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            content = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            for resource in content["resourceSpans"]:
+                for scope in resource["scopeSpans"]:
+                    Collector.spans += scope["spans"]
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            """Say nothing."""
+
+
+@dataclass
+class Doors:
+    """A server with its gateway, and what transformers makes of the same models."""
+
+    folder: Path
+    server: Running
+    gateway: Gateway
+
+    @property
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.gateway.url}/v1", api_key="none", max_retries=0)
+
+    def write(self, ids: Any) -> str:
+        """Return what transformers' own `generate` writes after ids."""
+        tokenizer = AutoTokenizer.from_pretrained(self.folder / "writer")
+        model = AutoModelForCausalLM.from_pretrained(self.folder / "writer").eval()
+        ids = torch.tensor([ids])
+        with torch.no_grad():
+            made = model.generate(ids, do_sample=False, max_new_tokens=TOKENS, pad_token_id=0)
+        return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def read_cancelled(self) -> float:
+        """Return how many callers the writer has seen leave."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.server.metrics}/metrics", timeout=60) as answer:
+            (value,) = re.findall(r"modelyard_generate_cancelled_total\{.*\} (\S+)", answer.read().decode())
+        return float(value)
+
+
+@pytest.fixture(scope="module")
+def doors(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+    folder = tmp_path_factory.mktemp("doors")
+    repository = publish_models(folder, tiny_checkpoint)
+    collector = Collector(("127.0.0.1", 0), Collector.Handler)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    tracing = ["mode=opentelemetry", "rate=1", "level=TIMESTAMPS", "opentelemetry,bsp_schedule_delay=100"]
+    tracing.append(f"opentelemetry,url=localhost:{collector.server_port}/v1/traces")
+    options = [word for option in tracing for word in ("--trace-config", option)]
+    with running(repository, "--", *options) as server:
+        server.follow()
+        # Before the server answers, and until it does.
+        with opened(f"127.0.0.1:{server.grpc}", repository, "--matryoshka", "embedder") as gateway:
+            gateway.wait_for_line("not ready: no server can be reached")
+            status, content, _ = gateway.ask("/health")
+            assert (status, content) == (503, {"status": "not ready"})
+            refusal = gateway.ask("/v1/embeddings", {"model": "embedder", "input": "x"})
+            assert (refusal[0], refusal[1]["error"]["code"], refusal[2]["retry-after"]) == (
+                503,
+                "service_unavailable",
+                "1",
+            )
+            server.wait_for_line("serving HTTP", 60)
+            gateway.wait_for_line("writer, version 1, for generation")
+            deadline = time.monotonic() + 30
+            while len(gateway.ask("/v1/models")[1]["data"]) < 3:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            assert gateway.ask("/health")[:2] == (200, {"status": "ready"})
+            yield Doors(folder, server, gateway)
+    collector.shutdown()
+    collector.server_close()
+
+
+def test_models_are_listed_as_openai_lists_them(doors: Doors) -> None:
+    assert [model.id for model in doors.openai.models.list()] == ["embedder", "ranker", "writer"]
+    assert doors.openai.models.retrieve("writer").owned_by == "modelyard"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt': expected one of embedder, ranker, writer"):
+        doors.openai.models.retrieve("gpt")
+
+
+def test_vectors_are_the_servers_in_either_encoding_with_the_tokens_that_were_read(doors: Doors) -> None:
+    texts = [f"text number {number}" for number in range(70)]
+    with Client(f"127.0.0.1:{doors.server.grpc}", protocol="grpc") as client:
+        wanted = client.embed(texts, model="embedder")
+    for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+        got = doors.openai.embeddings.create(model="embedder", input=texts, **options)
+        vectors = [entry.embedding for entry in got.data]
+        if options.get("encoding_format") == "base64":
+            vectors = [np.frombuffer(base64.b64decode(vector), dtype="<f4") for vector in vectors]
+        assert np.abs(np.array(vectors) - wanted).max() < 1e-5
+        assert [entry.index for entry in got.data] == list(range(70))
+        # [CLS] text number N [SEP]
+        assert got.usage.prompt_tokens == got.usage.total_tokens == 70 * 5
+    (one,) = doors.openai.embeddings.create(model="embedder", input="text number 3").data
+    assert np.abs(np.array(one.embedding) - wanted[3]).max() < 1e-5
+    cut = np.array(doors.openai.embeddings.create(model="embedder", input=texts, dimensions=8).data[5].embedding)
+    assert np.abs(cut - wanted[5, :8] / np.linalg.norm(wanted[5, :8])).max() < 1e-5
+    with Client(f"127.0.0.1:{doors.server.grpc}", protocol="grpc") as client:
+        beginning = client.embed([LONG], model="embedder")[0]
+    got = doors.openai.embeddings.create(model="embedder", input=LONG, extra_body={"truncate_prompt_tokens": -1})
+    assert np.abs(np.array(got.data[0].embedding) - beginning).max() < 1e-5
+    assert got.usage.prompt_tokens == 64
+
+
+def test_a_completion_is_what_transformers_writes_whole_and_streamed(doors: Doors) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(doors.folder / "writer")
+    ids = tokenizer("Once upon")["input_ids"]
+    wanted = doors.write(ids)
+    asked = {"model": "writer", "prompt": "Once upon", "max_tokens": TOKENS, "temperature": 0}
+    whole = doors.openai.completions.create(**asked)
+    (choice,) = whole.choices
+    assert (choice.text, choice.finish_reason) == (wanted, "length")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), TOKENS)
+    events = list(doors.openai.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].text for event in events[:-1]) == wanted
+    assert (events[-1].choices, events[-1].usage.total_tokens) == ([], len(ids) + TOKENS)
+    assert events[-2].choices[0].finish_reason == "length"
+    both = doors.openai.completions.create(**asked | {"prompt": ["Once upon", "The cat"]})
+    assert both.choices[0].text == wanted and [each.index for each in both.choices] == [0, 1]
+    # Unless a caller says otherwise it is drawn, as OpenAI does, and ends after 16 tokens.
+    drawn = [
+        doors.openai.completions.create(model="writer", prompt="Once", n=3, seed=seed, extra_body={"ignore_eos": True})
+        for seed in (7, 7, 8)
+    ]
+    texts = [[choice.text for choice in each.choices] for each in drawn]
+    assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) == 3
+    assert drawn[0].usage.completion_tokens == 3 * 16
+    stop = wanted[10:13]
+    stopped = doors.openai.completions.create(**asked, stop=[stop]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (wanted[: wanted.index(stop)], "stop")
+
+
+def test_a_chat_is_rendered_and_answered_as_transformers_does(doors: Doors) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(doors.folder / "writer")
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    wanted = doors.write(ids)
+    asked: dict[str, Any] = {"model": "writer", "max_completion_tokens": TOKENS, "temperature": 0}
+    whole = doors.openai.chat.completions.create(messages=MESSAGES, **asked)
+    assert whole.choices[0].message.content == wanted
+    assert whole.choices[0].message.role == "assistant"
+    # The token in front is the template's alone.
+    assert whole.usage.prompt_tokens == len(ids)
+    events = list(
+        doors.openai.chat.completions.create(
+            messages=MESSAGES, **asked, n=1, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events[:-1]) == wanted
+    assert events[-1].usage.completion_tokens == TOKENS
+    parts = [{"type": "text", "text": "Grüße "}, {"type": "text", "text": "aus Köln"}]
+    spelled = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}]
+    assert doors.openai.chat.completions.create(messages=spelled, **asked).choices[0].message.content == wanted
+    several = doors.openai.chat.completions.create(
+        messages=MESSAGES, model="writer", n=2, seed=1, max_tokens=5, stream=True
+    )
+    texts = ["", ""]
+    for event in several:
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts[0] != texts[1] and all(texts)
+
+
+def test_documents_are_ranked_as_the_client_ranks_them(doors: Doors) -> None:
+    query, documents = "Where is the station?", ["I love it.", "How much is it?", "Bad work.", "When does it leave?"]
+    with Client(f"127.0.0.1:{doors.server.grpc}", protocol="grpc") as client:
+        wanted = client.rerank(query, documents, model="ranker")
+    body = {"model": "ranker", "query": query, "documents": [*documents[:3], {"text": documents[3]}]}
+    status, got, _ = doors.gateway.ask("/v1/rerank", {**body, "top_n": 3, "return_documents": True})
+    assert status == 200 and got["usage"]["total_tokens"] > 20
+    assert [each["index"] for each in got["results"]] == [each.position for each in wanted[:3]]
+    assert [each["relevance_score"] for each in got["results"]] == pytest.approx([each.score for each in wanted[:3]])
+    assert got["results"][0]["document"] == {"text": documents[wanted[0].position]}
+    _, ranked, _ = doors.gateway.ask("/rerank", {"query": query, "texts": documents, "return_text": True})
+    assert [each["index"] for each in ranked] == [each.position for each in wanted]
+    assert ranked[0]["text"] == documents[wanted[0].position]
+    _, (label,), _ = doors.gateway.ask("/predict", {"inputs": [query, documents[0]]})
+    (score,) = [each.score for each in wanted if each.position == 0]
+    assert label["score"] == pytest.approx(score)
+    _, batch, _ = doors.gateway.ask("/predict", {"inputs": [[query, document] for document in documents]})
+    assert batch[0][0]["score"] == pytest.approx(score) and len(batch) == 4
+
+
+def test_tei_is_told_vectors_and_tokens_without_naming_the_model(doors: Doors) -> None:
+    wanted = doors.openai.embeddings.create(model="embedder", input=["A cat", "sleeps"]).data
+    status, vectors, _ = doors.gateway.ask("/embed", {"inputs": ["A cat", "sleeps"], "normalize": True})
+    assert status == 200
+    assert np.abs(np.array(vectors) - np.array([each.embedding for each in wanted])).max() < 1e-5
+    _, (row,), _ = doors.gateway.ask("/tokenize", {"inputs": "A cat", "model": "embedder"})
+    assert [(token["text"], token["special"], token["start"], token["stop"]) for token in row] == [
+        ("[CLS]", True, None, None),
+        ("a", False, 0, 1),
+        ("cat", False, 2, 5),
+        ("[SEP]", True, None, None),
+    ]
+    _, (plain,), _ = doors.gateway.ask("/tokenize", {"inputs": LONG, "model": "embedder", "add_special_tokens": False})
+    assert len(plain) == 600
+
+
+EMBED, WRITE = {"model": "embedder", "input": "x"}, {"model": "writer", "prompt": "x"}
+CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "sentence"),
+    [
+        ("/v1/embeddings", {**EMBED, "input": [1, 2]}, 400, "input holds token ids: expected texts"),
+        ("/v1/embeddings", {**EMBED, "input": [[1], [2]]}, 400, "LangChain: check_embedding_ctx_length=False"),
+        ("/v1/embeddings", {**EMBED, "input": []}, 400, "input is empty"),
+        ("/v1/embeddings", {**EMBED, "input": ["x"] * 2049}, 400, "expected at most 2048 texts, got 2049"),
+        ("/v1/embeddings", {**EMBED, "input": ["x", LONG]}, 400, "input[1] is too long for the model: expected at"),
+        ("/v1/embeddings", {**EMBED, "input": 5}, 400, "input cannot be used: expected a valid string or"),
+        ("/v1/embeddings", {"model": "embedder"}, 400, "the parameter input is missing"),
+        ("/v1/embeddings", {**EMBED, "dimension": 3}, 400, "the parameter 'dimension' is not known here: expected one"),
+        ("/v1/embeddings", {**EMBED, "dimensions": 17}, 400, "makes vectors of 16 values: expected at most 16"),
+        ("/v1/embeddings", {**EMBED, "model": "writer"}, 400, "writer is a model of generation: expected"),
+        ("/v1/embeddings", {**EMBED, "model": "gpt"}, 404, "there is no model 'gpt': expected one of"),
+        ("/v1/embeddings", [], 400, "the body is no JSON object"),
+        ("/v1/completions", {**WRITE, "max_tokens": 0}, 400, "max_tokens cannot be used: expected greater"),
+        ("/v1/completions", {**WRITE, "temperature": "hot"}, 400, "temperature cannot be used: expected a valid"),
+        ("/v1/completions", {**WRITE, "temperature": 1e-5}, 400, "temperature is too small: expected 0, which takes"),
+        ("/v1/completions", {**WRITE, "temperature": 0, "n": 2}, 400, "n 2 has no effect: expected a temperature"),
+        ("/v1/completions", {**WRITE, "prompt": "word " * 5000}, 400, "is too long for the model's context"),
+        ("/v1/completions", {**WRITE, "logprobs": 3}, 400, "logprobs cannot be used: expected null, got 3"),
+        ("/v1/completions", {**WRITE, "prompt": ["a", "b"], "stream": True}, 400, "a stream has one prompt"),
+        ("/v1/completions", {**WRITE, "stream_options": {}}, 400, "stream_options has no effect"),
+        ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages cannot be used"),
+        ("/v1/chat/completions", {**CHAT, "tools": [{}]}, 400, "tools cannot be used: expected null, got [{}]"),
+        ("/v1/chat/completions", {**CHAT, "stream": True, "top_k": -7}, 400, "top_k cannot be used"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ("/v1/rerank", {"model": "ranker", "query": "x", "documents": []}, 400, "documents is empty"),
+        ("/predict", {"inputs": [["a"], ["a", "b"]]}, 400, "inputs cannot be used: expected one text a row"),
+        ("/v1/audio/speech", {}, 404, "there is no /v1/audio/speech: expected one of the paths that /docs shows"),
+        ("/v1/embeddings", None, 405, "/v1/embeddings is not asked with GET"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_refused_as_openai_refuses(
+    doors: Doors, path: str, content: Any, status: int, sentence: str
+) -> None:
+    got = doors.gateway.refuse(path, content)
+    assert got[0] == status and sentence in got[1], got
+
+
+def test_a_body_is_bounded_and_may_be_anything(doors: Doors) -> None:
+    for body in (b"{", b"\xff\xfe", b"", b"[" * 9999):
+        assert "the body is no JSON" in doors.gateway.refuse("/v1/embeddings", body=body)[1]
+    with opened(f"127.0.0.1:{doors.server.grpc}", doors.folder / "models", "--max-body", "1000") as small:
+        text = json.dumps({**EMBED, "input": "x" * 2000}).encode()
+        assert "the body is too large: expected at most 1000 bytes" in small.refuse("/v1/embeddings", body=text)[1]
+        # Of one whose length is not told before.
+        with socket.create_connection(("127.0.0.1", small.port), timeout=30) as connection:
+            connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+            connection.sendall(b"3e8\r\n" + b"x" * 1000 + b"\r\n3e8\r\n" + b"x" * 1000 + b"\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_who_leaves_frees_the_place_in_the_server(doors: Doors) -> None:
+    gateway, cancelled = doors.gateway, doors.read_cancelled()
+    left = 'modelyard_gateway_requests_total{route="/v1/chat/completions",status="499"}'
+    for is_streamed in (True, False):
+        before = gateway.read_metric(left)
+        body = json.dumps({**CHAT, "ignore_eos": True, "stream": is_streamed}).encode()
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as connection:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            if is_streamed:
+                assert b"200 OK" in connection.recv(1000)
+            else:
+                time.sleep(0.5)
+        deadline = time.monotonic() + 30
+        while gateway.read_metric(left) == before or doors.read_cancelled() == cancelled:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        cancelled = doors.read_cancelled()
+
+
+def test_the_servers_spans_belong_to_the_callers_trace(doors: Doors) -> None:
+    for path, content in (("/v1/embeddings", EMBED), ("/v1/completions", WRITE)):
+        Collector.spans.clear()
+        assert doors.gateway.ask(path, content, traceparent=PARENT)[0] == 200
+        deadline = time.monotonic() + 30
+        while not any(span.get("parentSpanId") == PARENT.split("-")[2] for span in Collector.spans):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert PARENT.split("-")[1] in {span["traceId"] for span in Collector.spans}
+
+
+def test_the_operations_are_described_and_counted(doors: Doors) -> None:
+    assert "swagger" in doors.gateway.ask("/docs")[1]
+    schema = doors.gateway.ask("/openapi.json")[1]
+    assert {"/v1/embeddings", "/v1/chat/completions", "/embed", "/v1/models/{name}"} <= schema["paths"].keys()
+    text = json.dumps(schema)
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) <= schema["components"]["schemas"].keys()
+    counted = 'modelyard_gateway_tokens_total{kind="prompt",model="embedder"}'
+    before = doors.gateway.read_metric(counted)
+    doors.openai.embeddings.create(model="embedder", input="x")
+    assert doors.gateway.read_metric(counted) == before + 3
+    assert doors.gateway.read_metric("modelyard_gateway_ready") == 1
+
+
+def add_key(path: Path, name: str, *limits: str) -> str:
+    done = run("-m", "gateway", "--keys", str(path), "--add-key", name, *limits)
+    assert done.code == 0, done.err
+    return done.out.strip()
+
+
+def test_keys_open_are_limited_and_are_read_again(doors: Doors, tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    alice = add_key(path, "alice")
+    bob = add_key(path, "bob", "--requests-per-minute", "2")
+    carol = add_key(path, "carol", "--tokens-per-minute", "5")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert not {alice, bob, carol} & set(path.read_text().split('"'))
+    with opened(f"127.0.0.1:{doors.server.grpc}", doors.folder / "models", "--keys", str(path)) as gateway:
+        gateway.wait_for_line("embedder, version 1")
+        gateway.wait_for_line("ready")
+        assert [gateway.ask(open_path)[0] for open_path in ("/health", "/docs", "/openapi.json")] == [200] * 3
+        for path_asked in ("/v1/embeddings", "/v1/models", "/metrics", "/nowhere"):
+            assert gateway.refuse(path_asked, key="")[0] == 401
+        assert gateway.refuse("/v1/embeddings", EMBED, key="sk-wrong")[1].startswith("the key is nobody's")
+        client = OpenAI(base_url=f"{gateway.url}/v1", api_key=alice, max_retries=0)
+        assert all(client.embeddings.create(**EMBED).data for _ in range(5))
+        answers = [gateway.ask("/v1/embeddings", EMBED, key=bob) for _ in range(3)]
+        assert [status for status, _, _ in answers] == [200, 200, 429]
+        assert answers[0][2]["x-ratelimit-remaining-requests"] == "1"
+        assert 1 <= int(answers[2][2]["retry-after"]) <= 30
+        assert "the key bob has used up its limit: expected at most 2 requests per minute" in str(answers[2][1])
+        with pytest.raises(openai.RateLimitError):
+            OpenAI(base_url=f"{gateway.url}/v1", api_key=bob, max_retries=0).embeddings.create(**EMBED)
+        # [CLS] x [SEP] twice is one more than there is; the answer is given, and then there is a debt.
+        assert [gateway.ask("/v1/embeddings", EMBED, key=carol)[0] for _ in range(3)] == [200, 200, 429]
+        dave = add_key(path, "dave")
+        # It looks at the file when somebody asks, once a second.
+        deadline = time.monotonic() + 30
+        while gateway.ask("/v1/embeddings", EMBED, key=dave)[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        gateway.wait_for_line("read 4 keys again")
+        # Who had used it up has not got it back.
+        assert gateway.ask("/v1/embeddings", EMBED, key=bob)[0] == 429
+        path.write_text('{"name": "eve", "sha256": "5"}\n')
+        deadline = time.monotonic() + 30
+        while not any("the keys stay as they were" in line for line in gateway.lines):
+            assert time.monotonic() < deadline
+            assert gateway.ask("/v1/embeddings", EMBED, key=dave)[0] == 200
+            time.sleep(0.1)
+
+
+def test_it_answers_what_is_in_flight_before_it_stops(doors: Doors) -> None:
+    with opened(f"127.0.0.1:{doors.server.grpc}", doors.folder / "models") as gateway:
+        gateway.wait_for_line("writer, version 1")
+        gateway.wait_for_line("ready")
+        client = OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        body = {"ignore_eos": True}
+        stream = client.completions.create(model="writer", prompt="x", max_tokens=300, stream=True, extra_body=body)
+        next(iter(stream))
+        gateway.process.send_signal(signal.SIGTERM)
+        assert [event.choices[0].finish_reason for event in stream][-1] == "length"
+        assert gateway.process.wait(timeout=30) == 0
+
+
+@pytest.mark.skipif("MODELYARD_DOORS" not in os.environ, reason="asks with LangChain and LlamaIndex: `make test-doors`")
+def test_other_clients_are_answered_as_well(doors: Doors) -> None:
+    program = str(Path(__file__).with_name("other_clients.py"))
+    command = [os.environ["MODELYARD_DOORS"], program, f"{doors.gateway.url}/v1"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    heard = json.loads(done.stdout)
+    texts = ["A cat sleeps.", "A kitten naps."]
+    wanted = [entry.embedding for entry in doors.openai.embeddings.create(model="embedder", input=texts).data]
+    for name in ("langchain", "llama_index"):
+        documents, queries = heard[name]
+        assert np.abs(np.array(documents) - wanted).max() < 1e-5
+        assert np.abs(np.array(queries) - wanted).max() < 1e-5
+    assert heard["chat"][0] == heard["chat"][1] and heard["tokens"] == 8
+
+
+def test_the_recipes_of_the_page_run(doors: Doors, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (
+        (CHECKOUT / "docs" / "gateway.md")
+        .read_text(encoding="utf-8")
+        .replace("localhost:8080", f"127.0.0.1:{doors.gateway.port}")
+    )
+    for recipe in re.findall(r"^\$ (curl .*)$", page, re.MULTILINE):
+        done = subprocess.run(["bash", "-c", recipe], capture_output=True, text=True, check=True)
+        assert "error" not in json.loads(done.stdout), done.stdout
+    (code,) = re.findall(r"^```text\n(from openai .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    vectors, text = capsys.readouterr().out.split("\n", 1)
+    assert vectors == "2 13" and text.strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (["--repository", "nowhere"], 1, "error: nowhere is no folder: expected the repository that is served"),
+        (["--keys", "nowhere"], 1, "error: nowhere cannot be read: expected a file with one key a line"),
+        (["--host", "192.0.2.1"], 1, "192.0.2.1:8080 cannot be listened on"),
+        (["--timeout", "0"], 1, "--timeout is too small"),
+        (["--add-key", "x"], 2, "--add-key needs --keys"),
+        (["--tokens-per-minute", "5"], 2, "belong to --add-key"),
+    ],
+)
+def test_what_it_cannot_start_with_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    code: int,
+    sentence: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gateway", "--repository", str(tmp_path), *options])
+    try:
+        found = main()
+    except SystemExit as exc:
+        found = exc.code  # type: ignore[assignment]
+    assert found == code
+    assert sentence in capsys.readouterr().err
+
+
+def test_it_listens_where_nobody_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (port,) = find_ports(1)
+    monkeypatch.setattr(sys, "argv", ["gateway", "--repository", str(tmp_path), "--port", str(port)])
+    with socket.create_server(("127.0.0.1", port)):
+        assert main() == 1
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port} cannot be listened on" in said and "'Address already in use'" in said
