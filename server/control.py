@@ -14,7 +14,6 @@ from typing import Any
 
 from .control_key import ControlKey
 from .errors import ControlError
-from .grpc_call import GrpcError, call
 
 # Loading a model may have to wait for a warmup or a cold disk.
 _LOAD_TIMEOUT_S = 120.0
@@ -89,6 +88,9 @@ class Control:
         if not self._grpc_address:
             self._ask(path, {}, timeout_s=_LOAD_TIMEOUT_S)
             return
+        # Here and not above: what refuses to start, and says what is missing, runs where no package is installed.
+        from .grpc_call import GrpcError, call
+
         try:
             call(self._grpc_address, _LOAD, _name_model(model), self._key.grpc_headers, _LOAD_TIMEOUT_S)
         except GrpcError as exc:

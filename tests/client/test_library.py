@@ -1,6 +1,7 @@
 """The client library and runs over files, against the real server."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -131,7 +132,8 @@ class Relay:
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    with source, target:
+    # Whichever way ends first closes both.
+    with source, target, contextlib.suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
 

@@ -24,6 +24,7 @@ from harness import Published
 from launcher import Running, running
 from tritonclient.utils import InferenceServerException
 
+from export.repository.config_file import parse_config
 from server.healing import MAX_STREAK
 
 KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
@@ -132,13 +133,23 @@ def wait_until_obedient(server: Running, limit_s: float = BACK_WITHIN_S) -> int:
             time.sleep(0.05)
 
 
+def find_settled(server: Running, repository: Path, step: str) -> list[int]:
+    """Return the processes of a step once those that were replaced before are gone."""
+    (group,) = parse_config((repository / step / "config.pbtxt").read_text()).instance_group
+    deadline = time.monotonic() + BACK_WITHIN_S
+    while len(stubs := server.find_stubs(step)) != group.count:
+        assert time.monotonic() < deadline, stubs
+        time.sleep(0.05)
+    return [stub.pid for stub in stubs]
+
+
 @pytest.mark.parametrize("sort", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_lost_backend_process_is_replaced_under_load(
     server: Running, repository: Path, step: str, sort: signal.Signals
 ) -> None:
     neighbour = next(name for name in STEPS if name != step)
-    untouched = [stub.pid for stub in server.find_stubs(neighbour)]
+    untouched = find_settled(server, repository, neighbour)
     name = "died" if sort == signal.SIGKILL else "hung"
     metric = f'modelyard_backend_deaths_total{{model="{step}",reason="{name}"}}'
     before, aborts = server.read_metrics()[metric], count_aborts(server)
