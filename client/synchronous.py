@@ -19,9 +19,18 @@ from .session import Arrays
 T = TypeVar("T")
 
 
+# Several threads may ask for the first time at once, and `cache` would then start a loop for each.
+_starting = threading.Lock()
+
+
+def _find_loop() -> asyncio.AbstractEventLoop:
+    """Return the loop of all clients of this process: gRPC's asyncio wants no more than one."""
+    with _starting:
+        return _start_loop()
+
+
 @cache
 def _start_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of all clients of this process: gRPC's asyncio wants no more than one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="modelyard-client", daemon=True).start()
     return loop
@@ -29,7 +38,7 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 
 def wait_for(question: Coroutine[Any, Any, T]) -> T:
     """Return the answer to a question that is asked on the clients' loop; Ctrl-C cancels it."""
-    future = asyncio.run_coroutine_threadsafe(question, _start_loop())
+    future = asyncio.run_coroutine_threadsafe(question, _find_loop())
     try:
         return future.result()
     except BaseException:

@@ -65,6 +65,9 @@ def fetch_all(words: Sequence[str], tell: Callable[[str], None]) -> list[Fetched
     return [_fetch(word, tell) for word in words]
 
 
+_TAG = re.compile(r"[\w-]{8,128}")
+
+
 def join_addresses(fetched: Iterable[Fetched]) -> str:
     """Return where they were fetched from; empty where all were here."""
     return ", ".join(each.address for each in fetched if each.address)
@@ -119,7 +122,7 @@ def _find_endpoint() -> str:
 
 
 def _fetch_model(name: str, revision: str, tell: Callable[[str], None]) -> Fetched:
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -133,6 +136,15 @@ def _fetch_model(name: str, revision: str, tell: Callable[[str], None]) -> Fetch
         tell(f"{name}@{commit}: {len(names)} of {len(info.siblings or ())} files from {_find_endpoint()}")
         names.sort(key=lambda each: each == _LAST)
         for each in names:
+            # The library takes it for the name of a file.
+            tag = get_hf_file_metadata(hf_hub_url(name, each, revision=commit)).etag
+            if not _TAG.fullmatch(tag or ""):
+                raise CheckpointError(
+                    f"{name}/{each} is not fetched",
+                    expected="a hash as its tag",
+                    got=repr(tag),
+                    remedy="trust no such hub",
+                )
             # The last one by the name of its revision, which is how it is found again without a connection.
             path = hf_hub_download(name, each, revision=revision if each is names[-1] else commit)
     except GatedRepoError as exc:
@@ -150,6 +162,8 @@ def _fetch_model(name: str, revision: str, tell: Callable[[str], None]) -> Fetch
             got="neither",
             remedy="correct it, or `hf auth login` if the model is private",
         ) from exc
+    except CheckpointError:
+        raise
     # Of several libraries, depending on which of them was asked first: there is no connection, or it broke.
     except Exception as exc:
         found = _find_cached(name, revision)

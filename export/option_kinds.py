@@ -11,6 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+# What every field of a configuration holds.
+MAX_COUNT = 2**31 - 1
+
 
 class Needs(Enum):
     """What an option has no effect without; the value says in a refusal when that is."""
@@ -133,7 +136,7 @@ def _read_integer(value: Any) -> int:
 
 
 def _read_count(value: Any) -> int:
-    if _read_integer(value) < 1:
+    if not 1 <= _read_integer(value) <= MAX_COUNT:
         raise ValueError
     return int(value)
 
@@ -194,13 +197,13 @@ PATH = Kind(expected="a path", parse=_read_path, read=_read_path, metavar="DIR")
 PATHS = Kind(expected="a list of paths", parse=_read_path, read=_read_paths, metavar="DIR", collect=tuple)
 INTEGER = Kind(expected="a whole number", parse=int, read=_read_integer, metavar="N")
 COUNT = Kind(
-    expected="a whole number of at least 1",
+    expected=f"a whole number from 1 to {MAX_COUNT}",
     parse=lambda word: _read_count(int(word)),
     read=_read_count,
     metavar="N",
 )
 COUNTS = Kind(
-    expected="whole numbers of at least 1, in a file a list",
+    expected=f"whole numbers from 1 to {MAX_COUNT}, in a file a list",
     parse=lambda word: _read_count(int(word)),
     read=_read_counts,
     metavar="N",

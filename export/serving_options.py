@@ -14,6 +14,9 @@ _COMMON: dict[str, Any] = {"group": "serving options, for tables of modelyard.to
 
 TIMEOUT_ACTIONS = ("reject", "delay")
 
+# tritonserver makes a queue of each.
+MAX_PRIORITY_LEVELS = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
@@ -122,6 +125,13 @@ class ServingOptions:
 
     def __post_init__(self) -> None:
         levels, default = self.priority_levels, self.default_priority_level
+        if levels is not None and levels > MAX_PRIORITY_LEVELS:
+            raise SettingsError(
+                "--priority-levels is more than are of use",
+                expected=f"at most {MAX_PRIORITY_LEVELS}, each of which is a queue",
+                got=str(levels),
+                remedy="pass fewer",
+            )
         if default is not None and levels is None:
             raise SettingsError(
                 "--default-priority-level has no effect without --priority-levels",

@@ -11,13 +11,16 @@ _MAX_TEXTS = 2048
 # Of which each is written by a request of its own.
 _MAX_PROMPTS = 128
 
+# What the server's parameters hold.
+_MAX_INTEGER = 2**63 - 1
+
 T = TypeVar("T", bound="Body")
 
 
 class Body(BaseModel):
     """Any of them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 Tokens = list[int] | list[list[int]]
@@ -48,16 +51,16 @@ class Sampling(Body):
     n: int | None = Field(None, ge=1, le=16)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=-1, le=_MAX_INTEGER)
     min_p: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-_MAX_INTEGER, le=_MAX_INTEGER)
     stop: Texts | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: int | None = Field(None, ge=0, le=_MAX_INTEGER)
     ignore_eos: bool | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_INTEGER)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: None = None
@@ -103,7 +106,7 @@ class Chat(Sampling):
     """`/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INTEGER)
     logprobs: Literal[False] | None = None
     response_format: PlainText | None = None
     tools: None = None

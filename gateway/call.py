@@ -41,5 +41,9 @@ class Call:
 
 
 def read_tracing(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return the headers of a request that its traces go on with."""
-    return {name.decode(): value.decode("latin-1") for name, value in headers if name in _TRACING}
+    """Return the headers of a request that its traces go on with, but for what gRPC carries in no header."""
+    return {
+        name.decode(): value.decode("latin-1")
+        for name, value in headers
+        if name in _TRACING and all(0x20 <= byte <= 0x7E for byte in value)
+    }

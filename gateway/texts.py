@@ -15,6 +15,9 @@ from .errors import ApiError, refuse
 from .published import Row
 from .upstream import GENERATION, Served, Upstream
 
+# Of which tokens are told: each is some hundred bytes of JSON, which is written while nobody else is answered.
+_MAX_CHARACTERS = 131_072
+
 _EMBEDDING, _LABELS, _PAIRS = ("embedding",), ("classification",), ("pair classification",)
 
 Vectors = npt.NDArray[np.float32]
@@ -106,6 +109,13 @@ class Texts:
         kinds = (*_EMBEDDING, *_LABELS, *_PAIRS, GENERATION)
         served = self._upstream.find_of(asked.model, kinds)
         adds = asked.add_special_tokens is not False
+        characters = sum(map(len, texts))
+        if characters > _MAX_CHARACTERS:
+            raise ApiError(
+                400,
+                f"inputs is too long: expected at most {_MAX_CHARACTERS} characters, got {characters}; ask in parts.",
+                param="inputs",
+            )
         encodings = await asyncio.to_thread(served.files.whole.encode_batch, texts, add_special_tokens=adds)
         rows = []
         for encoding in encodings:

@@ -57,6 +57,31 @@ def test_a_list_of_any_length_is_answered_in_its_order(server: Addresses, vector
         assert [values.shape for values in made.values()] == [(70, 384)]
 
 
+# In a process of its own, whose clients have no event loop yet.
+THREADS = """
+import sys, threading
+from client import Client
+
+def ask():
+    together.wait()
+    for protocol, url in (("http", sys.argv[1]), ("grpc", sys.argv[2])):
+        with Client(url, protocol=protocol) as client:
+            told.extend(client.embed(["x"]).shape for _ in range(3))
+    told.append(shared.embed(["x"]).shape)
+
+together, told, shared = threading.Barrier(8), [], Client(sys.argv[1])
+threads = [threading.Thread(target=ask) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+sys.exit(told != [(1, 384)] * 56)
+"""
+
+
+def test_threads_that_ask_for_the_first_time_at_once_are_all_answered(server: Addresses) -> None:
+    done = run("-c", THREADS, server.http, server.grpc)
+    assert done.code == 0, done.err
+
+
 def test_more_text_than_one_request_may_hold_is_sent_in_several(server: Addresses) -> None:
     with Client(server.grpc, protocol="grpc") as client:
         assert client.embed(["word " * 10_000] * 22).shape == (22, 384)

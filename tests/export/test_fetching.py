@@ -30,6 +30,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.fetched: list[str] = []
+        self.tag = ""
         super().__init__(("127.0.0.1", 0), Answering)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -58,7 +59,7 @@ class Answering(BaseHTTPRequestHandler):
             content = path.read_bytes()
             if has_body:
                 self.server.fetched.append(match[2])
-            told = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            told = {"ETag": f'"{self.server.tag or hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
             return self.send(200, content if has_body else b"", told | {"Content-Length": str(len(content))})
         error = "RevisionNotFound" if f"/models/{NAME}/" in self.path else "RepoNotFound"
         return self.send(404, b"{}", {"X-Error-Code": error, "X-Error-Message": "not here"})
@@ -134,6 +135,14 @@ def test_a_model_of_the_hub_is_exported_with_its_commit(hub: Hub, model: Path, t
     done = ask(hub.url, tmp_path, "inspect", "owner/other", HF_HUB_OFFLINE="1")
     assert done.code == 1
     assert "`hf download owner/other --revision main --local-dir FOLDER` where there is a connection, and" in done.err
+
+
+def test_a_hub_whose_tags_are_paths_writes_nothing(hub: Hub, tmp_path: Path) -> None:
+    hub.tag = f"../../../../../../../../../../../../../../..{tmp_path}/escaped"
+    done = ask(hub.url, tmp_path, "inspect", NAME)
+    assert done.code == 1
+    assert "is not fetched: expected a hash as its tag, got '../" in done.err
+    assert not (tmp_path / "escaped").exists() and not hub.fetched
 
 
 def test_a_folder_here_wins_and_what_is_nowhere_is_refused(hub: Hub, model: Path, tmp_path: Path) -> None:

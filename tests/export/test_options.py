@@ -139,8 +139,9 @@ def test_the_command_line_wins_and_adds_its_tokens_to_the_files(tmp_path: Path) 
         ({"adapter": [["one"]]}, "adapter in FILE is of another kind: expected a list of paths"),
         ({"seed": True}, "seed in FILE is of another kind: expected a whole number, got true."),
         ({"seed": 1.0}, "seed in FILE is of another kind: expected a whole number, got 1.0."),
-        ({"top_k": 0}, "top_k in FILE is of another kind: expected a whole number of at least 1, got 0."),
-        ({"top_k": True}, "top_k in FILE is of another kind: expected a whole number of at least 1, got true."),
+        ({"top_k": 0}, "top_k in FILE is of another kind: expected a whole number from 1 to 2147483647, got 0."),
+        ({"top_k": 10**21}, "top_k in FILE is of another kind: expected a whole number from 1 to 2147483647, got 1"),
+        ({"top_k": True}, "top_k in FILE is of another kind: expected a whole number from 1 to 2147483647, got true."),
         ({"lora_scaling": True}, "lora_scaling in FILE is of another kind: expected a number, got true."),
         ('{"lora_scaling": NaN}', "lora_scaling in FILE is of another kind: expected a number, got NaN."),
         ({"normalize": 1}, "normalize in FILE is of another kind: expected true or false, got 1."),
@@ -170,7 +171,7 @@ def test_a_setting_that_means_nothing_is_refused_in_one_sentence(content: Any, s
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--top-k", "0"], "argument --top-k: expected a whole number of at least 1, got '0'"),
+        (["--top-k", "0"], "argument --top-k: expected a whole number from 1 to 2147483647, got '0'"),
         (["--seed", "1.5"], "argument --seed: expected a whole number, got '1.5'"),
         (["--lora-scaling", "inf"], "argument --lora-scaling: expected a number, got 'inf'"),
         (["--base", ""], "argument --base: expected a path, got ''"),
