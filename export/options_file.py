@@ -63,7 +63,7 @@ def read_file(path: Path, name: str, options: list[Option], variable: list[Optio
     variants: dict[str, dict[str, Any]] = {}
     for table in tables:
         plain = {key: value for key, value in table.content.items() if key != VARIANTS}
-        settings |= {key: _read_value(table.locate(key), key, value, known) for key, value in plain.items()}
+        settings |= {key: _read_value(table.locate(key), key, value, known, VARIANTS) for key, value in plain.items()}
         for variant, values in _read_variants(table, variable).items():
             variants[variant] = variants.get(variant, {}) | values
     return settings | ({VARIANTS: variants} if variants else {})
@@ -120,7 +120,7 @@ def _read_toml(path: Path, name: str) -> list[_Table]:
                 f"{_locate(path, text, (), key)} has the unknown table {key}",
                 expected=f"[{_DEFAULT}] or [{_MODELS}.NAME]",
                 got=key,
-                remedy=f"write [{_MODELS}.{key}] for a model, or the option below [{_DEFAULT}]",
+                remedy=_suggest_table(key),
             )
     models = content.get(_MODELS, {})
     tables: list[tuple[tuple[str, ...], Any]] = [((_DEFAULT,), content.get(_DEFAULT, {}))]
@@ -130,6 +130,12 @@ def _read_toml(path: Path, name: str) -> list[_Table]:
             what = f"{_locate(path, text, (), place[0])} has no table {'.'.join(place)}"
             raise SettingsError(what, expected="options below its name in brackets", got=json.dumps(table, default=str))
     return [_Table(content=table, locate=partial(_locate, path, text, place)) for place, table in tables]
+
+
+def _suggest_table(key: str) -> str:
+    meant = {_DEFAULT: f"did you mean [{_DEFAULT}]", _MODELS: f"did you mean [{_MODELS}.NAME]"}
+    near = find_nearest(key, meant)
+    return meant[near] if near else f"write [{_MODELS}.{key}] for a model, or the option below [{_DEFAULT}]"
 
 
 def _locate(path: Path, text: str, place: tuple[str, ...], *keys: str) -> str:
@@ -167,13 +173,14 @@ def _read_header(line: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _read_value(place: str, key: str, value: Any, known: Mapping[str, Option]) -> Any:
+def _read_value(place: str, key: str, value: Any, known: Mapping[str, Option], *others: str) -> Any:
     option = known.get(key)
     if option is None:
-        near = find_nearest(key, known)
+        names = [*known, *others]
+        near = find_nearest(key, dict.fromkeys(names))
         raise SettingsError(
             f"{place} has the unknown option {key}",
-            expected="one of " + ", ".join(known),
+            expected="one of " + ", ".join(names),
             got=key,
             remedy=f"did you mean {near}" if near else "remove it",
         )
