@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..engines import ENGINES
 from ..engines.choice import EngineChoice
 from ..errors import list_some
 from ..graph.conversion import PrecisionReport
@@ -81,7 +82,7 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         console.print(f"\n[bold yellow]Warning:[/] {escape(warning)}")
     for note in result.notes:
         console.print(f"\nNote: {note}", markup=False)
-    console.print(f"\nNext: {_name_next(publication, repository)}", markup=False)
+    console.print(f"\nNext: {_name_next(publication, repository, ENGINES[result.engine].elsewhere)}", markup=False)
 
 
 def to_json(result: ExportResult) -> dict[str, Any]:
@@ -133,8 +134,10 @@ def _describe_active(publication: Publication) -> str:
     return f"not this version but {publication.active}" if publication.active else "no version yet"
 
 
-def _name_next(publication: Publication, repository: Path) -> str:
+def _name_next(publication: Publication, repository: Path, elsewhere: str) -> str:
     if publication.active == publication.version:
+        if elsewhere:
+            return elsewhere.replace("NAME", publication.name)
         return f"{name_command('serve')} --repository {repository}"
     return f"{name_command('activate')} {publication.name} {publication.version} --repository {repository}"
 

@@ -114,6 +114,7 @@ class Engine(ABC):
         is_measured: Whether `--engine auto` measures it beside others, with `open_here`.
         idle_options: Names of the serving options that have no effect on what it runs.
         queue_parameter: Parameter of the backend that bounds its own queue; empty where the queue is Triton's.
+        elsewhere: Command that serves the model NAME, where `modelyard serve` does not.
         takes: What it is given: an ONNX graph, or a decoder, a language model whose keys and values it keeps itself.
     """
 
@@ -128,6 +129,7 @@ class Engine(ABC):
     is_measured: ClassVar[bool] = False
     idle_options: ClassVar[frozenset[str]] = frozenset()
     queue_parameter: ClassVar[str] = ""
+    elsewhere: ClassVar[str] = ""
     takes: ClassVar[Form] = "graph"
 
     def find_graph_precision(self, precision: str) -> str:

@@ -42,6 +42,7 @@ class VLLM(Engine):
     graph_precisions: ClassVar[Mapping[str, str]] = {name: name for name in DTYPES}
     # vLLM queues and batches by itself, in one process, and answers in pieces.
     idle_options = frozenset({"instances", "max_queue_size", "response_cache", "rate_limit"})
+    elsewhere = "MODELYARD_MODEL=NAME docker compose --profile vllm up server-vllm"
     takes = "decoder"
 
     def check(self, precision: str, target: "Target") -> None:

@@ -82,6 +82,14 @@ def test_a_version_is_a_whole_checkpoint_that_transformers_opens_and_vllm_is_poi
     assert read_json(second / "config.json")["torch_dtype"] == "bfloat16"
 
 
+def test_the_next_step_is_the_image_that_serves_it(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert publish(checkpoint, tmp_path / "models", name="poet") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Next: MODELYARD_MODEL=poet docker compose --profile vllm up server-vllm"
+
+
 def test_the_recorded_texts_are_those_that_transformers_writes(checkpoint: Path, repository: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
