@@ -5,6 +5,7 @@ import http.client
 import json
 import math
 import struct
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -23,8 +24,26 @@ from .published import read_repository
 _TIMEOUT_S = 60.0
 _METADATA_TIMEOUT_S = 5.0
 
+# For how long a full queue is asked again, which says nothing of the answer: where somebody waits for a word, and where
+# a version is judged once for good.
+_PATIENCE_S = 4.0
+JUDGING_PATIENCE_S = 30.0
+_PAUSE_S = 0.2
 
-def check_answer(url: str, repository: Path, name: str, version: str, *, served_as: str | None = None) -> float | None:
+
+class _BusyError(OSError):
+    """The server answers, and has no place for one more request."""
+
+
+def check_answer(
+    url: str,
+    repository: Path,
+    name: str,
+    version: str,
+    *,
+    served_as: str | None = None,
+    patience_s: float = _PATIENCE_S,
+) -> float | None:
     """Ask a model for an answer that was recorded when it was verified.
 
     Args:
@@ -33,6 +52,7 @@ def check_answer(url: str, repository: Path, name: str, version: str, *, served_
         name: Its name there.
         version: Which version of it.
         served_as: The name under which the server has it, where that is another.
+        patience_s: For how many seconds it is asked again where its queue is full.
 
     Returns:
         The largest difference to it, as `measure_answer` counts it; None where nothing was recorded.
@@ -48,7 +68,16 @@ def check_answer(url: str, repository: Path, name: str, version: str, *, served_
     # The first of them: an answer with numbers in it.
     sample = golden["samples"][0]
     ask = _generate if golden.get("decoupled") else _infer
-    answered = ask(f"{url}/v2/models/{served_as or name}/versions/{version}", sample)
+    asked = f"{url}/v2/models/{served_as or name}/versions/{version}"
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            answered = ask(asked, sample)
+            break
+        except _BusyError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_PAUSE_S)
     return measure_answer(sample["outputs"], answered, golden["tolerances"])
 
 
@@ -235,7 +264,8 @@ def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> Any:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return json.load(response)
     except urllib.error.HTTPError as exc:
-        raise OSError(f"HTTP {exc.code}: {exc.read(500).decode(errors='replace')}") from exc
+        refused = _BusyError if exc.code == http.HTTPStatus.SERVICE_UNAVAILABLE else OSError
+        raise refused(f"HTTP {exc.code}: {exc.read(500).decode(errors='replace')}") from exc
     except http.client.HTTPException as exc:
         raise OSError(f"no HTTP: {exc!r}") from exc
 

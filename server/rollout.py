@@ -25,7 +25,7 @@ from pathlib import Path
 
 from .control import Control
 from .errors import ControlError, RolloutError
-from .health import check_answer
+from .health import JUDGING_PATIENCE_S, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import GOLDEN_FILE, Published, list_versions
@@ -262,7 +262,14 @@ class Roller:
     def _check(self, published: Published, name: str) -> None:
         """Ask for the verified answer of a version under the name that serves it."""
         if published.version:
-            check_answer(self._control.url, self._repository, published.name, str(published.version), served_as=name)
+            check_answer(
+                self._control.url,
+                self._repository,
+                published.name,
+                str(published.version),
+                served_as=name,
+                patience_s=JUDGING_PATIENCE_S,
+            )
 
 
 def _is_alike(name: str, old: Published, new: Published) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .control import Control, ModelState
-from .health import check_answer
+from .health import JUDGING_PATIENCE_S, check_answer
 from .settings import Settings
 
 FAILED = "FAILED: "
@@ -69,7 +69,13 @@ def _ask(settings: Settings, state: ModelState) -> tuple[bool, str]:
     if not state.ready:
         return False, f"{FAILED}{' '.join((state.reason or state.state).split())}"
     try:
-        error = check_answer(settings.endpoints.http_url, settings.repository, state.name, state.version)
+        error = check_answer(
+            settings.endpoints.http_url,
+            settings.repository,
+            state.name,
+            state.version,
+            patience_s=JUDGING_PATIENCE_S,
+        )
     except (OSError, ValueError, KeyError) as exc:
         return False, f"{FAILED}{exc}"
     return True, "ready" if error is None else f"ready, answers as verified within {error:.1e}"

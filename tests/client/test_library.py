@@ -1,21 +1,19 @@
 """The client library and runs over files, against the real server."""
 
 import asyncio
-import contextlib
-import itertools
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import CHECKOUT, run
+from relay import BUSY, Relay
 
 import client as library
 from client import (
@@ -126,45 +124,8 @@ def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, 
     assert all(issubclass(kind, ClientError) for name, kind in vars(library).items() if name.endswith("Error"))
 
 
-class Relay:
-    """A way to a server that can be shut and opened, counting what comes."""
-
-    def __init__(self, target: str, *, refusals: int) -> None:
-        """Refuse the first ones for now, as a server does that starts, and hang up on the next."""
-        self.target = target.rsplit(":", 1)
-        self.refusals = itertools.chain([b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"] * refusals, [b""])
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.seen = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self.listener.accept()[0]
-            except OSError:
-                return
-            self.seen += 1
-            refusal = next(self.refusals, None)
-            if refusal is not None:
-                connection.recv(65536)
-                connection.sendall(refusal)
-                connection.close()
-                continue
-            onward = socket.create_connection((self.target[0], int(self.target[1])))
-            for source, target in ((connection, onward), (onward, connection)):
-                threading.Thread(target=_pump, args=(source, target), daemon=True).start()
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    # Whichever way ends first closes both.
-    with source, target, contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)
-
-
 def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_not(server: Addresses) -> None:
-    relay = Relay(server.http, refusals=3)
+    relay = Relay(server.http, [BUSY] * 3 + [b""])
     with Client(relay.url, model="sentence_embedding", in_flight=1) as client:
         assert client.embed(["x"]).shape == (1, 384)
         # Three times 503, one hung up connection (and the look at what else may listen), then the server.
@@ -174,7 +135,7 @@ def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_
             client.embed([b"\xff"])
         assert relay.seen == seen, "it kept its connection, and asked once"
     relay.listener.close()
-    busy = Relay(server.http, refusals=1000)
+    busy = Relay(server.http, [BUSY] * 1000)
     with Client(busy.url, retry_s=0) as client, pytest.raises(library.UnavailableError, match="empty response"):
         client.embed(["x"])
     busy.listener.close()

@@ -17,11 +17,13 @@ import tritonclient.http
 import tritonclient.http.aio
 from harness import Published
 from launcher import read_golden_texts
+from relay import BUSY, Relay
 from tritonclient.utils import InferenceServerException
 
 from client.bench import read_corpus
 from client.connection import Connection
 from demo.serving import Addresses
+from server.health import check_answer
 
 MODEL = "sentence_embedding"
 PROTOCOLS = ("http", "grpc")
@@ -163,6 +165,18 @@ def test_a_text_that_cannot_be_cut_does_not_hold_up_the_others(server: Addresses
         thread.join()
         parts.append(seconds["neighbour"] / seconds["enormous"])
     assert min(parts) < 0.2, parts
+
+
+def test_a_full_queue_says_nothing_of_the_answer(server: Addresses, published: Published) -> None:
+    asked = (published.repository, MODEL, "1")
+    relay = Relay(server.http, [BUSY] * 3)
+    assert check_answer(f"http://{relay.url}", *asked) < 1e-5
+    relay.listener.close()
+    relay = Relay(server.http, [BUSY] * 1000)
+    with pytest.raises(OSError, match="HTTP 503"):
+        check_answer(f"http://{relay.url}", *asked, patience_s=0.5)
+    assert relay.seen > 1
+    relay.listener.close()
 
 
 def test_requests_of_mixed_lengths_share_executions_and_everyone_gets_their_own_answer(server: Addresses) -> None:
