@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # gRPC would write its own account of a failure beside our sentence.
@@ -32,10 +33,10 @@ exit codes: 0 stopped, 1 could not start (one sentence on stderr), 2 wrong usage
 """
 
 
-def main() -> int:
-    """Run the command line and return the exit code."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line, `words` in place of those of this process if given, and return the exit code."""
     parser = _build_parser()
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     limits = {"requests_per_minute": arguments.requests_per_minute, "tokens_per_minute": arguments.tokens_per_minute}
     if arguments.add_key is None and any(limit is not None for limit in limits.values()):
         parser.error("--requests-per-minute and --tokens-per-minute belong to --add-key")
@@ -105,19 +106,25 @@ def serve(arguments: argparse.Namespace) -> int:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
         listener.setblocking(False)
-    except (OSError, OverflowError) as exc:
-        raise GatewayError(
-            f"{host}:{port} cannot be listened on",
-            expected="an address of this machine and a free port",
-            got=f"'{exc.strerror if isinstance(exc, OSError) else exc}'",
-            remedy="correct --host or --port",
-        ) from exc
+    except socket.gaierror as exc:
+        raise _refuse_address(host, port, exc.strerror or str(exc)) from exc
+    except OSError as exc:
+        # Without the address, which Python adds to the system's words.
+        raise _refuse_address(host, port, os.strerror(exc.errno or 0)) from exc
+    except OverflowError as exc:
+        raise _refuse_address(host, port, str(exc)) from exc
     return listener
+
+
+def _refuse_address(host: str, port: int, reason: str) -> GatewayError:
+    return GatewayError(
+        f"{host}:{port} cannot be listened on",
+        expected="an address of this machine and a free port",
+        got=f"'{reason}'",
+        remedy="correct --host or --port",
+    )
 
 
 def _build_parser() -> argparse.ArgumentParser:

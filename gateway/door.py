@@ -110,19 +110,18 @@ class Door:
 
         try:
             if self._keys and path not in _OPEN:
-                call.key = self._admit(scope)
+                # Known before it is admitted: who is refused is told the limits as well.
+                call.key = self._find_key(scope, self._keys)
+                call.key.admit()
             await self._app(scope, receive, tell)
         except ApiError as exc:
             await _send_error(tell, exc)
         finally:
             self._account(call)
 
-    def _admit(self, scope: Scope) -> Key:
-        assert self._keys
+    def _find_key(self, scope: Scope, keys: Keys) -> Key:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), None)
-        key = self._keys.find(given.decode("latin-1") if given else None)
-        key.admit()
-        return key
+        return keys.find(given.decode("latin-1") if given else None)
 
     def _account(self, call: Call) -> None:
         metrics = self._metrics

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -379,6 +378,7 @@ def test_keys_open_are_limited_and_are_read_again(doors: Doors, tmp_path: Path) 
         answers = [gateway.ask("/v1/embeddings", EMBED, key=bob) for _ in range(3)]
         assert [status for status, _, _ in answers] == [200, 200, 429]
         assert answers[0][2]["x-ratelimit-remaining-requests"] == "1"
+        assert answers[2][2]["x-ratelimit-remaining-requests"] == "0"
         assert 1 <= int(answers[2][2]["retry-after"]) <= 30
         assert "the key bob has used up its limit: expected at most 2 requests per minute" in str(answers[2][1])
         with pytest.raises(openai.RateLimitError):
@@ -459,27 +459,22 @@ def test_the_recipes_of_the_page_run(doors: Doors, capsys: pytest.CaptureFixture
 )
 def test_what_it_cannot_start_with_is_refused(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     options: list[str],
     code: int,
     sentence: str,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gateway", "--repository", str(tmp_path), *options])
     try:
-        found = main()
+        found = main(["--repository", str(tmp_path), *options])
     except SystemExit as exc:
         found = exc.code  # type: ignore[assignment]
     assert found == code
     assert sentence in capsys.readouterr().err
 
 
-def test_it_listens_where_nobody_else_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_listens_where_nobody_else_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = find_ports(1)
-    monkeypatch.setattr(sys, "argv", ["gateway", "--repository", str(tmp_path), "--port", str(port)])
     with socket.create_server(("127.0.0.1", port)):
-        assert main() == 1
+        assert main(["--repository", str(tmp_path), "--port", str(port)]) == 1
     said = capsys.readouterr().err
     assert f"127.0.0.1:{port} cannot be listened on" in said and "'Address already in use'" in said
