@@ -24,6 +24,10 @@ from .locations import CACHE
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _HUB_PAGE = re.compile(r"(?P<id>[\w.-]+/[\w.-]+?)(?:/tree/(?P<revision>[\w./-]+?))?/?", re.ASCII)
 
+# What a hub says of a file and of a model.
+_TAG = re.compile(r"[\w-]{8,128}")
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+
 # The same weights for others.
 _FOREIGN_FOLDERS = {"onnx", "openvino", "coreml", "original", "runs"}
 _FOREIGN_FILES = (".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".gguf", ".tflite", ".mlmodel", ".pb", ".zip")
@@ -63,9 +67,6 @@ def fetch_all(words: Sequence[str], tell: Callable[[str], None]) -> list[Fetched
         CheckpointError: It is nowhere, or cannot be fetched.
     """
     return [_fetch(word, tell) for word in words]
-
-
-_TAG = re.compile(r"[\w-]{8,128}")
 
 
 def join_addresses(fetched: Iterable[Fetched]) -> str:
@@ -132,6 +133,9 @@ def _fetch_model(name: str, revision: str, tell: Callable[[str], None]) -> Fetch
     try:
         info = HfApi().model_info(name, revision=revision)
         commit = str(info.sha)
+        # The library takes it for the name of a folder.
+        if not _COMMIT.fullmatch(commit):
+            raise _distrust(f"{name}@{revision}", "40 or 64 hexadecimal digits as its commit", commit)
         names = choose_files(each.rfilename for each in info.siblings or ())
         tell(f"{name}@{commit}: {len(names)} of {len(info.siblings or ())} files from {_find_endpoint()}")
         names.sort(key=lambda each: each == _LAST)
@@ -139,12 +143,7 @@ def _fetch_model(name: str, revision: str, tell: Callable[[str], None]) -> Fetch
             # The library takes it for the name of a file.
             tag = get_hf_file_metadata(hf_hub_url(name, each, revision=commit)).etag
             if not _TAG.fullmatch(tag or ""):
-                raise CheckpointError(
-                    f"{name}/{each} is not fetched",
-                    expected="a hash as its tag",
-                    got=repr(tag),
-                    remedy="trust no such hub",
-                )
+                raise _distrust(f"{name}/{each}", "a hash as its tag", tag)
             # The last one by the name of its revision, which is how it is found again without a connection.
             path = hf_hub_download(name, each, revision=revision if each is names[-1] else commit)
     except GatedRepoError as exc:
@@ -185,6 +184,10 @@ def _fetch_model(name: str, revision: str, tell: Callable[[str], None]) -> Fetch
             f"{name}@{revision} was changed while it was fetched", expected=commit, got=folder.name, remedy="try again"
         )
     return Fetched(path=folder, address=f"{name}@{commit}")
+
+
+def _distrust(what: str, expected: str, got: str | None) -> CheckpointError:
+    return CheckpointError(f"{what} is not fetched", expected=expected, got=repr(got), remedy="trust no such hub")
 
 
 def _find_cached(name: str, revision: str) -> Path | None:

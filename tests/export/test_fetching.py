@@ -31,6 +31,7 @@ class Hub(ThreadingHTTPServer):
         self.folder = folder
         self.fetched: list[str] = []
         self.tag = ""
+        self.commit = COMMIT
         super().__init__(("127.0.0.1", 0), Answering)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -51,7 +52,7 @@ class Answering(BaseHTTPRequestHandler):
     def answer(self, *, has_body: bool) -> None:
         if re.fullmatch(rf"/api/models/{NAME}(/revision/(main|v1|{COMMIT}))?", self.path.split("?")[0]):
             files = sorted(str(path.relative_to(self.server.folder)) for path in self.server.folder.rglob("*.*"))
-            told = {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            told = {"id": NAME, "sha": self.server.commit, "siblings": [{"rfilename": name} for name in files]}
             return self.send(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
         match = re.fullmatch(rf"/{NAME}/resolve/(main|v1|{COMMIT})/(.+)", self.path)
         path = self.server.folder / match[2] if match else None
@@ -142,6 +143,14 @@ def test_a_hub_whose_tags_are_paths_writes_nothing(hub: Hub, tmp_path: Path) -> 
     done = ask(hub.url, tmp_path, "inspect", NAME)
     assert done.code == 1
     assert "is not fetched: expected a hash as its tag, got '../" in done.err
+    assert not (tmp_path / "escaped").exists() and not hub.fetched
+
+
+def test_a_hub_whose_commits_are_paths_writes_nothing(hub: Hub, tmp_path: Path) -> None:
+    hub.commit = f"../../../../../../../../../../../../../../..{tmp_path}/escaped"
+    done = ask(hub.url, tmp_path, "inspect", NAME)
+    assert done.code == 1
+    assert "is not fetched: expected 40 or 64 hexadecimal digits as its commit, got '../" in done.err
     assert not (tmp_path / "escaped").exists() and not hub.fetched
 
 
