@@ -5,7 +5,7 @@ table of tasks. Imports nothing heavy, so that `--help` answers at once.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -321,12 +321,13 @@ def build_vocabulary_options(arguments: Mapping[str, Any]) -> VocabularyOptions 
     return None
 
 
-def read_options(path: Path | None, name: str) -> dict[str, Any]:
+def read_options(path: Path | None, name: str, tell: Callable[[str], None]) -> dict[str, Any]:
     """Return option → its value for the model `name`, or the list of its items, from a file.
 
     Args:
         path: JSON, or TOML with tables of models; None for the `modelyard.toml` of the working directory, if any.
         name: The model.
+        tell: Called where the file names models, and this one is not among them.
 
     Raises:
         SettingsError: The file cannot be read, or holds a key or a value that cannot be used.
@@ -334,7 +335,7 @@ def read_options(path: Path | None, name: str) -> dict[str, Any]:
     if path is None and not Path(OPTIONS_FILE).exists():
         return {}
     variable = [option for item in fields(ServingOptions) for option in _options_of(item)]
-    return read_file(path or Path(OPTIONS_FILE), name, list_options(), variable)
+    return read_file(path or Path(OPTIONS_FILE), name, list_options(), variable, tell)
 
 
 def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> ExportRequest:

@@ -45,7 +45,9 @@ class _Table:
     locate: Callable[..., str]
 
 
-def read_file(path: Path, name: str, options: list[Option], variable: list[Option]) -> dict[str, Any]:
+def read_file(
+    path: Path, name: str, options: list[Option], variable: list[Option], tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Return option → its value for the model `name`, or the list of its items; and under `VARIANTS` its variants.
 
     Args:
@@ -53,11 +55,12 @@ def read_file(path: Path, name: str, options: list[Option], variable: list[Optio
         name: The model.
         options: What may be said of it.
         variable: What a variant may say otherwise.
+        tell: Called where there are tables of models, and none of this one.
 
     Raises:
         SettingsError: The file cannot be read, or holds a key or a value that cannot be used.
     """
-    tables = _read_toml(path, name) if path.suffix == ".toml" else [_read_json(path)]
+    tables = _read_toml(path, name, tell) if path.suffix == ".toml" else [_read_json(path)]
     known = {option.name: option for option in options}
     settings: dict[str, Any] = {}
     variants: dict[str, dict[str, Any]] = {}
@@ -107,7 +110,7 @@ def _read_json(path: Path) -> _Table:
     return _Table(content=content, locate=lambda *keys: str(path))
 
 
-def _read_toml(path: Path, name: str) -> list[_Table]:
+def _read_toml(path: Path, name: str, tell: Callable[[str], None]) -> list[_Table]:
     """Return the table of every model and that of `name`; those of other models are checked by their own export."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -123,6 +126,10 @@ def _read_toml(path: Path, name: str) -> list[_Table]:
                 remedy=_suggest_table(key),
             )
     models = content.get(_MODELS, {})
+    if isinstance(models, dict) and models and name not in models:
+        near = find_nearest(name, models)
+        meant = f"; did you mean [{_MODELS}.{near}]" if near else ""
+        tell(f"{path} has no table of {name}, but of {', '.join(models)}{meant}")
     tables: list[tuple[tuple[str, ...], Any]] = [((_DEFAULT,), content.get(_DEFAULT, {}))]
     tables.append(((_MODELS, name), models.get(name, {}) if isinstance(models, dict) else models))
     for place, table in tables:

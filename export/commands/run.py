@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
     console = Console(stderr=True)
     # Before anything is fetched: a mistake in the file is told at once.
-    settings = read_options(arguments.config, arguments.name)
+    settings = read_options(arguments.config, arguments.name, partial(_tell, console))
     fetched = fetch_all(arguments.checkpoints, partial(_tell, console))
     checkpoint = join_folders([each.path for each in fetched]) if fetched else None
     request = build_request(vars(arguments) | {"checkpoint": checkpoint, "address": join_addresses(fetched)}, settings)

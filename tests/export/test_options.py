@@ -69,7 +69,7 @@ def parse(*words: str, checkpoint: str | None = "c", file: Path | None = None) -
     parser = argparse.ArgumentParser()
     add_options(parser)
     arguments = vars(parser.parse_args(words)) | {"checkpoint": checkpoint and Path(checkpoint), "name": "n"}
-    return build_request(arguments, read_options(file, "n") if file else {})
+    return build_request(arguments, read_options(file, "n", print) if file else {})
 
 
 def test_there_is_an_example_of_every_option() -> None:
@@ -163,7 +163,7 @@ def test_the_command_line_wins_and_adds_its_tokens_to_the_files(tmp_path: Path) 
 def test_a_setting_that_means_nothing_is_refused_in_one_sentence(content: Any, sentence: str, tmp_path: Path) -> None:
     path = write(tmp_path, content)
     with pytest.raises(SettingsError) as refusal:
-        read_options(path, "n")
+        read_options(path, "n", print)
     assert re.match(sentence, str(refusal.value).replace(str(path), "FILE")), str(refusal.value)
     assert str(refusal.value).count("\n") == 0
 
@@ -272,7 +272,16 @@ def test_a_request_that_is_made_in_python_is_held_to_the_same() -> None:
 def read_toml(tmp_path: Path, text: str) -> dict[str, Any]:
     path = tmp_path / "modelyard.toml"
     path.write_text(text)
-    return read_options(path, "n")
+    return read_options(path, "n", print)
+
+
+def test_tables_of_other_models_alone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "modelyard.toml"
+    path.write_text("[default]\nseed = 1\n[models.tickets]\ninstances = 4\n")
+    assert read_options(path, "ticket", print) == {"seed": 1}
+    assert capsys.readouterr().out == f"{path} has no table of ticket, but of tickets; did you mean [models.tickets]\n"
+    assert read_options(path, "tickets", print) == {"seed": 1, "instances": 4}
+    assert not capsys.readouterr().out
 
 
 def test_the_table_of_a_model_stands_over_the_one_of_all(tmp_path: Path) -> None:
@@ -362,10 +371,10 @@ def test_the_file_of_the_working_directory_is_read_where_none_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_options(None, "n") == {}
+    assert read_options(None, "n", print) == {}
     Path("modelyard.toml").write_text("[models.n]\ninstances = 4")
-    assert read_options(None, "n") == {"instances": 4}
-    assert read_options(write(tmp_path, {"seed": 1}), "n") == {"seed": 1}
+    assert read_options(None, "n", print) == {"instances": 4}
+    assert read_options(write(tmp_path, {"seed": 1}), "n", print) == {"seed": 1}
 
 
 @pytest.mark.parametrize(

@@ -134,11 +134,15 @@ def test_the_urgent_overtake_and_what_waited_too_long_is_only_delayed(server: Ru
 
 
 def test_what_does_not_fit_a_queue_or_waits_too_long_is_refused(server: Running) -> None:
-    ended = ask_together(server, "strict", [0] * 12)
-    errors = [error for _, error in ended if error]
-    assert len(errors) < 12, "the first found nothing in its way"
-    assert any("Exceeds maximum queue size" in error for error in errors), errors
-    assert any("timeout expired" in error for error in errors), errors
+    missing, told = {"Exceeds maximum queue size", "timeout expired"}, set()
+    deadline = time.monotonic() + 60
+    # How many of them wait at once is for the machine to decide.
+    while missing:
+        assert time.monotonic() < deadline, (missing, told)
+        ended = ask_together(server, "strict", [0] * 12)
+        assert len(ended) == 12
+        told |= {error for _, error in ended if error}
+        missing = {words for words in missing if not any(words in error for error in told)}
 
 
 def test_an_answer_that_was_given_is_given_again_without_the_model(server: Running) -> None:
