@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import warm
 from filelock import FileLock
 
 from export.artefacts import Artefacts, list_model
@@ -30,9 +31,16 @@ class Finished:
     err: str
 
 
+# What loads torch.
+_WARM = {("-m", "export", verb) for verb in ("run", "inspect", "consolidate")}
+
+
 def run(*arguments: str, cwd: Path = CHECKOUT, **options: object) -> Finished:
-    """Run a command with this Python and wait for it."""
-    result = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    """Run a command with this Python and wait for it; an export of the checkout in a process that is warm."""
+    command = [sys.executable, *arguments]
+    if arguments[:3] in _WARM and cwd == CHECKOUT and not options:
+        command, options = warm.command(arguments[1:]), {"env": os.environ | warm.keep_warm()}
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     return Finished(result.returncode, result.stdout, result.stderr)
 
 

@@ -2,11 +2,13 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 from harness import CHECKOUT, Published, run
 from trainers.architectures import ARCHITECTURES, save_model
 from trainers.task_checkpoints import build_adapted
@@ -67,10 +69,23 @@ PRINTS = {
 }
 
 
+# The command, but for what loads torch: that runs in a process that has loaded it.
+_COMMAND = f"""#!/bin/sh
+case "$1" in
+    run | inspect | consolidate) exec {shlex.join(warm.command(["modelyard"]))} "$@" ;;
+    *) exec {shlex.quote(sys.executable)} -m modelyard "$@" ;;
+esac
+"""
+
+
 @pytest.fixture(scope="module")
 def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that looks like the checkout after `make demo`, and takes whatever a recipe writes."""
     directory = tmp_path_factory.mktemp("readme")
+    (directory / "bin").mkdir()
+    command = directory / "bin" / "modelyard"
+    command.write_text(_COMMAND)
+    command.chmod(0o755)
     (directory / "demo").symlink_to(CHECKOUT / "demo")
     (directory / ".cache").mkdir()
     (directory / ".cache" / "control.key").symlink_to(CHECKOUT / ".cache" / "control.key")
@@ -101,8 +116,8 @@ def test_a_recipe_runs_and_prints_what_it_promises(
     for port, address in ports.items():
         code = code.replace(f"localhost:{port}", address).replace(f"-port {port}", f"-port {address.split(':')[1]}")
     command = ["bash", "-euo", "pipefail", "-c", code] if kind == "bash" else [sys.executable, "-c", code]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(CHECKOUT)}
+    path = os.pathsep.join([str(checkout_copy / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | warm.keep_warm() | {"PATH": path, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(command, cwd=checkout_copy, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (expected,) = [text for word, text in PRINTS.items() if word in code]

@@ -260,38 +260,38 @@ def test_nothing_that_loads_is_exit_1(published: Published, tmp_path: Path) -> N
 def test_requests_in_flight_are_answered_when_it_stops(published: Published) -> None:
     texts = np.array([["a sentence of some length to be embedded " * 8]] * 32, dtype=np.object_)
     outcomes: list[str] = []
-    stopped = threading.Event()
+    libraries = [tritonclient.http] * 3 + [tritonclient.grpc] * 3
+    connected = threading.Barrier(len(libraries) + 1)
 
     def send(library: object, port: int) -> None:
         client = library.InferenceServerClient(f"localhost:{port}")  # type: ignore[attr-defined]
         tensor = library.InferInput("TEXT", [32, 1], "BYTES")  # type: ignore[attr-defined]
         tensor.set_data_from_numpy(texts)
-        while not stopped.is_set():
-            try:
-                answer = client.infer("sentence_embedding", [tensor]).as_numpy("EMBEDDING")
-                outcomes.append("answered" if answer.shape == (32, 384) else f"shape {answer.shape}")
-            except (InferenceServerException, OSError) as exc:
-                outcomes.append(str(exc))
+        client.infer("sentence_embedding", [tensor])
+        connected.wait(timeout=120)
+        try:
+            answer = client.infer("sentence_embedding", [tensor]).as_numpy("EMBEDDING")
+            outcomes.append("answered" if answer.shape == (32, 384) else f"shape {answer.shape}")
+        except (InferenceServerException, OSError) as exc:
+            outcomes.append(str(exc))
         client.close()
 
     with running(published.repository) as server:
         server.read_until("serving HTTP")
-        threads = [
-            threading.Thread(target=send, args=arguments)
-            for arguments in [(tritonclient.http, server.http)] * 3 + [(tritonclient.grpc, server.grpc)] * 3
-        ]
+        ports = {tritonclient.http: server.http, tritonclient.grpc: server.grpc}
+        threads = [threading.Thread(target=send, args=(library, ports[library])) for library in libraries]
         for thread in threads:
             thread.start()
+        connected.wait(timeout=120)
         deadline = time.monotonic() + 120
-        while len(outcomes) <= len(threads):
-            assert time.monotonic() < deadline, outcomes
-            time.sleep(0.05)
-        # From here on nobody sends anything new, and six requests of 32 texts each are on their way.
-        stopped.set()
+        while not outcomes:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        # One was answered, which took longer than to send: the others are on their way, and nobody sends anything new.
         assert server.stop() == 0
         for thread in threads:
             thread.join()
-    assert set(outcomes) == {"answered"}
+    assert outcomes == ["answered"] * len(libraries)
 
 
 def test_tritonserver_does_not_outlive_a_killed_parent(published: Published) -> None:
