@@ -32,7 +32,11 @@ ADDRESS = "MODELYARD_WARM"
 
 # Under both names that the checkout knows `export` by. What they load when they run is loaded here as well.
 _LIBRARIES = (
+    "torch.export._trace",
     "torch.onnx._internal.exporter._core",
+    "torch.onnx._internal.exporter._torchlib.ops",
+    "onnxscript.function_libs.torch_lib.ops",
+    "onnxscript.rewriter.onnx_fusions",
     "transformers.models.bert.modeling_bert",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
