@@ -120,8 +120,8 @@ def _quantize(source: Path, folder: Path, external_above_bytes: int) -> Path:
                 quantized,
                 op_types_to_quantize=list(_OPS),
                 per_channel=True,
-                # Of signed weights a CPU without VNNI adds two products in 16 bits, which saturate: another quality than
-                # the one measured here. Unsigned ones give every CPU the same integers, and are as fast with VNNI.
+                # Of signed weights a CPU without VNNI adds two products in 16 bits, which saturate: another quality
+                # than the one measured here. Unsigned ones give every CPU the same integers, and are as fast with VNNI.
                 weight_type=QuantType.QUInt8,
                 nodes_to_exclude=shared,
                 use_external_data_format=count_bytes(plain) > external_above_bytes,
