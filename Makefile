@@ -158,7 +158,7 @@ streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 s
 	@MODELYARD_STREAMS=$(PROMPTS) $(BIN)/python -m pytest tests/server/test_generation.py -k transformers_writes
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
-	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py -s
+	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py tests/server/test_stillness.py -s
 
 neighbours: setup ## Measure a one-word caller's wait beside callers of texts that are dear to tokenise
 	@$(BENCH)neighbours

@@ -74,6 +74,19 @@ def read_arguments(pid: int) -> list[str]:
     return text.split("\0")[:-1]
 
 
+def read_bytes_read(pid: int) -> int:
+    """Return how many bytes process `pid` has read so far; 0 if it has ended or is another user's.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    try:
+        first, _ = Path(f"/proc/{pid}/io").read_text().split("\n", 1)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return int(first.removeprefix("rchar:"))
+
+
 def list_tasks(pid: int) -> list[int]:
     """Return the ids of the threads of process `pid`.
 
@@ -121,3 +134,15 @@ def kill(pid: int, started: int) -> None:
         stat = read_stat(pid)
         if stat is not None and stat.started == started:
             os.kill(pid, signal.SIGKILL)
+
+
+def end_children(pid: int) -> None:
+    """End what process `pid` started, and has not collected, at once.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    for child in list_children(pid):
+        stat = read_stat(child)
+        if stat is not None:
+            kill(child, stat.started)

@@ -9,7 +9,7 @@ from .control import Control
 from .control_key import hide_key
 from .draining import Retirement, drain
 from .endpoints import Endpoints
-from .errors import ControlError, GaveUpError, ShortageError, StartError
+from .errors import ControlError, GaveUpError, ShortageError, StalledError, StartError
 from .following import Follower
 from .healing import Healer
 from .locations import name_command
@@ -17,13 +17,14 @@ from .log import Log
 from .model_text import read_inputs
 from .overlay import Overlay
 from .process import EXIT_TIMEOUT_S, TritonServer
-from .processes import list_children, read_stat, wants_core
+from .processes import end_children, list_children, read_stat, wants_core
 from .published import Published
 from .pulse import Pulse
 from .rollout import Roller
 from .settings import Settings
 from .shortage import is_shortage
 from .status import Status
+from .stillness import STILL_LOOKS, Stillness
 from .verdicts import FAILED, judge_models, render_verdicts
 from .work_queue import KNOWN_VERSIONS
 
@@ -40,6 +41,9 @@ _SILENT_S = 120.0
 
 # One that does not say so and of which no thread used or wanted a core in so many looks in a row waits for itself.
 _IDLE_LOOKS = 12
+
+# One that loads models is looked at this often, to see whether it does.
+_LOADING_LOOK_S = 1.0
 
 # Between attempts to start one for which this machine has nothing left: at first, and at most.
 _SHORTAGE_PAUSE_S = 0.5
@@ -89,7 +93,7 @@ class Supervisor:
             GaveUpError: It died again and again.
         """
         try:
-            if self._wait_until_live():
+            if self._begin():
                 self._report_models()
                 self._status.ready = True
                 self._say(_describe(self._settings.endpoints, self._follower.published))
@@ -99,6 +103,20 @@ class Supervisor:
             return self._stop()
         finally:
             self._end()
+
+    def _begin(self) -> bool:
+        """Wait for the first word of the first; return False if we are asked to stop before.
+
+        Raises:
+            StartError: It ended instead.
+            GaveUpError: It did nothing, and none of several others would start.
+        """
+        try:
+            return self._wait_until_live()
+        except StalledError as exc:
+            self._say(str(exc))
+            self._restart("did not start")
+            return not self._stops()
 
     def _watch(self) -> None:
         """Look once at everything, and do what is to be done about it.
@@ -165,9 +183,11 @@ class Supervisor:
         """Wait for its first word; return False if we are asked to stop before.
 
         Raises:
+            StalledError: It does nothing any more.
             StartError: It ended instead.
         """
-        start = told = time.monotonic()
+        start = told = looked = time.monotonic()
+        stillness = Stillness(self._server.pid)
         hidden = False
         while not self._stops():
             live = self._pulse.has_answered
@@ -190,11 +210,35 @@ class Supervisor:
                     got=f"exit code {code}",
                     remedy="see its log above",
                 )
+            if time.monotonic() - looked > _LOADING_LOOK_S:
+                looked = time.monotonic()
+                self._look_for_stillness(stillness)
             if time.monotonic() - told > 5:
                 told = time.monotonic()
                 self._say(f"loading models, {told - start:.0f} s")
             time.sleep(0.05)
         return False
+
+    def _look_for_stillness(self, stillness: Stillness) -> None:
+        """See that it gets on with loading.
+
+        Raises:
+            StalledError: It does not.
+        """
+        try:
+            stillness.look()
+        except (OSError, MemoryError) as exc:
+            # That we cannot look is not that it stands still.
+            if not is_shortage(exc):
+                raise
+        if stillness.is_over:
+            # A process that is stopped does not notice the end of its parent.
+            end_children(self._server.pid)
+            raise StalledError(
+                "tritonserver stands still while it loads models",
+                expected="one of its processes to compute or to read",
+                got=f"nothing done in {STILL_LOOKS} looks",
+            )
 
     def _learn_version(self) -> None:
         """Find out what can be told of this tritonserver's backend processes."""

@@ -60,11 +60,17 @@ class Running:
         self.read = 0
 
     def read_until(self, text: str) -> None:
+        """Read what it says until `text` is among it; whatever takes longer than five minutes is ended."""
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-            if text in line:
-                return
+        end = threading.Timer(300, self.process.kill)
+        end.start()
+        try:
+            for line in self.process.stderr:
+                self.lines.append(line.rstrip("\n"))
+                if text in line:
+                    return
+        finally:
+            end.cancel()
         raise AssertionError(f"{text!r} was never said:\n" + "\n".join(self.lines))
 
     def follow(self) -> None:

@@ -1,0 +1,69 @@
+"""A tritonserver that stands still while it loads is told from one that computes or reads."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from harness import Published
+from launcher import running
+
+from server.processes import list_children, read_stat
+from server.stillness import STILL_LOOKS, Stillness
+
+READS = "import sys, time\nfile = open('/dev/zero', 'rb', 0)\nwhile True:\n    file.read(1)\n    time.sleep(0.001)"
+COMPUTES = "while True: pass"
+WAITS = "import time; time.sleep(1000)"
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+@contextmanager
+def child_that(does: str) -> Iterator[int]:
+    """Run a program whose child does something; yield its id once the child does it."""
+    with subprocess.Popen([sys.executable, "-c", PARENT, does], start_new_session=True) as parent:
+        try:
+            # Twice the same: both have begun, and wait if that is what they do.
+            seen: list[int] = []
+            while len(seen) < 20 or (does == WAITS and len(set(seen[-20:])) > 1):
+                stats = [read_stat(pid) for pid in (parent.pid, *list_children(parent.pid))]
+                if len(stats) == 2:
+                    seen.append(sum(stat.cpu_ticks for stat in stats if stat))
+                    signal.sigtimedwait([], 0.02)
+            yield parent.pid
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+def look(pid: int, pause_s: float) -> Stillness:
+    stillness = Stillness(pid)
+    for _ in range(STILL_LOOKS + 1):
+        stillness.look()
+        signal.sigtimedwait([], pause_s)
+    return stillness
+
+
+def test_one_whose_processes_all_wait_stands_still() -> None:
+    with child_that(WAITS) as pid:
+        assert look(pid, 0).is_over
+
+
+@pytest.mark.parametrize("does", [COMPUTES, READS], ids=["computes", "reads"])
+def test_one_whose_child_gets_on_does_not(does: str) -> None:
+    with child_that(does) as pid:
+        assert not look(pid, 0.02).is_over
+
+
+@pytest.mark.skipif("MODELYARD_KILLS" not in os.environ, reason="takes two minutes: make kills")
+def test_a_tritonserver_that_waits_for_a_stopped_backend_process_is_started_anew(published: Published) -> None:
+    with running(published.repository) as server:
+        while not any(map(list_children, list_children(server.process.pid))):
+            signal.sigtimedwait([], 0.01)
+        (stub, *_) = list_children(server.tritonserver)
+        os.kill(stub, signal.SIGSTOP)
+        server.read_until("stands still while it loads models")
+        server.read_until("serving HTTP")
+        stat = read_stat(stub)
+        assert stat is None or stat.has_ended
