@@ -8,7 +8,7 @@ ServerError                 exit code 1, one line on stderr
 ├── KeyFileError            the file of the control key cannot be used, or is open to others
 ├── ShortageError           this machine has no descriptor, process, thread, memory or space left for it
 ├── StartError              tritonserver ended, or no model could be loaded
-│   └── StalledError        it does nothing while it should load models
+│   └── AbortedStartError   it was killed or stood still meanwhile; another start may go better
 ├── ControlError            a running tritonserver refused an order, or did not answer
 ├── RolloutError            a version cannot be served in place of the one before it
 ├── CheckError              a running server does not answer as it was verified
@@ -67,8 +67,8 @@ class StartError(ServerError):
     """tritonserver ended, or no model could be loaded."""
 
 
-class StalledError(StartError):
-    """tritonserver does nothing while it should load models."""
+class AbortedStartError(StartError):
+    """tritonserver was killed while it loaded models, or stood still; another start may go better."""
 
 
 class ControlError(ServerError):

@@ -9,7 +9,7 @@ from .control import Control
 from .control_key import hide_key
 from .draining import Retirement, drain
 from .endpoints import Endpoints
-from .errors import ControlError, GaveUpError, ShortageError, StalledError, StartError
+from .errors import AbortedStartError, ControlError, GaveUpError, ShortageError, StartError
 from .following import Follower
 from .healing import Healer
 from .locations import name_command
@@ -109,11 +109,11 @@ class Supervisor:
 
         Raises:
             StartError: It ended instead.
-            GaveUpError: It did nothing, and none of several others would start.
+            GaveUpError: It was killed or stood still, and so did several others.
         """
         try:
             return self._wait_until_live()
-        except StalledError as exc:
+        except AbortedStartError as exc:
             self._say(str(exc))
             self._restart("did not start")
             return not self._stops()
@@ -183,7 +183,7 @@ class Supervisor:
         """Wait for its first word; return False if we are asked to stop before.
 
         Raises:
-            StalledError: It does nothing any more.
+            AbortedStartError: It was killed, or does nothing any more.
             StartError: It ended instead.
         """
         start = told = looked = time.monotonic()
@@ -204,10 +204,11 @@ class Supervisor:
                 self._server.kill()
             code = self._server.poll()
             if code is not None:
-                raise StartError(
+                # Under load it aborts now and then, for an exception between it and a process that it starts.
+                raise (AbortedStartError if code < 0 else StartError)(
                     "tritonserver could not start",
                     expected=f"it to listen on {self._settings.endpoints.http_url}",
-                    got=f"exit code {code}",
+                    got=f"signal {-code}" if code < 0 else f"exit code {code}",
                     remedy="see its log above",
                 )
             if time.monotonic() - looked > _LOADING_LOOK_S:
@@ -223,7 +224,7 @@ class Supervisor:
         """See that it gets on with loading.
 
         Raises:
-            StalledError: It does not.
+            AbortedStartError: It does not.
         """
         try:
             stillness.look()
@@ -234,7 +235,7 @@ class Supervisor:
         if stillness.is_over:
             # A process that is stopped does not notice the end of its parent.
             end_children(self._server.pid)
-            raise StalledError(
+            raise AbortedStartError(
                 "tritonserver stands still while it loads models",
                 expected="one of its processes to compute or to read",
                 got=f"nothing done in {STILL_LOOKS} looks",

@@ -202,8 +202,7 @@ def test_what_comes_is_what_transformers_writes_while_others_ask_and_leave(write
         assert TOKENS // 2 <= each.tokens < TOKENS and each.text[:length] == wanted[index][:length]
     after = writers.wait_for(model, lambda found: found["cancelled_total"] >= before["cancelled_total"] + len(gone))
     assert after["cancelled_total"] == before["cancelled_total"] + len(gone)
-    idle = writers.wait_for(model, lambda found: found["running"] == 0)
-    assert (idle["waiting"], idle["cache_usage_percent"]) == (0, 0)
+    idle = writers.wait_for(model, lambda found: not any(map(found.get, ("running", "waiting", "cache_usage_percent"))))
     # Whoever left was not written to the end.
     written = idle["generation_tokens_total"] - before["generation_tokens_total"]
     assert written < sum(each.tokens for each in heard) + 4000 * len(gone)

@@ -1,4 +1,4 @@
-"""A tritonserver that stands still while it loads is told from one that computes or reads."""
+"""A tritonserver that comes to grief while it loads is started anew, and one that stands still is found."""
 
 import os
 import signal
@@ -54,6 +54,15 @@ def test_one_whose_processes_all_wait_stands_still() -> None:
 def test_one_whose_child_gets_on_does_not(does: str) -> None:
     with child_that(does) as pid:
         assert not look(pid, 0.02).is_over
+
+
+def test_a_tritonserver_that_is_killed_before_it_serves_is_started_anew(published: Published) -> None:
+    with running(published.repository) as server:
+        while not any(map(list_children, list_children(server.process.pid))):
+            signal.sigtimedwait([], 0.01)
+        os.kill(server.tritonserver, signal.SIGABRT)
+        server.read_until("got signal 6; see its log above.")
+        server.read_until("serving HTTP")
 
 
 @pytest.mark.skipif("MODELYARD_KILLS" not in os.environ, reason="takes two minutes: make kills")
