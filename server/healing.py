@@ -59,6 +59,7 @@ class ModelHealer:
         self._answers_at_start = 0
         self._expected = 0
         self._missing_looks = 0
+        self._suspicion: tuple[int, frozenset[int]] | None = None
         self._worker: threading.Thread | None = None
         self._replaced: list[tuple[Stub, float]] = []
 
@@ -135,8 +136,13 @@ class ModelHealer:
         except ControlError:
             return
         if len(living) >= expected:
-            self._expected = expected
+            self._expected, self._suspicion = expected, None
             return
+        # What was loaded since that look has processes it did not see: twice the same must be found.
+        before, self._suspicion = self._suspicion, (expected, frozenset(stub.pid for stub in living))
+        if self._suspicion != before:
+            return
+        self._suspicion = None
         self._status.count_death(self.model, "died")
         self._replace_in_worker(stubs, f"{expected - len(living)} of {expected} instances died as they started")
 
