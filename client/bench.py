@@ -69,14 +69,15 @@ def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
         f"{arguments.requests} requests a window, three windows a row"
     )
     measurements = []
-    for protocol, url in (("http", arguments.url), ("grpc", arguments.grpc_url)):
+    urls = {"http": arguments.url, "grpc": arguments.grpc_url}
+    for protocol in arguments.protocol or urls:
         for concurrency in arguments.concurrency or _CONCURRENCIES:
             _say(f"  measuring {protocol}, {concurrency} in flight")
             measurements.append(
                 measure_texts(
                     program,
                     model=model,
-                    url=url,
+                    url=urls[protocol],
                     protocol=protocol,
                     texts=texts,
                     concurrency=concurrency,
@@ -109,6 +110,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="model to measure (default: the one ensemble there is)")
     parser.add_argument(
         "--concurrency", type=int, action="append", help="requests in flight; may be repeated (default: 1 to 16)"
+    )
+    parser.add_argument(
+        "--protocol", choices=("http", "grpc"), action="append", help="what to measure; may be repeated (default: both)"
     )
     parser.add_argument("--requests", type=int, default=_REQUESTS, help="requests a window (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -20,6 +20,7 @@ from .commands import (
     prune,
     remove,
     run,
+    tune,
     verb,
     verify_repository,
     versions,
@@ -27,7 +28,19 @@ from .commands import (
 from .locations import PROGRAM
 
 # In the order of a checkpoint's life.
-_VERBS = (inspect_checkpoint, consolidate, run, versions, activate, promote, prune, remove, verify_repository, lint)
+_VERBS = (
+    inspect_checkpoint,
+    consolidate,
+    run,
+    versions,
+    activate,
+    promote,
+    prune,
+    remove,
+    verify_repository,
+    tune,
+    lint,
+)
 
 
 class _Parser(argparse.ArgumentParser):

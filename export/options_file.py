@@ -112,11 +112,7 @@ def _read_json(path: Path) -> _Table:
 
 def _read_toml(path: Path, name: str, tell: Callable[[str], None]) -> list[_Table]:
     """Return the table of every model and that of `name`; those of other models are checked by their own export."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text)
-    except (OSError, ValueError, RecursionError) as exc:
-        raise SettingsError(f"{path} cannot be read", expected="a TOML file", got=str(exc).rstrip(".")) from exc
+    text, content = _load_toml(path)
     for key in content:
         if key not in (_DEFAULT, _MODELS):
             raise SettingsError(
@@ -137,6 +133,24 @@ def _read_toml(path: Path, name: str, tell: Callable[[str], None]) -> list[_Tabl
             what = f"{_locate(path, text, (), place[0])} has no table {'.'.join(place)}"
             raise SettingsError(what, expected="options below its name in brackets", got=json.dumps(table, default=str))
     return [_Table(content=table, locate=partial(_locate, path, text, place)) for place, table in tables]
+
+
+def has_table(path: Path, name: str) -> bool:
+    """Tell whether a TOML file has a table of the model `name`.
+
+    Raises:
+        SettingsError: It cannot be read.
+    """
+    models = _load_toml(path)[1].get(_MODELS, {})
+    return isinstance(models, dict) and name in models
+
+
+def _load_toml(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as exc:
+        raise SettingsError(f"{path} cannot be read", expected="a TOML file", got=str(exc).rstrip(".")) from exc
 
 
 def _suggest_table(key: str) -> str:

@@ -24,6 +24,7 @@ class ServingOptions:
 
     Attributes:
         instances: Copies of the graph that run at the same time.
+        threads: Threads of one of them.
         max_queue_size: Requests that may wait in front of each step.
         max_queue_delay_microseconds: How long the graph waits for requests that it may join.
         default_timeout_microseconds: How long a request may wait in front of each step; a request may say less.
@@ -38,6 +39,11 @@ class ServingOptions:
 
     instances: int | None = declare(
         Option(name="instances", kind=COUNT, help="copies of the graph that run at the same time (default: 2)"),
+        default=None,
+        **_COMMON,
+    )
+    threads: int | None = declare(
+        Option(name="threads", kind=COUNT, help="threads of one copy of the graph, in ONNX Runtime (default: 1)"),
         default=None,
         **_COMMON,
     )

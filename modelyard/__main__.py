@@ -110,6 +110,14 @@ VERBS = {
             needs=("platformdirs",),
         ),
         Verb(
+            name="tune",
+            help="measure how a published model is best served on this machine",
+            module="modelyard.export",
+            words=("tune",),
+            extra="all",
+            needs=(*_WEIGHTS, "tritonclient", "jinja2", "pytriton"),
+        ),
+        Verb(
             name="gateway",
             help="answer clients of OpenAI's API with the models of a running server",
             module="modelyard.gateway",

@@ -27,6 +27,7 @@ class OnnxRuntime(Engine):
     builds = False
     has_lean = True
     is_measured = True
+    threads_parameter = "intra_op_thread_count"
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`. Where the target's version is not the installed one, it is fetched now.
@@ -58,4 +59,4 @@ class OnnxRuntime(Engine):
         from tritonclient.grpc import model_config_pb2 as pb
 
         config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_AUTO, count=INSTANCES)
-        config.parameters["intra_op_thread_count"].string_value = str(INTRA_OP_THREADS)
+        config.parameters[self.threads_parameter].string_value = str(INTRA_OP_THREADS)

@@ -40,9 +40,9 @@ def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignat
     has_lengths = SEQ_LEN in signature.longest
     own_queue = {"max_queue_size"} if engine.queue_parameter else set()
     reasons = (
-        (asked & engine.idle_options, f"where {engine.title} runs the model"),
+        (asked & (engine.idle_options | _find_idle(engine)), f"where {engine.title} runs the model"),
         (asked & _QUEUE - own_queue if not signature.is_batched else set(), "where Triton joins no requests"),
-        (asked & {"max_queue_delay_microseconds", "warmup"} if is_lean else set(), "with --steps lean"),
+        (asked & {"max_queue_delay_microseconds", "threads", "warmup"} if is_lean else set(), "with --steps lean"),
         (asked & {"warmup"} if not has_lengths else set(), "where the graph takes no tokens of texts"),
     )
     for names, where in reasons:
@@ -64,6 +64,10 @@ def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignat
         )
 
 
+def _find_idle(engine: Engine) -> set[str]:
+    return set() if engine.threads_parameter else {"threads"}
+
+
 def apply(serving: ServingOptions, configs: Mapping[str, pb.ModelConfig], names: ModelNames, engine: Engine) -> None:
     """Write what was asked for into the configurations of a version, in place; `check_effect` has let it pass.
 
@@ -76,6 +80,8 @@ def apply(serving: ServingOptions, configs: Mapping[str, pb.ModelConfig], names:
     graph = configs[names.model]
     if engine.queue_parameter and serving.max_queue_size is not None:
         graph.parameters[engine.queue_parameter].string_value = str(serving.max_queue_size)
+    if serving.threads is not None:
+        graph.parameters[engine.threads_parameter].string_value = str(serving.threads)
     if serving.max_queue_delay_microseconds is not None:
         graph.dynamic_batching.max_queue_delay_microseconds = serving.max_queue_delay_microseconds
     for group in graph.instance_group:

@@ -67,6 +67,7 @@ FLOORS = {
     "export/repository": (
         *("artefacts", "engines", "errors", "proof", "serving_options", "signature", "targets", "tasks"),
     ),
+    "export/tuning": ("engines", "errors", "repository"),
     "export/lint": ("errors", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
     "export/source": (
@@ -111,6 +112,7 @@ FLOORS = {
             "targets",
             "tasks",
         ),
+        "tuning",
         "weights",
     ),
     "export/checkpoints/remedies": (),
