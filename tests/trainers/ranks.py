@@ -9,6 +9,10 @@ import traceback
 from collections.abc import Callable
 
 import torch
+
+# Every rank's optimizer loads these, which takes each four seconds of what trains for a tenth of one.
+import torch._dynamo
+import torch._inductor.compile_fx
 import torch.distributed as dist
 
 

@@ -20,6 +20,9 @@ os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import deepspeed
+
+# What every rank would load by itself; see `ranks`.
+import deepspeed.runtime.zero.muon.muon_optimizer
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from ranks import fork_ranks
