@@ -1,16 +1,17 @@
 """The page docs/adding.md, followed to the letter on a copy of the code."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
+import warm
 from harness import CHECKOUT, run
 from launcher import Running, running
 from onnx import numpy_helper
@@ -49,10 +50,13 @@ def insert_line(path: Path, *, after: str, line: str) -> None:
     path.write_text(text.replace(after, after + line), encoding="utf-8")
 
 
+def try_export(code: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command, environment = warm.command(["export", *arguments]), os.environ | warm.keep_warm()
+    return subprocess.run(command, cwd=code, env=environment, capture_output=True, text=True, check=False)
+
+
 def run_export(code: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "export", *arguments], cwd=code, capture_output=True, text=True, check=False
-    )
+    done = try_export(code, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -81,13 +85,7 @@ def test_a_checkpoint_format_is_one_module_and_its_name_in_a_table(copied: Path,
     assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
     refused = tmp_path / "empty"
     refused.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "export", "inspect", str(refused)],
-        cwd=copied,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = try_export(copied, "inspect", str(refused))
     assert done.returncode == 1 and "weights.raw with weights.json" in done.stderr
 
 
@@ -143,13 +141,7 @@ def test_an_engine_is_one_class_and_its_name_in_a_table_and_is_served(copied: Pa
     assert not (version / "model.onnx").exists()
     config = parse_config((version.parent / "config.pbtxt").read_text())
     assert (config.backend, config.default_model_filename) == ("onnxruntime", "model.ort")
-    done = subprocess.run(
-        [sys.executable, "-m", "export", "run", "x", "--name", "x", "--engine", "ort", "--precision", "fp16"],
-        cwd=copied,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = try_export(copied, "run", "x", "--name", "x", "--engine", "ort", "--precision", "fp16")
     assert done.stderr.startswith("error: ORT format does not serve fp16: expected one of fp32, got fp16; ")
     server = Running(tmp_path / "models")
     server.read_until("ready, answers as verified")
@@ -188,9 +180,7 @@ def test_a_task_is_one_class_and_its_entry_in_a_table_and_is_served(
     assert result["served_as"] == "the length of the mean vector to the power of 2"
     assert result["contract"] == {"inputs": ["TEXT"], "outputs": ["NORM"]}
     assert result["report"]["passed"] and result["report"]["texts_tokenized"] > 10
-    refused = subprocess.run(
-        [sys.executable, "-m", "export", "run", *what], cwd=copied, capture_output=True, text=True, check=False
-    )
+    refused = try_export(copied, "run", *what)
     sentence = "--power does not apply to feature-extraction: expected it with text-norm, got --task feature-extraction"
     assert refused.returncode == 1 and sentence in refused.stderr
     with running(tmp_path / "models") as server:
