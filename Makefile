@@ -122,6 +122,16 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 test-doors: setup .cache/doors/installed ## Ask the gateway with LangChain's and LlamaIndex's classes for OpenAI
 	@MODELYARD_DOORS=.cache/doors/bin/python $(BIN)/python -m pytest tests/gateway/test_gateway.py -k other_clients
 
+.cache/batch/installed: requirements/batch.txt
+	@echo "installing into .cache/batch" >&2
+	@$(PYTHON) -m venv .cache/batch
+	@.cache/batch/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --requirement $<
+	@touch $@
+
+test-batch: setup .cache/batch/installed ## Embed 40,000 rows with Ray Data and Spark while tritonserver is killed; needs Java 17
+	@.cache/batch/bin/python -m pip install -qq --disable-pip-version-check --no-deps --force-reinstall .
+	@MODELYARD_BATCH=$(CURDIR)/.cache/batch/bin/python $(BIN)/python -m pytest tests/client/test_batch.py
+
 architectures: setup ## Export and prove all 63 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
 
@@ -210,8 +220,9 @@ lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the
 	@for name in build trainers containers; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
 	done
-	@# Of the environment of `make test-doors`, which has nothing else.
+	@# Of the environments of `make test-doors` and `make test-batch`, which have nothing else.
 	@$(LOCK) requirements/doors.in --output-file requirements/doors.txt
+	@$(LOCK) requirements/batch.in --constraint requirements/dev.txt --output-file requirements/batch.txt
 	@# Of these nothing is used that would need what they depend on.
 	@for name in gpu stubs kubernetes; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \
