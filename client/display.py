@@ -43,17 +43,23 @@ def to_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str
 def _to_answer_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
     """Return one line an answer: the text, then what was found in it, best first or in the order of the text."""
     headings: list[str] = [
-        name for name in ("SCORE", "REWARD", "START", "END", "LABEL", "ANSWER", "TOKEN") if name in answers
+        name for name in ("SCORE", "REWARD", "START", "END", "LABEL", "ANSWER", "TOKEN", "BOX") if name in answers
     ]
-    rows = ["".join(f"{name:>9}" if name not in _WORDS else f"  {name:<24}" for name in headings).rstrip()]
+    rows = ["".join(f"{name:>9}" if name not in (*_WORDS, "BOX") else f"  {name:<24}" for name in headings).rstrip()]
     for index, text in enumerate(texts):
         rows.append(f"\n{index + 1:>4}  {_shorten(text)}")
-        columns = [answers[name][index].reshape(-1) for name in headings]
+        columns = [_to_column(answers[name][index], name) for name in headings]
         found = [line for line in zip(*columns, strict=True) if not _is_absent(headings, line)]
-        rows += ["".join(_format(name, value) for name, value in zip(headings, line, strict=True)) for line in found]
+        lines = ("".join(_format(name, value) for name, value in zip(headings, line, strict=True)) for line in found)
+        rows += [line.rstrip() for line in lines]
         if not found:
             rows.append("           nothing found")
     return rows
+
+
+def _to_column(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+    """Return what stands in the lines under a heading: one value each, or the four of a box."""
+    return values.reshape(-1, 4) if name == "BOX" else values.reshape(-1)
 
 
 _NUMBERS = ("SCORE", "REWARD")
@@ -63,12 +69,16 @@ _WORDS = ("LABEL", "ANSWER", "TOKEN")
 def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:
     """Tell whether an answer only fills up a row that has fewer than another."""
     values = dict(zip(headings, line, strict=True))
-    return values.get("START") == -1 or ("TOKEN" in values and values["TOKEN"] == b"" and values["SCORE"] == 0)
+    # A box of a label without a name is a box.
+    is_blank = any(values.get(name) == b"" for name in ("TOKEN", "LABEL" if "BOX" in values else "TOKEN"))
+    return values.get("START") == -1 or (is_blank and values["SCORE"] == 0)
 
 
 def _format(name: str, value: Any) -> str:
     if name in _WORDS:
-        return f"  {_shorten(decode(value)):<24}".rstrip()
+        return f"  {_shorten(decode(value)):<24}"
+    if name == "BOX":
+        return "  " + " ".join(f"{place:.0f}" for place in value)
     return f"{value:9.4f}" if name in _NUMBERS else f"{value:>9}"
 
 

@@ -1,4 +1,4 @@
-"""Pictures on the command line: which files are meant, what the server says about each, and what is drawn onto one."""
+"""Pictures on the command line: which files are meant, and what the server says about each."""
 
 import json
 import sys
@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .connection import Connection
-from .display import decode, to_plain, to_table
+from .display import to_plain, to_table
+from .drawing import import_drawing
 from .errors import ClientError, RefusedError
 from .model import Model
 from .pieces import join_rows
@@ -45,7 +46,7 @@ def ask_pictures(arguments: Namespace, connect: Callable[[], Connection]) -> int
     paths = _collect_images(arguments.image)
     if arguments.output and len(paths) != 1:
         raise ClientError("--output takes one picture", expected="one --image", got=str(len(paths)))
-    draw = _import_drawing() if arguments.output else None
+    draw = import_drawing() if arguments.output else None
     connection = connect()
     model = connection.find_model(arguments.model)
     if model.inputs != (_IMAGE,):
@@ -75,7 +76,7 @@ def ask_pictures(arguments: Namespace, connect: Callable[[], Connection]) -> int
     for answer in refused:
         print(f"error: {answer.path}: {answer.refusal}", file=sys.stderr)  # noqa: T201
     if draw and not refused:
-        draw(found[0], arguments.output)
+        draw(found[0].path, found[0].answers, arguments.output)
     return 1 if refused else 0
 
 
@@ -123,40 +124,6 @@ def _collect_images(given: list[str]) -> list[Path]:
             remedy="correct --image",
         )
     return found
-
-
-def _import_drawing() -> Callable[[PictureAnswer, Path], None]:
-    """Return what draws answers onto a picture; the one thing that needs Pillow, which the client goes without.
-
-    Raises:
-        ClientError: Pillow is not installed.
-    """
-    try:
-        from PIL import Image, ImageDraw, ImageFont, ImageOps
-    except ImportError as exc:
-        raise ClientError(
-            "--output cannot draw", expected="Pillow", got="none for this Python", remedy="pip install pillow"
-        ) from exc
-
-    def draw(answer: PictureAnswer, path: Path) -> None:
-        image: Any = ImageOps.exif_transpose(Image.open(answer.path)).convert("RGB")
-        canvas = ImageDraw.Draw(image)
-        size = max(12, min(image.size) // 24)
-        font = ImageFont.load_default(size)
-        if "LABEL" in answer.answers:
-            values = zip(answer.answers["LABEL"], answer.answers["SCORE"], strict=True)
-            text = "\n".join(f"{score:.3f} {decode(label)}" for label, score in values)
-            place = (size // 2, size // 2)
-            canvas.rectangle(canvas.multiline_textbbox(place, text, font=font), fill="black")
-            canvas.multiline_text(place, text, fill="white", font=font)
-        try:
-            image.save(path)
-        except (OSError, ValueError) as exc:
-            raise ClientError(
-                f"{path} cannot be written", expected="a name such as annotated.png", got=f"'{exc}'"
-            ) from exc
-
-    return draw
 
 
 def _to_picture_json(model: Model, found: list[PictureAnswer]) -> dict[str, Any]:

@@ -261,6 +261,30 @@ def find_keypoints(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, A
     }
 
 
+def rank_boxes(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Array]:
+    """Return LABEL and SCORE, [rows, k], BOX, [rows, k, 4], best first, and COUNT, [rows, 1]: how many there are.
+
+    A box is left, top, right and bottom in the picture. What does not score above the threshold is absent.
+    """
+    # The last label is `no object`; boxes that share an object are what the network was trained not to make.
+    probabilities = softmax(tensors["logits"])[..., :-1]
+    top_k = settings["top_k"]
+    order = np.argsort(-probabilities.max(axis=2), axis=1, kind="stable")[:, :top_k]
+    rows = np.arange(len(order))[:, None]
+    ids, scores = probabilities.argmax(axis=2)[rows, order], probabilities.max(axis=2)[rows, order]
+    middles, sizes = np.split(tensors["pred_boxes"][rows, order], 2, axis=2)
+    corners = np.concatenate([middles - sizes / 2, middles + sizes / 2], axis=2)
+    # Parts of the picture, whatever lies beside it in the pixels.
+    boxes = corners * np.tile(tensors["geometry"][:, None, 4:6], 2)
+    is_found = scores > settings["threshold"]
+    return {
+        "LABEL": np.where(is_found, np.array(settings["labels"], dtype=np.object_)[ids], ABSENT[0]),
+        "SCORE": np.where(is_found, scores, 0).astype(np.float32),
+        "BOX": np.where(is_found[..., None], boxes, -1).astype(np.float32),
+        "COUNT": is_found.sum(axis=1, keepdims=True).astype(np.int64),
+    }
+
+
 def refine(lines: Array, places: Array) -> Array:
     """Return how far the top of a parabola lies from the middle one of three values, at most half a step.
 
@@ -292,4 +316,5 @@ KINDS: Mapping[str, Callable[[Tensors, Mapping[str, Any]], dict[str, Array]]] = 
     "spans": find_spans,
     "masks": fill_masks,
     "keypoints": find_keypoints,
+    "boxes": rank_boxes,
 }

@@ -44,7 +44,7 @@ FILTERS = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-TENSORS = ("pixel_values", "geometry")
+TENSORS = ("pixel_values", "pixel_mask", "geometry")
 
 # Ours is the only limit, and it is looked at first; Pillow's own would warn below it.
 Image.MAX_IMAGE_PIXELS = None
@@ -82,10 +82,12 @@ class MadePicture:
         geometry: [6], fp32: x and y scale, x and y offset, width and height of the upright picture; a place in the
             picture is the place in the pixels times the scale, plus the offset, both counted from the upper left corner
             in widths of a pixel.
+        pixel_mask: [height, width], whether a pixel is the picture's; the others are padding.
     """
 
     pixels: Float32Array
     geometry: Float32Array
+    pixel_mask: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class PictureReader:
                 f"{', '.join(MODES)}; one of {', '.join(FILTERS)}; one of {', '.join(CHANNELS)}"
             )
         self._tensor_names = list(tensor_names)
-        if unknown := sorted(set(tensor_names[1:]) - {"geometry"}):
+        if unknown := sorted(set(tensor_names[1:]) - set(TENSORS[1:])):
             raise ValueError(f"no picture makes {', '.join(unknown)}: expected {', '.join(TENSORS)}")
         self._plan = MODES[recipe["mode"]]
         self._recipe = recipe
@@ -139,10 +141,10 @@ class PictureReader:
         return list(self._pool.map(self._try, rows))
 
     def stack(self, rows: "Sequence[MadePicture]") -> "dict[str, Float32Array]":
-        """Return the wanted tensors of one request: pixels [rows, 3, height, width], geometry [rows, 6]."""
+        """Return the wanted tensors of one request: pixels [rows, 3, height, width], pixel_mask, geometry."""
         pixels, *others = self._tensor_names
         made = {pixels: np.stack([row.pixels for row in rows])}
-        return made | {name: np.stack([row.geometry for row in rows]) for name in others}
+        return made | {name: np.stack([getattr(row, name) for row in rows]) for name in others}
 
     def _try(self, sent: SentPicture) -> "MadePicture | PictureError":
         try:
@@ -159,17 +161,22 @@ class PictureReader:
                 f"{plan.size[0]} x {plan.size[1]} of {image.width} x {image.height}; cut it"
             )
         small = image if plan.size == image.size else image.resize(plan.size, self._filter)
-        left, top, right, bottom = plan.box
+        left, top = plan.box[:2]
         if plan.box != (0, 0, *plan.size):
             small = crop(small, plan.box, self._recipe["fill"])
         # One look-up a value in place of three passes of arithmetic.
         levels = np.asarray(small)
-        pixels = np.empty((3, bottom - top, right - left), dtype=np.float32)
+        height, width = self._recipe.get("pad") or levels.shape[:2]
+        # What is not the picture's stays 0.
+        pixels = np.zeros((3, height, width), dtype=np.float32)
+        inside = (slice(levels.shape[0]), slice(levels.shape[1]))
         for channel, source in enumerate(self._order):
-            np.take(self._table[channel], levels[:, :, source], out=pixels[channel], mode="clip")
+            np.take(self._table[channel], levels[:, :, source], out=pixels[channel][inside], mode="clip")
+        mask = np.zeros((height, width), dtype=bool)
+        mask[inside] = True
         scale_x, scale_y = image.width / plan.size[0], image.height / plan.size[1]
         geometry = (scale_x, scale_y, left * scale_x, top * scale_y, image.width, image.height)
-        return MadePicture(pixels, np.array(geometry, dtype=np.float32))
+        return MadePicture(pixels, np.array(geometry, dtype=np.float32), mask)
 
 
 def decode_picture(sent: SentPicture) -> Image.Image:
@@ -278,6 +285,24 @@ def plan_letterbox(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:
     return Plan(resized, (left, top, left + width, top + height))
 
 
+def plan_edges(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:
+    """Return the plan that makes the shorter edge as long as the recipe says, unless the longer one were too long.
+
+    Rounded as transformers does (image_transforms.py, `get_size_with_aspect_ratio`).
+    """
+    edge, longest = recipe["size"]
+    short, long = sorted(size)
+    exact: float = edge
+    if long / short * edge > longest:
+        exact = longest * float(short) / float(long)
+        edge = round(exact)
+    if short != edge:
+        longer = int(exact * long / short)
+        size = (edge, longer) if size[0] < size[1] else (longer, edge)
+    size = (max(1, size[0]), max(1, size[1]))
+    return Plan(size, (0, 0, *size))
+
+
 def place(size: "tuple[int, int]", recipe: "dict[str, Any]") -> "tuple[int, int, int, int]":
     """Return the box that is cut out of the middle of a picture of `size`, or all of it.
 
@@ -293,7 +318,12 @@ def place(size: "tuple[int, int]", recipe: "dict[str, Any]") -> "tuple[int, int,
 
 # How half of an odd rest is rounded.
 ROUNDINGS: "dict[str, Callable[[int], int]]" = {"down": lambda rest: rest // 2, "even": lambda rest: round(rest / 2)}
-MODES = {"exact": plan_exact, "shortest_edge": plan_shortest_edge, "letterbox": plan_letterbox}
+MODES = {
+    "exact": plan_exact,
+    "shortest_edge": plan_shortest_edge,
+    "letterbox": plan_letterbox,
+    "edges": plan_edges,
+}
 CHANNELS = {"rgb": (0, 1, 2), "bgr": (2, 1, 0)}
 
 

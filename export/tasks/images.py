@@ -25,6 +25,7 @@ from .tensors import TensorTask
 from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND
 
 IMAGE = "IMAGE"
+PIXEL_MASK = "pixel_mask"
 PICTURE_FILE = "picture.json"
 LABELS_FILE = "labels.txt"
 
@@ -150,11 +151,17 @@ class PictureTask(TensorTask):
         Raises:
             ModelError: The recipe does not say what the checkpoint's own preprocessing does.
         """
+        if preparation.recipe.pad and PIXEL_MASK not in {tensor.name for tensor in self.signature.inputs}:
+            raise ModelError(
+                f"{preparation.origin} pads pictures, and the model is not told where",
+                expected=f"a model that takes {PIXEL_MASK}, or a recipe of one size",
+                got=f"pictures of every shape in {' x '.join(map(str, preparation.recipe.pad))}",
+                remedy='pass --preprocess FILE, such as {"mode": "exact", "size": [512, 864]} with the mean and '
+                "deviation of the processor",
+            )
         preparation.check(build_pictures())
         self.preparation, self.answers = preparation, answers
-        name = self.signature.inputs[0].name
-        rows: list[Row] = [{name: preparation.read(content)} for content in build_pictures()]
-        self.tensors = replace(self.tensors, samples=rows)
+        self.tensors = replace(self.tensors, samples=[self._prepare(content) for content in build_pictures()])
         contract = Contract(
             inputs=(TensorSignature(name=IMAGE, dtype=STRING, dims=(BATCH, 1)),),
             outputs=answers.outputs,
@@ -210,10 +217,15 @@ class PictureTask(TensorTask):
         """Return what the checkpoint answers to an encoded picture."""
         return self.answers.answer(self._ask(content), self.preparation.find_geometry(content))
 
+    def _prepare(self, content: bytes) -> Row:
+        pixels, *others = (tensor.name for tensor in self.signature.inputs)
+        row = {pixels: np.ascontiguousarray(self.preparation.read(content))}
+        return row | {name: self.preparation.find_mask(content) for name in others}
+
     def _ask(self, content: bytes) -> Sequence[torch.Tensor]:
-        pixels = torch.from_numpy(np.ascontiguousarray(self.preparation.read(content)))[None]
+        row = self._prepare(content)
         with torch.no_grad():
-            outputs = self.module(pixels)
+            outputs = self.module(*(torch.from_numpy(row[tensor.name])[None] for tensor in self.signature.inputs))
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

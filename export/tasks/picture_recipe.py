@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.image_transforms import get_size_with_aspect_ratio
 from transformers.image_utils import load_image
 
 from ..errors import ModelError, SettingsError
@@ -34,7 +35,7 @@ MAX_LEVELS = 1.0
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
-_MODES = {"exact": 2, "shortest_edge": 1, "letterbox": 2}
+_MODES = {"exact": 2, "shortest_edge": 1, "letterbox": 2, "edges": 2}
 _TORCHVISION_KEYS = {"crop_size", "resize_size", "mean", "std", "interpolation", "antialias"}
 
 # transformers, image_processing_pil_convnext.py: from this size on the picture is not cropped.
@@ -51,8 +52,9 @@ class Recipe:
 
     Attributes:
         mode: `exact` resizes to `size` whatever the shape, `shortest_edge` makes the shorter edge that long and keeps
-            the shape, `letterbox` fits the picture into `size`, in the middle, and fills the rest.
-        size: Height and width, or the one edge.
+            the shape, `letterbox` fits the picture into `size`, in the middle, and fills the rest, `edges` makes the
+            shorter edge as long as the first of `size` unless the longer one were then beyond the second.
+        size: Height and width, or the one edge, or the shorter and the longer one.
         filter: Pillow's name of it.
         crop: Height and width that are cut out of the middle, or None.
         rounding: Which of the two pixels in the middle: `down` as transformers, `even` as torchvision.
@@ -61,6 +63,7 @@ class Recipe:
         mean: What is then taken off, by channel.
         std: What it is then divided by, by channel.
         channels: Their order in the tensor, `rgb` or `bgr`.
+        pad: With `edges`, height and width of the tensor: the picture lies in its upper left, the rest is 0.
     """
 
     mode: str
@@ -73,19 +76,22 @@ class Recipe:
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
     channels: str = "rgb"
+    pad: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         checks = {
             "mode": self.mode in _MODES,
             "size": len(self.size) == _MODES.get(self.mode) and _are_sizes(self.size),
             "filter": self.filter in _FILTERS.values(),
-            "crop": self.crop is None or (self.mode != "letterbox" and len(self.crop) == 2 and _are_sizes(self.crop)),
+            "crop": self.crop is None
+            or (self.mode in ("exact", "shortest_edge") and len(self.crop) == 2 and _are_sizes(self.crop)),
             "rounding": self.rounding in ("down", "even"),
             "fill": isinstance(self.fill, int) and 0 <= self.fill <= 255,
             "scale": isinstance(self.scale, float | int) and self.scale > 0,
             "mean": len(self.mean) == 3,
             "std": len(self.std) == 3 and all(self.std),
             "channels": self.channels in ("rgb", "bgr"),
+            "pad": self._is_padded_well(),
         }
         wrong = [name for name, is_right in checks.items() if not is_right]
         if wrong:
@@ -93,10 +99,16 @@ class Recipe:
         if self.mode == "shortest_edge" and self.crop is None:
             raise ValueError("pictures of every shape, since nothing crops them")
 
+    def _is_padded_well(self) -> bool:
+        """Tell whether there is room for every picture, lying and standing, and whether room is made where it must."""
+        if self.mode != "edges" or self.pad is None:
+            return (self.mode == "edges") == (self.pad is not None)
+        return len(self.pad) == 2 and _are_sizes(self.pad) and self.size[0] <= self.size[1] <= min(self.pad)
+
     @property
     def height_and_width(self) -> tuple[int, int]:
         """The size of what the graph is given."""
-        height, width = self.crop or self.size
+        height, width = self.pad or self.crop or self.size
         return height, width
 
     def to_json(self) -> bytes:
@@ -107,7 +119,7 @@ class Recipe:
         """Return what the graph is given of an upright picture in RGB."""
         height, width = self._find_size(image)
         levels = np.asarray(image.resize((width, height), Image.Resampling[self.filter.upper()]))
-        want_height, want_width = self.height_and_width
+        want_height, want_width = (height, width) if self.pad else self.height_and_width
         top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
         canvas = np.full((want_height, want_width, 3), self.fill, dtype=np.uint8)
         inside = levels[max(top, 0) : top + want_height, max(left, 0) : left + want_width]
@@ -117,12 +129,22 @@ class Recipe:
         if self.channels == "bgr":
             scaled = scaled[:, :, ::-1]
         normal = (scaled - np.array(self.mean, dtype=np.float32)) / np.array(self.std, dtype=np.float32)
+        if self.pad:
+            # The padding is of the normalised picture, as transformers pads.
+            normal = np.pad(normal, ((0, self.pad[0] - height), (0, self.pad[1] - width), (0, 0)))
         return np.ascontiguousarray(normal.transpose(2, 0, 1))
+
+    def find_mask(self, image: Image.Image) -> npt.NDArray[np.bool_]:
+        """Return which pixels of the graph's input are the picture's and which are padding, [height, width]."""
+        mask = np.zeros(self.height_and_width, dtype=bool)
+        height, width = self._find_size(image) if self.pad else mask.shape
+        mask[:height, :width] = True
+        return mask
 
     def find_geometry(self, image: Image.Image) -> Geometry:
         """Return where the pixels lie in an upright picture."""
         height, width = self._find_size(image)
-        want_height, want_width = self.height_and_width
+        want_height, want_width = (height, width) if self.pad else self.height_and_width
         top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
         x, y = image.width / width, image.height / height
         return (x, y, left * x, top * y, float(image.width), float(image.height))
@@ -133,6 +155,9 @@ class Recipe:
         if self.mode == "shortest_edge":
             long = int(self.size[0] * max(image.size) / min(image.size))
             return (long, self.size[0]) if image.height >= image.width else (self.size[0], long)
+        if self.mode == "edges":
+            height, width = get_size_with_aspect_ratio((image.height, image.width), *self.size)
+            return max(1, height), max(1, width)
         scale = min(self.size[1] / image.width, self.size[0] / image.height)
         height, width = (
             max(1, min(most, round(edge * scale)))
@@ -181,6 +206,10 @@ class Preparation:
     def find_geometry(self, content: bytes) -> Geometry:
         """Return where these pixels lie in the upright picture."""
         return self.recipe.find_geometry(load_image(Image.open(io.BytesIO(content))))
+
+    def find_mask(self, content: bytes) -> npt.NDArray[np.bool_]:
+        """Return which of these pixels are the picture's, [height, width]."""
+        return self.recipe.find_mask(load_image(Image.open(io.BytesIO(content))))
 
     def check(self, contents: Sequence[bytes]) -> None:
         """Refuse a recipe that does not say what the reference does, tried on these pictures.
@@ -292,8 +321,11 @@ def _read_processor(directory: Path) -> Preparation:
             remedy="pass a recipe with --preprocess",
         ) from exc
 
+    # Left to itself, transformers pads to the largest of a batch: an answer would depend on the neighbours.
+    padding = {"pad_size": dict(zip(("height", "width"), recipe.pad, strict=True))} if recipe.pad else {}
+
     def prepare(image: Image.Image) -> Pixels:
-        pixels: Pixels = processor(images=image, return_tensors="np")["pixel_values"][0]
+        pixels: Pixels = processor(images=image, return_tensors="np", **padding)["pixel_values"][0]
         return pixels.astype(np.float32)
 
     return Preparation(recipe=recipe, origin=str(processor.to_dict()["image_processor_type"]), reference=prepare)
@@ -305,12 +337,17 @@ def _read_attributes(processor: Any) -> Recipe:
     if not processor.do_resize:
         raise ValueError("do_resize false")
     crop: tuple[int, int] | None = None
+    pad: tuple[int, int] | None = None
     if "shortest_edge" in size and hasattr(processor, "crop_pct"):
         mode, edges, crop = _read_crop_pct(int(size["shortest_edge"]), processor.crop_pct)
     elif set(size) == {"shortest_edge"}:
         mode, edges = "shortest_edge", (int(size["shortest_edge"]),)
     elif set(size) == {"height", "width"}:
         mode, edges = "exact", (int(size["height"]), int(size["width"]))
+    elif set(size) == {"shortest_edge", "longest_edge"} and getattr(processor, "do_pad", False):
+        mode, edges = "edges", (int(size["shortest_edge"]), int(size["longest_edge"]))
+        room = dict(getattr(processor, "pad_size", None) or {})
+        pad = (int(room.get("height") or edges[1]), int(room.get("width") or edges[1]))
     else:
         raise ValueError(f"size {size}")
     if getattr(processor, "do_center_crop", False):
@@ -321,6 +358,7 @@ def _read_attributes(processor: Any) -> Recipe:
         size=edges,
         filter=_FILTERS[int(processor.resample)],
         crop=crop,
+        pad=pad,
         scale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
         mean=tuple(processor.image_mean) if normalizes else (0.0, 0.0, 0.0),
         std=tuple(processor.image_std) if normalizes else (1.0, 1.0, 1.0),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..option_kinds import COUNT, SWITCH, TEXT, Needs, Option
+from ..option_kinds import COUNT, NUMBER, SWITCH, TEXT, Needs, Option
 
 # What transformers calls the main input of a model of texts, of images, of sounds.
 TEXTS = ("input_ids",)
@@ -19,6 +19,9 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 # What can be asked of some tasks; None is what the checkpoint says, or the task's default.
 TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text or a picture")
+THRESHOLD = Option(
+    name="threshold", kind=NUMBER, metavar="SCORE", help="only boxes of a higher score are answered (default: 0.5)"
+)
 PREPROCESS = Option(
     name="preprocess",
     kind=TEXT,
@@ -140,6 +143,14 @@ TASKS: Mapping[str, TaskEntry] = {
             inputs=IMAGES,
             architectures=("ForImageClassification",),
             options=(TOP_K, PREPROCESS),
+        ),
+        TaskEntry(
+            name="object-detection",
+            help="boxes around what is seen in a picture, sent as an encoded file, with labels and scores",
+            place="detection:ObjectDetection",
+            inputs=IMAGES,
+            architectures=("ForObjectDetection",),
+            options=(TOP_K, THRESHOLD, PREPROCESS),
         ),
         TaskEntry(
             name="image-embedding",

@@ -137,8 +137,9 @@ def test_torchvisions_arguments_are_a_recipe_and_what_cannot_be_done_is_refused(
         ModelError, match=r"expected a preprocessor_config.json .* got none; pass --preprocess imagenet"
     ):
         find_preparation(tmp_path, None)
+    edges = {"shortest_edge": 800, "longest_edge": 1333}
     (tmp_path / PROCESSOR_FILE).write_text(
-        json.dumps({"image_processor_type": "DetrImageProcessor", "size": {"shortest_edge": 800, "longest_edge": 1333}})
+        json.dumps({"image_processor_type": "DetrImageProcessor", "size": edges, "do_pad": False})
     )
     with pytest.raises(ModelError, match="asks for something that is not done in the server: .*longest_edge"):
         find_preparation(tmp_path, None)

@@ -13,6 +13,7 @@ import torch
 from harness import CHECKOUT, Published, load_backend
 from rich.console import Console
 from trainers.architectures import ARCHITECTURES, save_model
+from trainers.picture_models import PICTURE_MODELS
 from trainers.task_checkpoints import BUILDERS
 
 from client import parity
@@ -52,7 +53,7 @@ def read_table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
 
 
-PICTURES = ("image-classification", "image-embedding")
+PICTURES = ("image-classification", "image-embedding", "object-detection")
 
 
 def words(cell: str) -> list[str]:
@@ -73,9 +74,13 @@ def tasks(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     for name, task_name in (
         ("vit classification", "image-classification"),
         ("clip vision features", "image-embedding"),
+        ("", "object-detection"),
     ):
         folder = tmp_path_factory.mktemp(task_name) / "checkpoint"
-        save_model(ARCHITECTURES[name], folder)
+        if name:
+            save_model(ARCHITECTURES[name], folder)
+        else:
+            PICTURE_MODELS[task_name](folder)
         request = ExportRequest(checkpoint=folder, name="contract", repository=folder.parent / "models", task=task_name)
         built[task_name] = load_source(request, Progress(Console(quiet=True))).task
     return built
@@ -145,7 +150,7 @@ def test_clients_send_and_get_what_the_table_says(tasks: dict[str, Task]) -> Non
         top_k = str(getattr(task, "top_k", ""))
         assert ", ".join(describe(contract.inputs, -1)) == rows[name][0]
         answered = ", ".join(describe(contract.outputs, hidden))
-        assert (re.sub(rf", {top_k}\]", ", K]", answered) if top_k else answered) == rows[name][1], name
+        assert (re.sub(rf", {top_k}([,\]])", r", K\1", answered) if top_k else answered) == rows[name][1], name
 
 
 def test_the_preprocess_step_makes_the_tensors_of_the_table(tasks: dict[str, Task]) -> None:
@@ -190,7 +195,8 @@ def test_a_recipe_of_pictures_has_the_keys_of_the_table() -> None:
     pictures = load_backend("python_preprocess", "pictures")
     page = words(read_section("picture.json"))
     assert {*pictures.MODES, *pictures.FILTERS, *pictures.ROUNDINGS, *pictures.CHANNELS} <= {*page}
-    assert [name for name in pictures.TENSORS if f"`{name}`" in read_section("Between the steps")] == ["geometry"]
+    section = read_section("Between the steps")
+    assert [name for name in pictures.TENSORS if f"`{name}`" in section] == ["pixel_mask", "geometry"]
 
 
 class Watched(dict[str, Any]):
@@ -227,6 +233,14 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "keypoints": (
         {"labels": ["nose"], "size": [16, 16]},
         {"heatmaps": np.eye(4)[None, None], "geometry": np.array([[1.0, 1.0, 0.0, 0.0, 16.0, 16.0]])},
+    ),
+    "boxes": (
+        {"labels": ["cat"], "top_k": 1, "threshold": 0.5},
+        {
+            "logits": np.array([[[3.0, 0.0]]]),
+            "pred_boxes": np.full((1, 1, 4), 0.5),
+            "geometry": np.array([[1.0, 1.0, 0.0, 0.0, 16.0, 16.0]]),
+        },
     ),
 }
 

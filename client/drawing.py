@@ -1,0 +1,79 @@
+"""Answers drawn onto the picture that they are about: the one thing for which the client needs Pillow."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from .display import decode
+from .errors import ClientError
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+# Told apart by those who see few colours as well (Okabe and Ito, Color Universal Design).
+_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+
+
+def import_drawing() -> Callable[[Path, Arrays, Path], None]:
+    """Return what draws the answers of one picture: its file, output name → values without the batch, the new file.
+
+    Raises:
+        ClientError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as exc:
+        raise ClientError(
+            "--output cannot draw", expected="Pillow", got="none for this Python", remedy="pip install pillow"
+        ) from exc
+
+    def draw(source: Path, answers: Arrays, path: Path) -> None:
+        image: Any = ImageOps.exif_transpose(Image.open(source)).convert("RGB")
+        if "BOX" in answers:
+            _draw_boxes(image, answers)
+        elif "LABEL" in answers:
+            _draw_labels(image, answers)
+        try:
+            image.save(path)
+        except (OSError, ValueError) as exc:
+            raise ClientError(
+                f"{path} cannot be written", expected="a name such as annotated.png", got=f"'{exc}'"
+            ) from exc
+
+    return draw
+
+
+def _draw_labels(image: Any, answers: Arrays) -> None:
+    """Write the labels into the upper left corner."""
+    canvas, font, size = _prepare(image)
+    values = zip(answers["LABEL"], answers["SCORE"], strict=True)
+    text = "\n".join(f"{score:.3f} {decode(label)}" for label, score in values)
+    place = (size // 2, size // 2)
+    canvas.rectangle(canvas.multiline_textbbox(place, text, font=font), fill="black")
+    canvas.multiline_text(place, text, fill="white", font=font)
+
+
+def _draw_boxes(image: Any, answers: Arrays) -> None:
+    """Draw each box in the colour of its label, the likeliest on top, and write into it what it is."""
+    canvas, font, size = _prepare(image)
+    count = int(answers["COUNT"][0])
+    labels = [decode(label) for label in answers["LABEL"][:count]]
+    colours = {label: _COLOURS[index % len(_COLOURS)] for index, label in enumerate(dict.fromkeys(labels))}
+    for label, score, box in reversed([*zip(labels, answers["SCORE"], answers["BOX"].tolist(), strict=False)]):
+        colour = colours[label]
+        # Networks answer with boxes that reach beyond the picture.
+        left, top = max(box[0], 0), max(box[1], 0)
+        right, bottom = max(left, min(box[2], image.width - 1)), max(top, min(box[3], image.height - 1))
+        canvas.rectangle((left, top, right, bottom), outline=colour, width=max(2, size // 8))
+        text = f"{label} {score:.2f}"
+        canvas.rectangle(canvas.textbbox((left, top), text, font=font), fill=colour)
+        canvas.text((left, top), text, fill="black", font=font)
+
+
+def _prepare(image: Any) -> tuple[Any, Any, int]:
+    """Return what draws on a picture, and a font with its size in pixels."""
+    from PIL import ImageDraw, ImageFont
+
+    size = max(12, min(image.size) // 24)
+    return ImageDraw.Draw(image), ImageFont.load_default(size), size

@@ -1,0 +1,182 @@
+"""object-detection: boxes around what is seen in a picture, of networks that need no suppression of neighbours."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForObjectDetection, PreTrainedModel
+
+from ..errors import ModelError
+from ..signature import BATCH, STRING, ModelSignature, TensorSignature
+from ..weights.torch_model import load_model
+from .base import TaskSource
+from .classification import LABEL, SCORE, read_labels
+from .comparison import TENSOR_TOLERANCES
+from .images import PIXEL_MASK, Answers, PictureTask
+from .picture_recipe import Geometry, find_preparation
+from .tensors import InputRules, ValueRule, infer_outputs
+
+BOX, COUNT = "BOX", "COUNT"
+GEOMETRY = "geometry"
+_PIXELS = "pixel_values"
+
+# As transformers' `post_process_object_detection`.
+THRESHOLD = 0.5
+
+# As many as DETR has queries.
+_MOST_BOXES = 100
+
+# Of a place in the picture, in widths of a pixel.
+_BOX_TOLERANCES = {"max_abs_error": 0.05}
+
+# How far fp32 in another order may move a score.
+_SCORE_ERROR = 1e-4
+
+# Those whose scores are a softmax over labels and `no object`, and whose boxes are centre and size in parts of the
+# picture. Others score each label by itself and may answer with one box several times.
+_MODEL_TYPES = ("detr", "table-transformer", "yolos")
+
+
+@dataclass(frozen=True)
+class BoxAnswers(Answers):
+    """The likeliest boxes, best first.
+
+    Attributes:
+        labels: Names by id, without `no object`.
+        top_k: How many are answered at most.
+        threshold: What a box must score more than.
+    """
+
+    labels: Sequence[str]
+    top_k: int
+    threshold: float
+
+    @property
+    def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
+        """See `Answers`."""
+        return (
+            TensorSignature(name=LABEL, dtype=STRING, dims=(BATCH, self.top_k)),
+            TensorSignature(name=SCORE, dtype=torch.float32, dims=(BATCH, self.top_k)),
+            TensorSignature(name=BOX, dtype=torch.float32, dims=(BATCH, self.top_k, 4)),
+            TensorSignature(name=COUNT, dtype=torch.int64, dims=(BATCH, 1)),
+        )
+
+    @property
+    def carried(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
+        """See `Answers`."""
+        return (TensorSignature(name=GEOMETRY, dtype=torch.float32, dims=(BATCH, 6)),)
+
+    @property
+    def postprocess(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """See `Answers`."""
+        return {"answers": "boxes", "labels": [*self.labels], "top_k": self.top_k, "threshold": self.threshold}
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
+        """See `Answers`."""
+        return _BOX_TOLERANCES
+
+    @property
+    def description(self) -> str:
+        """See `Answers`."""
+        return f"boxes of {len(self.labels)} labels that score above {self.threshold:g}, best {self.top_k}"
+
+    def answer(self, outputs: Sequence[Tensor], geometry: Geometry) -> Mapping[str, Any]:
+        """See `Answers`. One box after another, as transformers defines them."""
+        (logits,), (places,) = outputs
+        scores, ids = logits.softmax(dim=1)[:, :-1].max(dim=1)
+        width, height = geometry[4:]
+        found: list[tuple[str, float, list[float]]] = []
+        for index in scores.argsort(descending=True, stable=True)[: self.top_k].tolist():
+            if scores[index] > self.threshold:
+                x, y, wide, tall = places[index].tolist()
+                box = [(x - wide / 2) * width, (y - tall / 2) * height, (x + wide / 2) * width, (y + tall / 2) * height]
+                found.append((self.labels[int(ids[index])], float(scores[index]), box))
+        absent = [("", 0.0, [-1.0] * 4)] * (self.top_k - len(found))
+        labels, best, boxes = zip(*found, *absent, strict=True)
+        return {LABEL: [*labels], SCORE: [*best], BOX: [*boxes], COUNT: [len(found)]}
+
+    def is_clear(self, outputs: Sequence[Tensor], geometry: Geometry) -> bool:
+        """See `Answers`. Boxes as likely as each other, or as the threshold, may change places."""
+        probabilities = outputs[0][0].softmax(dim=1)[:, :-1]
+        scores = probabilities.max(dim=1).values.sort(descending=True).values
+        best = scores[scores > self.threshold - 2 * _SCORE_ERROR][: self.top_k + 1]
+        gaps = torch.cat([(best - self.threshold).abs(), -best.diff()])
+        # A box of two labels as likely as each other has either.
+        likeliest = (
+            probabilities[probabilities.max(dim=1).values > self.threshold].topk(min(2, len(self.labels))).values
+        )
+        if likeliest.shape[1] == 2:
+            gaps = torch.cat([gaps, likeliest[:, 0] - likeliest[:, 1]])
+        return bool((gaps > 2 * _SCORE_ERROR).all())
+
+
+class ObjectDetection(PictureTask):
+    """Boxes around what is seen in a picture."""
+
+    tolerances: ClassVar[Mapping[str, float]] = TENSOR_TOLERANCES
+
+    def __init__(self, source: TaskSource) -> None:
+        if source.config.model_type not in _MODEL_TYPES:
+            raise ModelError(
+                f"boxes of {source.config.model_type} are not made in the server",
+                expected=" or ".join(_MODEL_TYPES),
+                got=source.config.model_type,
+                remedy="publish the graph alone with --factory",
+            )
+        threshold = source.options.get("threshold")
+        if threshold is not None and not 0 <= threshold < 1:
+            raise ModelError(
+                "--threshold is not a score",
+                expected="a number from 0 to below 1",
+                got=f"{threshold:g}",
+                remedy="correct --threshold",
+            )
+        preparation = find_preparation(source.directory, source.options.get("preprocess"))
+        model, self.unused_tensors = _load(source)
+        size = preparation.recipe.height_and_width
+        inputs = [TensorSignature(name=_PIXELS, dtype=torch.float32, dims=(BATCH, 3, *size))]
+        rules = {_PIXELS: ValueRule()}
+        if preparation.recipe.pad and PIXEL_MASK in inspect.signature(model.forward).parameters:
+            inputs.append(TensorSignature(name=PIXEL_MASK, dtype=torch.bool, dims=(BATCH, *size)))
+            rules[PIXEL_MASK] = ValueRule(kind="ones")
+        self.module = DetectionModule(model, [tensor.name for tensor in inputs]).eval()
+        self.tensors = InputRules(rules=rules, sizes={})
+        outputs = infer_outputs(self.module, tuple(inputs), ["logits", "pred_boxes"], self.tensors)
+        self.signature = ModelSignature(inputs=tuple(inputs), outputs=outputs)
+        queries = outputs[0].dims[1]
+        assert isinstance(queries, int), "Bug: a detector has a number of queries of its own"
+        self.top_k = min(source.options.get("top_k") or _MOST_BOXES, queries)
+        labels = read_labels(source.config, must_differ=False)
+        self.serve_pictures(
+            preparation, BoxAnswers(labels, self.top_k, THRESHOLD if threshold is None else float(threshold))
+        )
+
+
+class DetectionModule(nn.Module):
+    """A detector: pixels, and where they are the picture's, in; labels' logits and boxes out."""
+
+    def __init__(self, model: PreTrainedModel, input_names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.input_names = [*input_names]
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits, [batch, queries, labels + 1], and boxes, [batch, queries, 4]: centre and size, in parts."""
+        made = self.model(**dict(zip(self.input_names, inputs, strict=True)))
+        return made.logits, made.pred_boxes
+
+
+def _load(source: TaskSource) -> tuple[PreTrainedModel, list[str]]:
+    try:
+        return load_model(source.config, source.weights, AutoModelForObjectDetection)
+    except ImportError as exc:
+        raise ModelError(
+            f"the backbone of {source.directory} is not one of transformers",
+            expected="timm, which its config.json names",
+            got="none for this Python",
+            remedy="pip install timm",
+        ) from exc

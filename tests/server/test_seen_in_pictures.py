@@ -1,0 +1,124 @@
+"""Models that see several things in a picture, served by the real tritonserver, beside transformers' own answers."""
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import CHECKOUT, run
+from launcher import running
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from trainers.picture_models import save_detr, save_yolos
+from transformers import AutoImageProcessor, AutoModelForObjectDetection
+from transformers.image_utils import load_image
+
+from client.connection import Connection
+from export.__main__ import main as run_export_cli
+
+# Low enough that random weights see something, and so high that they do not see it everywhere.
+THRESHOLD = 0.3
+DETECTORS = {"detr": save_detr, "yolos": save_yolos}
+
+
+@dataclass(frozen=True)
+class Served:
+    """The folder with the checkpoints, and the server that answers for them."""
+
+    folder: Path
+    url: str
+
+    def ask(self, name: str, *contents: bytes) -> dict[str, Any]:
+        connection = Connection(self.url, "http", 60.0)
+        rows = np.array([[content] for content in contents], dtype=np.object_)
+        return connection.infer_tensors(connection.describe_model(name), {"IMAGE": rows})
+
+
+@pytest.fixture(scope="module")
+def photographs() -> list[bytes]:
+    """Return two that lie, one that stands, and one that must be turned to stand."""
+    contents = [Path(name).read_bytes() for name in load_sample_images().filenames]
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for exif in (Image.Exif(), turned):
+        file = io.BytesIO()
+        image = Image.open(io.BytesIO(contents[0]))
+        (image if exif else image.crop((100, 0, 300, 400))).save(file, "PNG", exif=exif)
+        contents.append(file.getvalue())
+    return contents
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("seen")
+    models = ["--repository", str(folder / "models"), "--json"]
+    for name, save in DETECTORS.items():
+        save(folder / name)
+        what = ["run", str(folder / name), "--name", name, "--threshold", str(THRESHOLD), *models]
+        assert run_export_cli(what) == 0
+    with running(folder / "models") as server:
+        server.read_until("serving HTTP")
+        assert sum("ready, answers as verified" in line for line in server.lines) == len(DETECTORS)
+        server.follow()
+        yield Served(folder, f"127.0.0.1:{server.http}")
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_boxes_are_those_of_transformers(name: str, served: Served, photographs: list[bytes]) -> None:
+    model = AutoModelForObjectDetection.from_pretrained(served.folder / name).eval()
+    processor = AutoImageProcessor.from_pretrained(served.folder / name, backend="pil")
+    answers = served.ask(name, *photographs)
+    alone = [served.ask(name, content) for content in photographs]
+    counts = []
+    for row, content in enumerate(photographs):
+        image = load_image(Image.open(io.BytesIO(content)))
+        padding = {"pad_size": {"height": 80, "width": 80}} if name == "detr" else {}
+        inputs = processor(images=image, return_tensors="pt", **padding)
+        with torch.no_grad():
+            outputs = model(**{key: inputs[key] for key in ("pixel_values", "pixel_mask")[: 1 + (name == "detr")]})
+        sizes = [(image.height, image.width)]
+        (want,) = processor.post_process_object_detection(outputs, THRESHOLD, sizes)
+        order = want["scores"].argsort(descending=True, stable=True)
+        count = int(answers["COUNT"][row, 0])
+        counts.append(count)
+        assert count == len(order)
+        labels = [label.decode() for label in answers["LABEL"][row]]
+        assert labels[:count] == [model.config.id2label[int(index)] for index in want["labels"][order]]
+        np.testing.assert_allclose(answers["SCORE"][row, :count], want["scores"][order], atol=1e-4)
+        np.testing.assert_allclose(answers["BOX"][row, :count], want["boxes"][order], atol=0.05)
+        assert set(labels[count:]) <= {""} and not answers["SCORE"][row, count:].any()
+        assert (answers["BOX"][row, count:] == -1).all()
+        # What lies beside a picture in a request changes nothing.
+        np.testing.assert_allclose(alone[row]["BOX"][0], answers["BOX"][row], atol=0.05)
+    assert any(counts)
+
+
+def test_the_client_draws_boxes_and_lists_them(served: Served, tmp_path: Path) -> None:
+    photograph, drawn = load_sample_images().filenames[0], tmp_path / "annotated.png"
+    infer = [str(CHECKOUT / "client" / "infer.py"), "--url", served.url, "--model", "detr", "--image", photograph]
+    done = run(*infer, "--output", str(drawn))
+    assert done.code == 0, done.err
+    heading = next(line for line in done.out.splitlines() if "SCORE" in line)
+    assert heading.split() == ["SCORE", "LABEL", "BOX"]
+    (row,) = json.loads(run(*infer, "--json").out)["results"]
+    assert done.out.count("\n") >= row["COUNT"][0] + 3
+    before, after = (np.asarray(load_image(str(path)), dtype=np.int64) for path in (photograph, drawn))
+    assert before.shape == after.shape and np.abs(before - after).max() > 100
+
+
+def test_padding_that_a_model_is_not_told_of_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_yolos(tmp_path / "yolos")
+    processor = {"image_processor_type": "YolosImageProcessor", "size": {"shortest_edge": 48, "longest_edge": 80}}
+    (tmp_path / "yolos" / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert (
+        run_export_cli(["run", str(tmp_path / "yolos"), "--name", "yolos", "--repository", str(tmp_path / "models")])
+        == 1
+    )
+    refusal = capsys.readouterr().err
+    assert "pads pictures, and the model is not told where: expected a model that takes pixel_mask" in refusal
+    assert not (tmp_path / "models").exists()

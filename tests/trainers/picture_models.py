@@ -1,0 +1,68 @@
+"""Small random models that see several things in a picture, saved with their processors as their users have them."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from transformers import (
+    DetrConfig,
+    DetrForObjectDetection,
+    DetrImageProcessor,
+    ResNetConfig,
+    YolosConfig,
+    YolosForObjectDetection,
+    YolosImageProcessor,
+)
+
+LABELS = {0: "cat", 1: "remote control", 2: "café"}
+
+
+def save_detr(folder: Path) -> None:
+    """Write a DETR of 7 queries, whose processor keeps the shape of pictures and pads them."""
+    torch.manual_seed(0)
+    backbone = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 24, 32, 48], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
+    )
+    config = DetrConfig(
+        use_timm_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        use_pretrained_backbone=False,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        # Wide enough that queries differ, as those of a trained one do.
+        init_std=0.4,
+        num_queries=7,
+        id2label=LABELS,
+    )
+    DetrForObjectDetection(config).save_pretrained(folder)
+    DetrImageProcessor(size={"shortest_edge": 48, "longest_edge": 80}).save_pretrained(folder)
+
+
+def save_yolos(folder: Path) -> None:
+    """Write a YOLOS of 6 queries, whose processor gives pictures one size."""
+    torch.manual_seed(0)
+    config = YolosConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=[48, 64],
+        patch_size=8,
+        num_detection_tokens=6,
+        initializer_range=0.3,
+        id2label=LABELS,
+    )
+    model = YolosForObjectDetection(config)
+    torch.nn.init.normal_(model.vit.embeddings.detection_tokens)
+    model.save_pretrained(folder)
+    YolosImageProcessor(size={"height": 48, "width": 64}).save_pretrained(folder)
+
+
+# Task → what writes a model for it.
+PICTURE_MODELS: Mapping[str, Callable[[Path], None]] = {"object-detection": save_detr}
