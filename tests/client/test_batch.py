@@ -50,8 +50,13 @@ def test_every_row_is_answered_once_while_the_server_is_killed(name: str, two_ve
         program.write_text(PROGRAMS[name].replace("localhost:8001", f"127.0.0.1:{server.grpc}"))
         ended = threading.Event()
         killer = threading.Thread(target=kill_now_and_then, args=(server, ended))
+        python = os.environ["MODELYARD_BATCH"]
         process = subprocess.Popen(
-            [os.environ["MODELYARD_BATCH"], program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [python, program],
+            cwd=tmp_path,
+            env=os.environ | {"PYSPARK_PYTHON": python},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         killer.start()
         try:
