@@ -41,11 +41,13 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "seed": (["--seed", "3"], 3),
     "allow_other_tokenizer": (["--allow-other-tokenizer"], True),
     "top_k": (["--top-k", "3"], 3),
+    "threshold": (["--threshold", "0.25"], 0.25),
     "aggregation": (["--aggregation", "max"], "max"),
     "pooling": (["--pooling", "cls"], "cls"),
     "normalize": (["--no-normalize"], False),
     "preprocess": (["--preprocess", "imagenet"], "imagenet"),
     "instances": (["--instances", "4"], 4),
+    "threads": (["--threads", "4"], 4),
     "max_queue_size": (["--max-queue-size", "64"], 64),
     "max_queue_delay_microseconds": (["--max-queue-delay-microseconds", "500"], 500),
     "default_timeout_microseconds": (["--default-timeout-microseconds", "20000"], 20000),
@@ -210,7 +212,7 @@ def test_an_option_of_a_known_architecture_is_refused_beside_a_factory(
 
 def test_these_are_all_that_a_factory_takes_no_notice_of() -> None:
     assert {option.name for option in IDLE} == {
-        *("task", "adapter", "base", "lora_scaling", "top_k", "aggregation", "pooling", "normalize"),
+        *("task", "adapter", "base", "lora_scaling", "top_k", "threshold", "aggregation", "pooling", "normalize"),
         *("add_special_tokens", "add_tokens", "pad_vocab_to_multiple_of", "unused_rows", "seed"),
         *("allow_other_tokenizer", "steps", "lengths"),
     }
@@ -258,7 +260,7 @@ def test_there_must_be_something_to_export() -> None:
 
 def test_a_request_that_is_made_in_python_is_held_to_the_same() -> None:
     made = {"name": "n", "repository": Path("r"), "checkpoint": None, "factory": "m:f", "inputs": Path("i")}
-    names = ("pooling", "normalize", "top_k", "aggregation", "preprocess")
+    names = ("pooling", "normalize", "top_k", "threshold", "aggregation", "preprocess")
     assert ExportRequest(**made).task_options == dict.fromkeys(names)
     for idle, flag in (
         ({"task": "reward"}, "--task"),
