@@ -77,11 +77,15 @@ class ModelHealer:
             if stub.has_ended_well:
                 # tritonserver ended it, with its version or because another took its place. If not, it is missed below.
                 pass
+            elif stub.died_loading:
+                # What it was started for fails, and is tried again or not by whoever asked for it.
+                self._status.count_death(self.model, "died")
+                self._say(f"{self.model}: {stub.describe()} {stub.describe_end()} while it loaded its model")
             elif stub.is_dead:
-                ends.append(f"{stub.instance} (process {stub.pid}) {stub.describe_end()}")
+                ends.append(f"{stub.describe()} {stub.describe_end()}")
                 self._status.count_death(self.model, "died")
             elif hang := stub.find_hang():
-                ends.append(f"{stub.instance} (process {stub.pid}) {hang} and was ended")
+                ends.append(f"{stub.describe()} {hang} and was ended")
                 self._status.count_death(self.model, "hung")
                 # Its requests fail at once instead of never.
                 stub.kill()
@@ -256,6 +260,7 @@ class Healer:
                 healer.end()
         self._models = {model: self._models.get(model) or self._make(model) for model in wanted}
         stubs = self.table.refresh()
+        self.table.end_lost_loads()
         living = {stub.model for stub in stubs if not stub.is_dead}
         self.down = {
             name

@@ -1,11 +1,13 @@
 """The processes in which the Python backend runs its model instances, as /proc shows them."""
 
+import math
 import os
 import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .lost_loads import FIRST_CONTROL_HANDLE, end_lost_load, is_waited_for, list_regions
 from .private_memory import close_region
 from .processes import TICKS_PER_S, ProcessStat, kill, list_children, read_arguments, read_stat
 from .sampling import Code, find_code
@@ -17,6 +19,13 @@ _STUB = "triton_python_backend_stub"
 _MODEL_PATH, _SHM_REGION, _CONTROL_HANDLE, _INSTANCE = 1, 2, 7, 8
 
 _SHARED_MEMORY = Path("/dev/shm")
+
+# A load whose process ended before it was ever seen is looked for this long after that.
+_NAMELESS_S = 60.0
+
+# tritonserver 2.51 may crash when one instance fails while another one is still being created. Those that were started
+# together have been seen after this long.
+_LOST_S = 0.5
 
 # Longer than a debugger's moment.
 _STOPPED_S = 1.0
@@ -75,6 +84,7 @@ class Stub:
         control_handle: Where in it the control struct lies.
         look: The latest.
         has_loaded: Whether it was seen to have loaded its model.
+        died_loading: Whether it has ended before it had; tritonserver then waits for it without end.
         steady_since: Since when nothing about it has moved, monotonic.
         same_task_since: Since when it has been at the same piece of work, monotonic.
         ticks_before: What it had used of the cores by then.
@@ -93,6 +103,7 @@ class Stub:
     control_handle: int
     look: Look
     has_loaded: bool = False
+    died_loading: bool = False
     steady_since: float = field(default_factory=time.monotonic)
     same_task_since: float = field(default_factory=time.monotonic)
     ticks_before: int = 0
@@ -105,6 +116,11 @@ class Stub:
     def is_dead(self) -> bool:
         """Whether it has ended; tritonserver does not collect it, so it stays as a zombie."""
         return self.look.stat.has_ended
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it lives and has not loaded its model yet."""
+        return not self.is_dead and not self.has_loaded
 
     @property
     def has_ended_well(self) -> bool:
@@ -122,6 +138,7 @@ class Stub:
         before, self.look = self.look, look
         if look.queue:
             self.has_loaded |= look.queue.has_loaded
+            self.died_loading |= look.stat.has_ended and look.queue.is_loading and not self.has_loaded
             if look.queue.is_waited_for or not before.queue or before.queue.taken != look.queue.taken:
                 self.same_task_since = self.interpreting_since = now
                 self.ticks_before, self.samples = look.stat.cpu_ticks, 0
@@ -165,6 +182,10 @@ class Stub:
         elif code is Code.LIBRARY:
             self.interpreting_since, self.samples = now, 0
 
+    def describe(self) -> str:
+        """Return which it is, in words."""
+        return f"{self.instance} (process {self.pid})"
+
     def describe_end(self) -> str:
         """Return how it ended, in words."""
         status = self.look.stat.exit_status
@@ -194,6 +215,9 @@ class StubTable:
         self.reads_queues = True
         self._stubs: dict[tuple[int, int], Stub] = {}
         self._ever: dict[tuple[int, int], Stub] = {}
+        # Processes that ended before they were ever seen, whose command lines nobody can read any more.
+        self._nameless: set[tuple[int, int]] = set()
+        self._nameless_since = -math.inf
 
     def refresh(self) -> list[Stub]:
         """Look at every stub and return those that are there, dead ones included.
@@ -208,6 +232,9 @@ class StubTable:
                 continue
             identity = (pid, stat.started)
             stub = self._stubs.get(identity) or _open_stub(pid, stat)
+            if stub is None and stat.has_ended and identity not in self._nameless:
+                self._nameless.add(identity)
+                self._nameless_since = time.monotonic()
             if stub is not None:
                 if identity not in self._stubs:
                     close_region(stub.region)
@@ -216,6 +243,34 @@ class StubTable:
         self._stubs = present
         self._ever |= present
         return list(present.values())
+
+    def end_lost_loads(self) -> None:
+        """Let every load fail whose process died meanwhile.
+
+        Raises:
+            OSError: This process has no descriptor or memory left to do it with.
+        """
+        now = time.monotonic()
+        loading = {(stub.model, stub.version) for stub in self._stubs.values() if stub.is_loading}
+        for stub in self._stubs.values():
+            is_alone = (stub.model, stub.version) not in loading
+            if stub.died_loading and is_alone and now - stub.steady_since >= _LOST_S:
+                end_lost_load(stub.region, stub.control_handle)
+        if self.reads_queues and not loading and _LOST_S <= now - self._nameless_since < _NAMELESS_S:
+            self._end_nameless_loads()
+
+    def _end_nameless_loads(self) -> None:
+        """Do so for processes that were never seen: tritonserver waits at a region that no living one has."""
+        waiting = [
+            region for region in list_regions(self._tritonserver_pid) if is_waited_for(region, FIRST_CONTROL_HANDLE)
+        ]
+        # Looked at after that: whoever is waited for was started before.
+        children = {pid: read_stat(pid) for pid in list_children(self._tritonserver_pid)}
+        living = [read_arguments(pid) for pid, stat in children.items() if stat is not None and not stat.has_ended]
+        for region in waiting:
+            # One that is no stub yet may be about to become the one that is waited for.
+            if all(_is_stub(arguments) and region.name not in arguments for arguments in living):
+                end_lost_load(region, FIRST_CONTROL_HANDLE)
 
     def clear_away(self) -> None:
         """End what a dead tritonserver left: stubs that do not notice, and shared memory that nobody frees."""
@@ -227,14 +282,14 @@ class StubTable:
         return Look(
             stat=stat,
             switches=_read_switches(stub.pid),
-            queue=read_queue(stub.region, stub.control_handle) if self.reads_queues and not stat.has_ended else None,
+            queue=read_queue(stub.region, stub.control_handle) if self.reads_queues else None,
         )
 
 
 def _open_stub(pid: int, stat: ProcessStat) -> Stub | None:
     """Return the stub that process `pid` is; None if it is something else, or dead before it was ever seen alive."""
     arguments = read_arguments(pid)
-    if not arguments or not arguments[0].endswith(_STUB) or len(arguments) <= _INSTANCE:
+    if not _is_stub(arguments):
         return None
     # <repository>/<model>/<version>/<file>
     folder = Path(arguments[_MODEL_PATH]).parent
@@ -251,6 +306,10 @@ def _open_stub(pid: int, stat: ProcessStat) -> Stub | None:
         control_handle=int(handle),
         look=Look(stat=stat, switches=0, queue=None),
     )
+
+
+def _is_stub(arguments: list[str]) -> bool:
+    return len(arguments) > _INSTANCE and arguments[0].endswith(_STUB)
 
 
 def _read_switches(pid: int) -> int:

@@ -200,6 +200,7 @@ class Supervisor:
                 self._learn_version()
                 self._learn_processes()
                 return True
+            self._end_lost_loads()
             if self._is_stopped():
                 self._server.kill()
             code = self._server.poll()
@@ -258,6 +259,12 @@ class Supervisor:
         """See every backend process once: one that dies before it was ever seen leaves a zombie without a name."""
         with contextlib.suppress(OSError):
             self._healer.table.refresh()
+
+    def _end_lost_loads(self) -> None:
+        """Have it start without a model whose process died as it loaded."""
+        with contextlib.suppress(OSError):
+            self._healer.table.refresh()
+            self._healer.table.end_lost_loads()
 
     def _find_end(self) -> str | None:
         """Return why this tritonserver serves no more, or None."""

@@ -13,20 +13,21 @@ from pathlib import Path
 KNOWN_VERSIONS = ("2.44.0", "2.51.0")
 
 # What is put into shared memory begins with a count of its users (AllocatedShmOwnership in src/shm_manager.h).
-_OWNERSHIP_BYTES = 16
+OWNERSHIP_BYTES = 16
 
-# IPCControlShm in src/pb_utils.h: four flags and two mutexes, then where the queue is.
-_QUEUE_HANDLE = struct.Struct("<q")
-_QUEUE_HANDLE_AT = 88
+# IPCControlShm in src/pb_utils.h: four flags and two mutexes, then where the queue is, and that of the answers to it.
+QUEUE_HANDLE = struct.Struct("<q")
+QUEUE_HANDLE_AT = 88
+PARENT_QUEUE_AT = 96
 
 # MessageQueueShm in src/message_queue.h: a semaphore and then, from here on, the one on which the process waits for
 # work (sem_t of glibc: its value and how many wait), a mutex, size and buffer of the queue, and how many messages were
 # put in and how many taken out, both modulo the size.
-_QUEUE = struct.Struct("<II64xQqii")
-_QUEUE_AT = 32
+QUEUE = struct.Struct("<II64xQqii")
+QUEUE_AT = 32
 
 # tritonserver gives one message at its start, which the process is at while it loads its model, and one after it.
-_MESSAGES_OF_LOADING = 2
+MESSAGES_OF_LOADING = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,14 @@ class WorkQueue:
     is_waited_for: bool
 
     @property
+    def is_loading(self) -> bool:
+        """Whether the process has yet to load its model; true again for a moment after every thousand messages."""
+        return self.put < MESSAGES_OF_LOADING
+
+    @property
     def has_loaded(self) -> bool:
         """Whether the process has loaded its model; false again for a moment after every thousand messages."""
-        return self.taken >= _MESSAGES_OF_LOADING
+        return self.taken >= MESSAGES_OF_LOADING
 
 
 def read_queue(region: Path, control_handle: int) -> WorkQueue | None:
@@ -64,10 +70,10 @@ def read_queue(region: Path, control_handle: int) -> WorkQueue | None:
     """
     try:
         with region.open("rb", buffering=0) as file:
-            file.seek(control_handle + _OWNERSHIP_BYTES + _QUEUE_HANDLE_AT)
-            (queue_handle,) = _QUEUE_HANDLE.unpack(file.read(_QUEUE_HANDLE.size))
-            file.seek(queue_handle + _OWNERSHIP_BYTES + _QUEUE_AT)
-            value, waiting, size, _, put, taken = _QUEUE.unpack(file.read(_QUEUE.size))
+            file.seek(control_handle + OWNERSHIP_BYTES + QUEUE_HANDLE_AT)
+            (queue_handle,) = QUEUE_HANDLE.unpack(file.read(QUEUE_HANDLE.size))
+            file.seek(queue_handle + OWNERSHIP_BYTES + QUEUE_AT)
+            value, waiting, size, _, put, taken = QUEUE.unpack(file.read(QUEUE.size))
     except (FileNotFoundError, PermissionError, ValueError, struct.error):
         return None
     if queue_handle <= 0 or not size:

@@ -277,6 +277,30 @@ def test_a_version_whose_files_are_damaged_while_it_is_served_is_named_and_serve
     assert callers.answers[0] == 0
 
 
+@pytest.mark.parametrize("part", ["model", "preprocess"])
+def test_a_process_killed_while_it_loads_a_new_version_fails_the_rollout_and_nothing_else(
+    part: str, served: tuple[Running, Path]
+) -> None:
+    """tritonserver itself waits for such a process without end, and loads no version of the model meanwhile."""
+    server, repository = served
+    step = f"{NAME}_{part}"
+    old = {stub.pid for stub in server.find_stubs(step)}
+    with Callers(server, repository, count=2) as callers:
+        activate(repository, 2)
+        deadline = time.monotonic() + 60
+        while not (new := [stub for stub in server.find_stubs(step) if stub.pid not in old]):
+            assert time.monotonic() < deadline
+        new[0].kill()
+        found = wait_for(server, lambda models: models[NAME]["state"] != "rolling")[NAME]
+        # It may have loaded its model just before; then it is brought back like any other.
+        assert found["state"] == "served" or "version 2 of followed cannot be served" in found["reason"]
+        for version in (1, 2):
+            activate(repository, version)
+            wait_for(server, lambda models: models[NAME]["served"] == version and models[NAME]["state"] == "served")  # noqa: B023
+    assert all("Stub process" in failure or "unhealthy" in failure.lower() for failure in callers.failures)
+    assert callers.answers[0] == 0
+
+
 def test_a_model_that_appears_is_served_and_one_that_goes_is_unloaded(served: tuple[Running, Path]) -> None:
     server, repository = served
     for name in PARTS:
