@@ -45,8 +45,9 @@ class LinesSource:
     def __init__(self, path: Path, columns: Columns) -> None:
         self._path, self._columns = path, columns
         self._file = path.open("rb")
-        self._read_line = self._read_json if path.suffix == ".jsonl" else self._read_plain
-        self._passed = 0
+        self._is_json = path.suffix == ".jsonl"
+        self._read_line = self._read_json if self._is_json else self._read_plain
+        self._lines = self._number_lines()
 
     def close(self) -> None:
         """Close the file."""
@@ -54,22 +55,25 @@ class LinesSource:
 
     def pass_over(self, count: int) -> tuple[int, str]:
         """Read lines that have an answer; return how many there are, at most `count`, and the text of the last one."""
-        line = b""
-        for passed in itertools.islice(self._file, count):
-            line = passed
-            self._passed += 1
-        return self._passed, self._read_line(line, self._passed)[self._columns.text] if self._passed else ""
+        passed, number, line = 0, 0, b""
+        for number, line in itertools.islice(self._lines, count):  # noqa: B007 -- the last ones are used
+            passed += 1
+        return passed, self._read_line(line, number)[self._columns.text] if passed else ""
 
     def read(self, most: int) -> Iterator[Chunk]:
         """Yield what follows, `most` lines at a time."""
-        while lines := list(itertools.islice(self._file, most)):
-            first = self._passed + 1
-            self._passed += len(lines)
+        while lines := list(itertools.islice(self._lines, most)):
             yield LinesChunk(
-                rows=[self._read_line(line, first + index) for index, line in enumerate(lines)],
+                rows=[self._read_line(line, number) for number, line in lines],
                 columns=self._columns,
-                where=f"{self._path}, from line {first} on",
+                where=f"{self._path}, from line {lines[0][0]} on",
             )
+
+    def _number_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield lines with their numbers; between lines of JSON, a blank one is nothing."""
+        for number, line in enumerate(self._file, start=1):
+            if line.strip() or not self._is_json:
+                yield number, line
 
     def _read_plain(self, line: bytes, number: int) -> dict[str, Any]:
         try:
