@@ -159,7 +159,7 @@ async def _join(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGener
             yield event
     except ApiError as exc:
         # The status is sent already.
-        yield _event(exc.content)
+        yield _event(exc.to_openai()[1])
     finally:
         await events.aclose()
 

@@ -27,6 +27,9 @@ from .upstream import Served, Upstream
 # What anyone may see: whether it works, and how it is asked.
 _OPEN = ("/health", "/docs", "/openapi.json")
 
+# Paths of TEI's, whose errors are told in its words.
+_TEI = ("/embed", "/rerank", "/predict", "/tokenize")
+
 # In which a body comes whole.
 _BODY_TIMEOUT_S = 30.0
 
@@ -115,7 +118,7 @@ class Door:
                 call.key.admit()
             await self._app(scope, receive, tell)
         except ApiError as exc:
-            await _send_error(tell, exc)
+            await _send_error(tell, path, exc)
         finally:
             self._account(call)
 
@@ -266,13 +269,19 @@ def _answer(content: Any, status: int = 200, headers: Mapping[str, str] | None =
     return Response(dump(content), status, headers, media_type="application/json")
 
 
-def _answer_error(exc: ApiError) -> Response:
-    return _answer(exc.content, exc.status, exc.headers)
+def _tell_error(path: str, exc: ApiError) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error, in the words of the API whose path was asked."""
+    return exc.to_tei() if path in _TEI else exc.to_openai()
+
+
+def _answer_error(request: Request, exc: ApiError) -> Response:
+    status, content = _tell_error(request.url.path, exc)
+    return _answer(content, status, exc.headers)
 
 
 async def _explain_refusal(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, ApiError)
-    return _answer_error(exc)
+    return _answer_error(request, exc)
 
 
 async def _explain_status(request: Request, exc: Exception) -> Response:
@@ -282,17 +291,18 @@ async def _explain_status(request: Request, exc: Exception) -> Response:
         404: f"there is no {request.url.path[:100]}: expected one of the paths that /docs shows.",
         405: f"{request.url.path[:100]} is not asked with {request.method}: expected what /docs shows.",
     }.get(exc.status_code, str(exc.detail))
-    return _answer_error(ApiError(exc.status_code, what, headers=exc.headers))
+    return _answer_error(request, ApiError(exc.status_code, what, headers=exc.headers))
 
 
 async def _explain_failure(request: Request, exc: Exception) -> Response:
-    return _answer_error(ApiError(500, "the gateway failed on this request.", type="server_error"))
+    return _answer_error(request, ApiError(500, "the gateway failed on this request.", type="server_error"))
 
 
-async def _send_error(send: Callable[[Any], Awaitable[None]], exc: ApiError) -> None:
+async def _send_error(send: Callable[[Any], Awaitable[None]], path: str, exc: ApiError) -> None:
+    status, content = _tell_error(path, exc)
     headers = [_JSON, *((name.encode(), value.encode()) for name, value in exc.headers.items())]
-    body = dump(exc.content)
-    await _send(send, exc.status, [*headers, (b"content-length", str(len(body)).encode())], body)
+    body = dump(content)
+    await _send(send, status, [*headers, (b"content-length", str(len(body)).encode())], body)
 
 
 async def _send(

@@ -1,6 +1,18 @@
 """Why the gateway does not start, and why a caller is not answered."""
 
 from collections.abc import Mapping
+from typing import Any
+
+# What TEI says in place of a status of OpenAI's: its own, and the kind of error
+# (`ErrorType` in text-embeddings-inference, router/src/lib.rs, with its statuses in router/src/http/server.rs).
+_TEI = {
+    400: (413, "Validation"),
+    429: (429, "Overloaded"),
+    500: (424, "Backend"),
+    502: (424, "Backend"),
+    503: (503, "Unhealthy"),
+    504: (424, "Backend"),
+}
 
 
 class GatewayError(Exception):
@@ -11,7 +23,7 @@ class GatewayError(Exception):
 
 
 class ApiError(Exception):
-    """Why a caller is not answered, as OpenAI's API says it.
+    """Why a caller is not answered, as OpenAI's API and TEI's say it.
 
     Attributes:
         status: Of HTTP.
@@ -20,6 +32,7 @@ class ApiError(Exception):
         param: The parameter that is wrong; None where none is.
         code: OpenAI's name of the error itself, where it has one.
         headers: What the answer says beside it.
+        is_overload: Whether others have to be answered first.
     """
 
     def __init__(
@@ -31,15 +44,22 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        is_overload: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
         self.headers = dict(headers or {})
+        self.is_overload = is_overload
 
-    @property
-    def content(self) -> dict[str, dict[str, str | None]]:
-        """The body of the answer."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+    def to_openai(self) -> tuple[int, dict[str, Any]]:
+        """Return status and body of the answer, as OpenAI's clients know them."""
+        said = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return self.status, {"error": said}
+
+    def to_tei(self) -> tuple[int, dict[str, Any]]:
+        """Return status and body of the answer, as TEI's clients know them."""
+        status, kind = _TEI[429] if self.is_overload else _TEI.get(self.status, (self.status, "Validation"))
+        return status, {"error": self.message, "error_type": kind}
 
 
 def refuse(param: str, what: str, *, expected: str, got: str, remedy: str = "") -> ApiError:

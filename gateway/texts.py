@@ -177,11 +177,16 @@ class Texts:
         """Return what the model makes of texts or pairs, and how many tokens it read."""
         rows: Sequence[Row] = list(zip(texts, pairs, strict=True)) if pairs else texts
         asking = asyncio.ensure_future(self._upstream.ask(served, texts, pairs, headers=call.tracing))
+        tokens = 0
         try:
             # The request is on its way meanwhile; a step of the loop sends it.
             await asyncio.sleep(0)
             tokens = await served.files.count(param, rows, may_cut=may_cut)
             arrays = await asking
+        except asyncio.CancelledError:
+            # Who leaves pays for what the model may have read by then.
+            call.use(served.name, "prompt", tokens)
+            raise
         finally:
             asking.cancel()
         call.use(served.name, "prompt", tokens)

@@ -274,7 +274,12 @@ class Upstream:
                 self._say(f"an answer is lost: {exc}")
                 what = "the model server cannot be reached; ask again later"
             return ApiError(
-                503, f"{what}.", type="server_error", code="service_unavailable", headers={"retry-after": "1"}
+                503,
+                f"{what}.",
+                type="server_error",
+                code="service_unavailable",
+                headers={"retry-after": "1"},
+                is_overload=isinstance(exc, faults.UnavailableError),
             )
         if isinstance(exc, faults.UsageError) or getattr(exc, "is_content", False):
             return ApiError(400, f"{what}.")

@@ -29,6 +29,9 @@ CHAT_TEMPLATE = """{{ bos_token }}
 {% endfor %}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 
+# Of text-embeddings-inference, router/src/lib.rs.
+TEI_ERRORS = ("Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty")
+
 
 def save_chat_writer(directory: Path) -> Path:
     """Save a decoder whose tokenizer puts a token before each text, as those of chats do."""
@@ -108,8 +111,11 @@ class Gateway:
         return status, json.loads(got) if is_json else got.decode(), {k.lower(): v for k, v in names.items()}
 
     def refuse(self, path: str, content: Any = None, **options: Any) -> tuple[int, str]:
-        """Return status and sentence of a refusal, which has OpenAI's form."""
+        """Return status and sentence of a refusal, which has OpenAI's form, or TEI's."""
         status, got, _ = self.ask(path, content, **options)
+        if path in ("/embed", "/rerank", "/predict", "/tokenize"):
+            assert got.keys() == {"error", "error_type"} and got["error_type"] in TEI_ERRORS, got
+            return status, got["error"]
         assert got["error"].keys() == {"message", "type", "param", "code"}, got
         return status, got["error"]["message"]
 

@@ -266,7 +266,7 @@ CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
         ("/v1/completions", {**WRITE, "min_p": float("nan")}, 400, "min_p cannot be used: expected a finite"),
         ("/v1/completions", {**WRITE, "seed": 2**64}, 400, "seed cannot be used: expected less than or equal"),
         ("/v1/completions", {**WRITE, "max_tokens": 10**30}, 400, "max_tokens cannot be used: expected"),
-        ("/tokenize", {"model": "embedder", "inputs": "x y " * 40_000}, 400, "inputs is too long: expected at"),
+        ("/tokenize", {"model": "embedder", "inputs": "x y " * 40_000}, 413, "inputs is too long: expected at"),
         ("/v1/completions", {**WRITE, "temperature": 1e-5}, 400, "temperature is too small: expected 0, which takes"),
         ("/v1/completions", {**WRITE, "temperature": 0, "n": 2}, 400, "n 2 has no effect: expected a temperature"),
         ("/v1/completions", {**WRITE, "prompt": "word " * 5000}, 400, "is too long for the model's context"),
@@ -278,12 +278,12 @@ CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
         ("/v1/chat/completions", {**CHAT, "stream": True, "top_k": -7}, 400, "top_k cannot be used"),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
         ("/v1/rerank", {"model": "ranker", "query": "x", "documents": []}, 400, "documents is empty"),
-        ("/predict", {"inputs": [["a"], ["a", "b"]]}, 400, "inputs cannot be used: expected one text a row"),
+        ("/predict", {"inputs": [["a"], ["a", "b"]]}, 413, "inputs cannot be used: expected one text a row"),
         ("/v1/audio/speech", {}, 404, "there is no /v1/audio/speech: expected one of the paths that /docs shows"),
         ("/v1/embeddings", None, 405, "/v1/embeddings is not asked with GET"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_answered_is_refused_as_openai_refuses(
+def test_what_cannot_be_answered_is_refused_as_openai_and_tei_refuse(
     doors: Doors, path: str, content: Any, status: int, sentence: str
 ) -> None:
     got = doors.gateway.refuse(path, content)
