@@ -110,7 +110,9 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         others = routes
         routes, refused = _plan(request, precision, list_engines(request.engine, task.form), target)
         progress.expect(_count_steps(request, routes) - _count_steps(request, others))
-    routes = _keep_engine(request, routes, task, refused)
+    kept = _keep_engine(request, routes, task, refused)
+    progress.expect(_count_steps(request, kept) - _count_steps(request, routes))
+    routes = kept
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
     with restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
@@ -205,7 +207,7 @@ def _run_routes(
     begun = _run_stage(routes[0].stages[0], job, Draft(files=Artefacts(model=())), folder / "0", progress, on_report)
     proven: list[Proven] = []
     for route in routes:
-        (draft, report), steps = begun, progress.begun
+        (draft, report), steps, expected = begun, progress.begun, progress.expected
         try:
             for number, stage in enumerate(route.stages[1:], 1):
                 place = folder / route.engine.name / str(number)
@@ -214,7 +216,9 @@ def _run_routes(
             if not proven and route is routes[-1]:
                 raise
             refused[route.engine.name] = str(exc)
-            progress.expect(progress.begun - steps - 2 * len(route.stages[1:]))
+            # Those of ways that were given up are expected already.
+            taken = progress.begun - steps - (progress.expected - expected)
+            progress.expect(taken - 2 * len(route.stages[1:]))
         else:
             proven.append(Proven(engine=route.engine, draft=draft, report=report))
     return proven

@@ -15,23 +15,24 @@ class Progress:
 
     Attributes:
         begun: How many steps have begun.
+        expected: How many there will be, as far as is known.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._expected = 0
+        self.expected = 0
         self.begun = 0
 
     def expect(self, steps: int) -> None:
         """Count on that many steps more. Whoever takes steps says so before the first of them."""
-        self._expected += steps
+        self.expected += steps
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[Detail]:
         """Show that `what` is going on until the block ends, then how long it took."""
         self.begun += 1
-        assert self.begun <= self._expected, f"Bug: nobody expected {what}"
-        label = f"[{self.begun}/{self._expected}] {what}"
+        assert self.begun <= self.expected, f"Bug: nobody expected {what}"
+        label = f"[{self.begun}/{self.expected}] {what}"
         start = time.monotonic()
         if not self._console.is_terminal:
             self._say(label)

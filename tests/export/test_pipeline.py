@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -318,11 +319,15 @@ def test_auto_proves_and_measures_each_engine_takes_the_fastest_and_keeps_it(
     assert f"engine  the fastest for a text or row alone on one thread, CPU time: {engines['chosen']} " in done.out
     # Whatever would be the fastest next time: one name keeps its engine.
     assert "already holds exactly this" in export_cli(*arguments).out
-    second = json.loads(export_cli(*arguments, "--again", "--json").out)["report"]["engines"]
+    again = export_cli(*arguments, "--again", "--json")
+    second = json.loads(again.out)["report"]["engines"]
     assert second["chosen"] == engines["chosen"]
     ((other, refused),) = ((trial["engine"], trial["refused"]) for trial in second["trials"] if trial["refused"])
     assert {other, second["chosen"]} == trials.keys()
     assert "engine" in refused
+    # The steps of an engine that was left out are no steps.
+    ((step, steps),) = re.findall(r"\[(\d+)/(\d+)\] publishing\n", again.err)
+    assert step == steps
 
 
 def test_auto_leaves_out_what_does_not_serve_the_precision(copy: Path, repository: Path, export_cli: Cli) -> None:
