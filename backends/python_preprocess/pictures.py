@@ -3,6 +3,7 @@
 Every step is Pillow's, which transformers' own image processors are written on, so that pixels are theirs to the bit.
 """
 
+import ctypes
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
@@ -32,6 +34,10 @@ _UNBOUNDED_MODES = ("I", "F")
 # at before anything is decoded.
 MAX_PICTURE_BYTES = 32 << 20
 MAX_PIXELS = 50_000_000
+
+# Pixels of a picture whose memory is given back at once: glibc would keep several hundred MB for the next of its size.
+_LARGE_PIXELS = 8_000_000
+_give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)
 
 # More threads than this hold more decoded pictures at once than they gain time.
 _MAX_THREADS = 8
@@ -138,7 +144,10 @@ class PictureReader:
 
     def encode(self, rows: "Sequence[SentPicture]") -> "list[MadePicture | PictureError]":
         """Return what each picture became, or why it became nothing; all at once, in several threads."""
-        return list(self._pool.map(self._try, rows))
+        made = list(self._pool.map(self._try, rows))
+        if any(isinstance(row, MadePicture) and row.geometry[4] * row.geometry[5] > _LARGE_PIXELS for row in made):
+            _give_back(0)
+        return made
 
     def stack(self, rows: "Sequence[MadePicture]") -> "dict[str, Float32Array]":
         """Return the wanted tensors of one request: pixels [rows, 3, height, width], pixel_mask, geometry."""
@@ -211,12 +220,37 @@ def decode_picture(sent: SentPicture) -> Image.Image:
             f"brightest pixel is; save it with 8"
         )
     try:
+        if isinstance(image, TiffImageFile):
+            check_strips(image)
         image.load()
         upright = orient(image)
         return upright if upright.mode == "RGB" else reduce_bits(upright).convert("RGB")
     # As above.
     except Exception as exc:
         raise sent.refuse(f"is damaged: expected a whole {image.format}, got '{_name(exc)}'; send it again") from exc
+
+
+def check_strips(image: TiffImageFile) -> None:
+    """See that the data of a TIFF covers it: what is missing would be black without a word.
+
+    Raises:
+        ValueError: It does not. Others, where its head is damaged.
+    """
+    # Of TIFF 6.0: width and height of tiles, or the rows of a strip; where each begins; bytes of each.
+    tags = image.tag_v2
+    width, height = image.size
+    is_tiled = 322 in tags
+    across, down = (tags[322], tags[323]) if is_tiled else (width, min(tags.get(278, height), height))
+    planes = tags.get(277, 1) if tags.get(284, 1) == 2 else 1
+    wanted = -(-width // across) * -(-height // down) * planes
+    found = len(tags[324 if is_tiled else 273])
+    if found < wanted:
+        raise ValueError(f"{found} of the {wanted} parts that make {width} x {height} pixels")
+    bits = tags.get(258, (1,))
+    least = height * -(-width * sum(bits) // 8)
+    told = sum(tags.get(325 if is_tiled else 279, ())) or least
+    if tags.get(259, 1) == 1 and told < least:
+        raise ValueError(f"{told} of the {least} bytes that make {width} x {height} pixels")
 
 
 def refuse_unread(sent: SentPicture) -> PictureError:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -191,6 +192,46 @@ def test_what_is_no_picture_is_refused_alone_and_before_it_is_decoded(
     monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 100)
     (large,) = make(reader, good)
     assert "is too large: expected at most 100 bytes" in str(large)
+
+
+@pytest.mark.parametrize("compression", ["raw", "tiff_lzw", "tiff_adobe_deflate"])
+@pytest.mark.parametrize("mode", ["L", "RGB", "1", "I;16"])
+def test_a_tiff_whose_data_does_not_cover_it_is_refused(mode: str, compression: str, tmp_path: Path) -> None:
+    reader = open_reader(Recipe(mode="exact", size=(8, 8)), tmp_path)
+    file = io.BytesIO()
+    levels = np.arange(80 * 60, dtype=np.uint16).reshape(60, 80)
+    image = (
+        Image.fromarray(levels) if mode == "I;16" else Image.fromarray((levels % 251).astype(np.uint8)).convert(mode)
+    )
+    image.save(file, "TIFF", compression=compression)
+    whole = file.getvalue()
+    (directory,) = struct.unpack_from("<I", whole, 4)
+    (count,) = struct.unpack_from("<H", whole, directory)
+    entries = {
+        struct.unpack_from("<H", whole, place)[0]: place
+        for place in range(directory + 2, directory + 2 + 12 * count, 12)
+    }
+    taller = bytearray(whole)
+    # ImageLength, 257.
+    struct.pack_into("<I", taller, entries[257] + 8, 6000)
+    good, bad = make(reader, whole, bytes(taller))
+    assert not isinstance(good, pictures.PictureError)
+    assert isinstance(bad, pictures.PictureError) and "is damaged: expected a whole TIFF, got" in str(bad)
+
+
+def test_what_a_large_picture_took_is_given_back(tmp_path: Path) -> None:
+    reader = open_reader(Recipe(mode="exact", size=(8, 8)), tmp_path)
+    content = encode(Image.new("RGB", (6000, 6000), (9, 8, 7)), "PNG")
+    make(reader, encode(Image.new("RGB", (60, 60)), "PNG"))
+    before = read_resident_bytes()
+    for _ in range(3):
+        make(reader, content)
+    # One such picture is 108 MB.
+    assert read_resident_bytes() - before < 50_000_000
+
+
+def read_resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_damaged_pictures_are_refused_or_decoded_and_nothing_else(tmp_path: Path) -> None:
