@@ -144,6 +144,9 @@ failing-disk: setup ## Fail every single write, rename and sync of a publication
 pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
 	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
 
+hostile-pictures: setup ## Send 500 malformed and hostile pictures among good ones, and see each refused by itself
+	@MODELYARD_HOSTILE_PICTURES=500 $(BIN)/python -m pytest tests/server/test_pictures.py -k hostile
+
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 	@# One run each: Triton loads the files of every backend as modules at the top, and each has a `model`.
