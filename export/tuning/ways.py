@@ -64,13 +64,11 @@ def list_ways(graph: pb.ModelConfig) -> list[Way]:
     """
     cores = len(os.sched_getaffinity(0))
     powers = [1 << power for power in range(8) if 1 << power <= 2 * cores]
-    parameter = next((each.threads_parameter for each in ENGINES.values() if each.backend == graph.backend), "")
-    joins = graph.HasField("dynamic_batching") and 1 not in graph.dynamic_batching.preferred_batch_size
     now = read_way(graph)
     ways = [
         Way(instances=instances, threads=threads, max_queue_delay_microseconds=delay)
         for instances, threads, delay in itertools.product(
-            powers, powers if parameter else [None], _DELAYS if joins else [None]
+            powers, powers if _find_threads_parameter(graph) else [None], _DELAYS if _joins(graph) else [None]
         )
         if instances * (threads or 1) <= 2 * cores and (threads or 1) <= cores
     ]
@@ -79,12 +77,11 @@ def list_ways(graph: pb.ModelConfig) -> list[Way]:
 
 def read_way(graph: pb.ModelConfig) -> Way:
     """Return how a configuration says that its graph is served."""
-    parameter = next((each.threads_parameter for each in ENGINES.values() if each.backend == graph.backend), "")
-    joins = graph.HasField("dynamic_batching") and 1 not in graph.dynamic_batching.preferred_batch_size
+    parameter = _find_threads_parameter(graph)
     return Way(
         instances=sum(group.count for group in graph.instance_group),
         threads=int(graph.parameters[parameter].string_value) if parameter in graph.parameters else None,
-        max_queue_delay_microseconds=graph.dynamic_batching.max_queue_delay_microseconds if joins else None,
+        max_queue_delay_microseconds=graph.dynamic_batching.max_queue_delay_microseconds if _joins(graph) else None,
     )
 
 
@@ -95,8 +92,17 @@ def write_way(graph: pb.ModelConfig, way: Way) -> pb.ModelConfig:
     for group in changed.instance_group:
         group.count = way.instances
     if way.threads is not None:
-        parameter = next(each.threads_parameter for each in ENGINES.values() if each.backend == graph.backend)
-        changed.parameters[parameter].string_value = str(way.threads)
+        changed.parameters[_find_threads_parameter(graph)].string_value = str(way.threads)
     if way.max_queue_delay_microseconds is not None:
         changed.dynamic_batching.max_queue_delay_microseconds = way.max_queue_delay_microseconds
     return changed
+
+
+def _find_threads_parameter(graph: pb.ModelConfig) -> str:
+    """Return the parameter that says how many threads a copy has; empty where none does."""
+    return next((each.threads_parameter for each in ENGINES.values() if each.backend == graph.backend), "")
+
+
+def _joins(graph: pb.ModelConfig) -> bool:
+    """Tell whether requests are joined, for which it may wait; the lean step takes one at a time."""
+    return graph.HasField("dynamic_batching") and 1 not in graph.dynamic_batching.preferred_batch_size
