@@ -4,6 +4,8 @@ The contract is the native backend's: the same `config.pbtxt`, `model.onnx` in t
 as the config names them. What the native backend would do and this one does not is refused when the model loads.
 """
 
+# tritonserver's stub looks into it at the first answer, which would wait 20 ms for it there.
+import asyncio  # noqa: F401
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

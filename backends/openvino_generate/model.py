@@ -4,6 +4,8 @@ A model of this backend has no code of its own. Its version folder holds the mod
 and `generation.json`; its tensors and parameters are those of Triton's vLLM backend.
 """
 
+# tritonserver's stub looks into it at the first answer, which would wait 20 ms for it there.
+import asyncio  # noqa: F401
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

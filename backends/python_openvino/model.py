@@ -4,6 +4,8 @@ A model of this backend has no code of its own: its version folder holds `openvi
 beside it is run. A CPU or an OpenVINO other than it was proven with is refused when the model loads.
 """
 
+# tritonserver's stub looks into it at the first answer, which would wait 20 ms for it there.
+import asyncio  # noqa: F401
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

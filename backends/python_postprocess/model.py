@@ -4,6 +4,8 @@ A model of this backend has no code of its own: its version folder holds `postpr
 answers are and names the labels; its config names the tensors.
 """
 
+# tritonserver's stub looks into it at the first answer, which would wait 20 ms for it there.
+import asyncio  # noqa: F401
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,6 +4,8 @@ A model of this backend has no code of its own. What lies in its version folder 
 texts, `picture.json` encoded pictures.
 """
 
+# tritonserver's stub looks into it at the first answer, which would wait 20 ms for it there.
+import asyncio  # noqa: F401
 import json
 import os
 from collections.abc import Mapping, Sequence

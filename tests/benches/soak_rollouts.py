@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import queue
 import shutil
 import sys
@@ -23,6 +24,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,7 +267,22 @@ def soak(
     servers: Sequence[Running], callers: Callers, repository: Path, activations: int, *, idle_s: float = IDLE_S
 ) -> Soaked:
     """Activate versions 2 and 1 in turns, so often, while the callers send."""
+    # In a process of its own, as its user has it: in this one the callers would wait for the interpreter's lock.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as elsewhere:
+        return _soak(servers, callers, repository, activations, idle_s, elsewhere)
+
+
+def _soak(
+    servers: Sequence[Running],
+    callers: Callers,
+    repository: Path,
+    activations: int,
+    idle_s: float,
+    elsewhere: ProcessPoolExecutor,
+) -> Soaked:
     found = Soaked(Phase(), Phase(), Phase(), [Memory(server) for server in servers])
+    # The first of such a process imports what it needs.
+    elsewhere.submit(activate, repository, NAME, 1).result()
     processes = len(servers[0].find_stubs(f"{NAME}_model"))
     for number in range(activations):
         if number % ROW == 0:
@@ -281,7 +298,7 @@ def soak(
             wound(servers[0], callers)
             callers.phase = found.rolled
         version = 2 - number % 2
-        activate(repository, NAME, version)
+        elsewhere.submit(activate, repository, NAME, version).result()
         for server in servers:
             wait_until_served(server, version)
         if number % KILL_EVERY == KILL_EVERY - 1:

@@ -236,3 +236,11 @@ def test_the_floors_are_drawn_in_docs_architecture_as_the_code_imports_them(draw
     for name, below in floors.items():
         misplaced = [other for other in below if row_of[other] <= row_of[name]]
         assert not misplaced, f"{name} imports {misplaced}, which must be drawn below it"
+
+
+@pytest.mark.parametrize("path", sorted((CHECKOUT / "backends").glob("*/model.py")), ids=lambda path: path.parent.name)
+def test_a_backend_has_imported_what_its_first_answer_would_wait_for(path: Path) -> None:
+    # tritonserver 2.51 asks asyncio whether an answer is a coroutine, and imports it when the first one is there.
+    assert "asyncio" in {
+        alias.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import) for alias in node.names
+    }
