@@ -79,7 +79,7 @@ def _draw_map(image: Any, answers: Arrays) -> None:
     """Lay the map over the picture in its own colours, and list the labels in theirs."""
     from PIL import Image
 
-    shown = Image.open(io.BytesIO(answers["MAP"][0]))
+    shown: Any = Image.open(io.BytesIO(answers["MAP"][0]))
     if shown.mode != "P":
         # Of 16 bits: more labels than a palette has colours, of which a few are in one picture.
         shown = Image.fromarray(np.asarray(shown).astype(np.uint8), "P")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .control_key import ControlKey
-from .errors import ControlError
+from .errors import ControlError, GoneError
 
 # Loading a model may have to wait for a warmup or a cold disk.
 _LOAD_TIMEOUT_S = 120.0
@@ -158,7 +158,10 @@ class Control:
             reason = exc.read(2000).decode(errors="replace")
             raise ControlError(path, expected="an answer", got=f"HTTP {exc.code}: {reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
-            raise ControlError(path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'") from exc
+            is_gone = isinstance(getattr(exc, "reason", exc), ConnectionError)
+            raise (GoneError if is_gone else ControlError)(
+                path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'"
+            ) from exc
 
 
 def _path(model: str) -> str:

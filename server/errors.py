@@ -75,6 +75,10 @@ class ControlError(ServerError):
     """A running tritonserver refused an order, or did not answer."""
 
 
+class GoneError(ControlError):
+    """Nobody listens where tritonserver did."""
+
+
 class RolloutError(ServerError):
     """A version cannot be served in place of the one before it."""
 

@@ -187,9 +187,10 @@ class Follower:
         served = old.version if old else 0
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
+        rest = ""
         try:
             if old:
-                self._roller.roll(old, wanted)
+                rest = self._roller.roll(old, wanted)
             else:
                 self._roller.add(wanted)
         except RolloutError as exc:
@@ -201,6 +202,8 @@ class Follower:
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(wanted)
+        if rest and not self._ended:
+            self._say(f"warning: {wanted.name}: something of what was served before stays loaded: {rest}")
         before = f", version {served} before" if old and served != wanted.version else ""
         self._say(f"{wanted.name}: version {wanted.version} is served{before}, {time.monotonic() - start:.1f} s")
 

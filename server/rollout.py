@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .control import Control
-from .errors import ControlError, RolloutError
+from .errors import ControlError, GoneError, RolloutError
 from .health import JUDGING_PATIENCE_S, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
@@ -123,8 +123,11 @@ class Roller:
                 self._control.unload(name)
             self._overlay.hide(name)
 
-    def roll(self, old: Published, new: Published) -> None:
+    def roll(self, old: Published, new: Published) -> str:
         """Serve `new` in place of `old`, two versions or two configurations of one model.
+
+        Returns:
+            Why something of the old one stays loaded beside the new one, which is served; empty where nothing does.
 
         Raises:
             RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
@@ -143,7 +146,7 @@ class Roller:
         except (OSError, ValueError, ControlError) as exc:
             self._restore(old, new)
             raise _refuse(new, exc, f"version {old.version} is served as before") from exc
-        self._finish(old, new)
+        return self._finish(old, new)
 
     def _check_wishes(self, published: Published) -> None:
         """Refuse what tritonserver would pass over in silence, or answer with what another model has answered.
@@ -218,22 +221,31 @@ class Roller:
             self._overlay.show(name, config, source, versions)
             self._control.load(name)
 
-    def _finish(self, old: Published, new: Published) -> None:
-        """Unload the old version once nothing is in flight on it.
+    def _finish(self, old: Published, new: Published) -> str:
+        """Unload the old version once nothing is in flight on it; return why that cannot be, if so.
 
-        The new version is served already, so what fails here is reported and not tried again: it only costs memory.
+        The new version is served already, so what fails here only costs memory. A tritonserver that is no more fails
+        all of it, and the one after it loads what is shown to it: of each step the new version alone.
         """
         if not new.steps:
-            return
+            return ""
         deadline = time.monotonic() + _FLIGHT_LIMIT_S
         while time.monotonic() < deadline and self._is_busy(old):
             time.sleep(_INTERVAL_S)
+        reasons = []
         for name in new.steps:
-            self._serve_alone(name, new, old)
+            try:
+                self._serve_alone(name, new, old)
+            except (OSError, ControlError) as exc:
+                reasons.append(str(exc))
         for name in old.steps:
             if name not in new.configs:
-                self._control.unload(name)
+                try:
+                    self._control.unload(name)
+                except ControlError as exc:
+                    reasons.append(str(exc))
                 self._overlay.hide(name)
+        return reasons[0] if reasons else ""
 
     def _serve_alone(self, name: str, one: Published, other: Published) -> None:
         """Serve a model, or a step, from one of two published versions; what is loaded of that is left alone."""
@@ -244,9 +256,16 @@ class Roller:
             self._load(one, [name], [one.version])
 
     def _is_busy(self, old: Published) -> bool:
+        try:
+            states = self._control.read_states()
+        except GoneError:
+            return False
+        # It has no time to answer, as it may be for want of it that requests take so long.
+        except ControlError:
+            return True
         return any(
             state.name == old.name and state.version == str(old.version) and state.state in ("READY", "UNLOADING")
-            for state in self._control.read_states()
+            for state in states
         )
 
     def _restore(self, old: Published, new: Published) -> None:

@@ -340,6 +340,31 @@ def test_a_tritonserver_that_is_started_anew_serves_what_was_proven_and_not_what
     assert set(callers.answers) == {1}
 
 
+def test_a_tritonserver_that_is_killed_in_a_rollout_is_followed_by_one_that_serves_the_new_version(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    shown = Path(f"/proc/{server.tritonserver}/cmdline").read_text().split("--model-repository=")[1].split("\0")[0]
+    processes = len(server.find_stubs(f"{NAME}_model"))
+    # From the moment on at which the new version is the one that clients are to be answered by.
+    for number, later_s in enumerate((0.0, 0.005, 0.01, 0.02, 0.03)):
+        version = 2 - number % 2
+        activate(repository, version)
+        deadline = time.monotonic() + 60
+        while f"model_version : {version}" not in Path(shown, NAME, "config.pbtxt").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(later_s)
+        os.kill(server.tritonserver, signal.SIGKILL)
+        server.wait_for_line("tritonserver answers again", 60)
+        wanted = {"active": version, "served": version, "state": "served", "reason": ""}
+        wait_for(server, lambda models, wanted=wanted: models[NAME] == wanted)  # type: ignore[misc]
+        deadline = time.monotonic() + 60
+        while len(server.find_stubs(f"{NAME}_model")) != processes and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(server.find_stubs(f"{NAME}_model")) == processes, "of the new version alone"
+
+
 def test_a_server_that_does_not_follow_stays_with_what_it_started_with(repository: Path, tmp_path: Path) -> None:
     copy = tmp_path / "models"
     shutil.copytree(repository, copy)
