@@ -10,9 +10,9 @@ from PIL import Image
 
 Array = npt.NDArray[Any]
 
-# Height and width of what is made at once, in pixels: so little memory is needed for the largest picture, and in most
-# of these one or two labels are possible.
-_TILE = 128
+# Pixels that are made at once, and how long an edge of them is where the picture is not narrower: so little memory is
+# needed for the largest picture, and in most of these one or two labels are possible.
+_TILE_PIXELS, _TILE_EDGE = 4096, 64
 
 # A palette has no more.
 _MOST_COLOURS = 256
@@ -59,10 +59,12 @@ def find_ids(logits: Array, height: int, width: int) -> Array:
     """
     ids = np.empty((height, width), dtype=np.uint8 if len(logits) <= _MOST_COLOURS else np.uint16)
     down, right = Axis(logits.shape[1], height), Axis(logits.shape[2], width)
-    for top in range(0, height, _TILE):
-        rows = slice(top, min(top + _TILE, height))
-        for left in range(0, width, _TILE):
-            columns = slice(left, min(left + _TILE, width))
+    tall = max(_TILE_EDGE, _TILE_PIXELS // width)
+    wide = max(_TILE_EDGE, _TILE_PIXELS // height)
+    for top in range(0, height, tall):
+        rows = slice(top, min(top + tall, height))
+        for left in range(0, width, wide):
+            columns = slice(left, min(left + wide, width))
             ids[rows, columns] = _find_tile(logits, down, rows, right, columns)
     return ids
 
@@ -121,4 +123,5 @@ def build_palette() -> list[int]:
     colours = np.zeros((_MOST_COLOURS, 3), dtype=np.int64)
     for bit in range(8):
         colours[:, bit % 3] |= bits[:, bit] << 7 - bit // 3
-    return colours.reshape(-1).tolist()
+    flat: list[int] = colours.reshape(-1).tolist()
+    return flat
