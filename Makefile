@@ -144,6 +144,9 @@ failing-disk: setup ## Fail every single write, rename and sync of a publication
 pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
 	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
 
+bench-pictures: setup ## Measure photo in, labels out beside FastAPI, Pillow and ONNX Runtime, at 1 and 8 connections
+	@$(BENCH)bench_pictures $(BENCH_OPTIONS)
+
 hostile-pictures: setup ## Send 500 malformed and hostile pictures among good ones, and see each refused by itself
 	@MODELYARD_HOSTILE_PICTURES=500 $(BIN)/python -m pytest tests/server/test_pictures.py -k hostile
 
@@ -182,10 +185,14 @@ soak: setup ## Overload the demo's server for SOAK_MINUTES (20), then rest it: e
 	@$(BENCH)soak --minutes $(SOAK_MINUTES)
 
 ACTIVATIONS ?= 100
+KILLS ?= 200
 SERVERS     ?= 1
 
 soak-rollouts: setup ## Activate two versions in turns under load ACTIVATIONS (100) times: failures, mixed answers, latency
 	@$(BENCH)soak_rollouts --activations $(ACTIVATIONS) --servers $(SERVERS)
+
+kill-anywhere: setup ## Kill what exports, activates, copies, prunes and serves at KILLS (200) random moments: faults left behind
+	@$(BENCH)kill_anywhere --kills $(KILLS)
 
 soak-cluster: setup ## Kill, drain and roll three servers behind HAProxy under 32 clients: failures, and what one to three answer
 	@$(BENCH)soak_cluster $(SCALE_OPTIONS)

