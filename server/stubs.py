@@ -20,12 +20,19 @@ _MODEL_PATH, _SHM_REGION, _CONTROL_HANDLE, _INSTANCE = 1, 2, 7, 8
 
 _SHARED_MEMORY = Path("/dev/shm")
 
-# A load whose process ended before it was ever seen is looked for this long after that.
+# A load whose process ended before it was ever seen is looked for this long after that, so often: it takes reading all
+# that tritonserver has mapped, and every start has a few such processes, of which no load is lost.
 _NAMELESS_S = 60.0
+_NAMELESS_INTERVAL_S = 2.0
 
 # tritonserver 2.51 may crash when one instance fails while another one is still being created. Those that were started
 # together have been seen after this long.
 _LOST_S = 0.5
+
+# So often new processes are looked for while nothing is loaded, which takes a look at each of hundreds of threads; so
+# long after one came or went they are looked for every time. Those that are known are looked at every time.
+_CHILDREN_INTERVAL_S = 0.5
+_CHANGING_S = 5.0
 
 # Longer than a debugger's moment.
 _STOPPED_S = 1.0
@@ -61,7 +68,7 @@ class Look:
 
     Attributes:
         stat: What /proc says of the process, and so of its main thread.
-        switches: How often the main thread gave up its core by itself.
+        switches: How often the main thread gave up its core by itself; 0 while it has nothing to do.
         queue: Its work queue; None where we may not know.
     """
 
@@ -217,7 +224,9 @@ class StubTable:
         self._ever: dict[tuple[int, int], Stub] = {}
         # Processes that ended before they were ever seen, whose command lines nobody can read any more.
         self._nameless: set[tuple[int, int]] = set()
-        self._nameless_since = -math.inf
+        self._nameless_since = self._nameless_look = -math.inf
+        self._children: list[int] = []
+        self._children_look, self._changed = -math.inf, time.monotonic()
 
     def refresh(self) -> list[Stub]:
         """Look at every stub and return those that are there, dead ones included.
@@ -226,7 +235,7 @@ class StubTable:
             OSError: This process has no descriptor or memory left to look with.
         """
         present = {}
-        for pid in list_children(self._tritonserver_pid):
+        for pid in self._list_children():
             stat = read_stat(pid)
             if stat is None:
                 continue
@@ -240,9 +249,18 @@ class StubTable:
                     close_region(stub.region)
                 stub.update(self._look(stub, stat))
                 present[identity] = stub
+        if present.keys() != self._stubs.keys():
+            self._changed = time.monotonic()
         self._stubs = present
         self._ever |= present
         return list(present.values())
+
+    def _list_children(self) -> list[int]:
+        now = time.monotonic()
+        is_changing = now - self._changed < _CHANGING_S or any(stub.is_loading for stub in self._stubs.values())
+        if is_changing or now - self._children_look >= _CHILDREN_INTERVAL_S:
+            self._children, self._children_look = list_children(self._tritonserver_pid), now
+        return self._children
 
     def end_lost_loads(self) -> None:
         """Let every load fail whose process died meanwhile.
@@ -256,7 +274,9 @@ class StubTable:
             is_alone = (stub.model, stub.version) not in loading
             if stub.died_loading and is_alone and now - stub.steady_since >= _LOST_S:
                 end_lost_load(stub.region, stub.control_handle)
-        if self.reads_queues and not loading and _LOST_S <= now - self._nameless_since < _NAMELESS_S:
+        is_looked_for = _LOST_S <= now - self._nameless_since < _NAMELESS_S
+        if self.reads_queues and not loading and is_looked_for and now - self._nameless_look >= _NAMELESS_INTERVAL_S:
+            self._nameless_look = now
             self._end_nameless_loads()
 
     def _end_nameless_loads(self) -> None:
@@ -279,11 +299,10 @@ class StubTable:
             stub.region.unlink(missing_ok=True)
 
     def _look(self, stub: Stub, stat: ProcessStat) -> Look:
-        return Look(
-            stat=stat,
-            switches=_read_switches(stub.pid),
-            queue=read_queue(stub.region, stub.control_handle) if self.reads_queues else None,
-        )
+        queue = read_queue(stub.region, stub.control_handle) if self.reads_queues else None
+        # Of one that has nothing to do nobody asks whether it moves.
+        is_idle = queue is not None and queue.is_waited_for
+        return Look(stat=stat, switches=0 if is_idle else _read_switches(stub.pid), queue=queue)
 
 
 def _open_stub(pid: int, stat: ProcessStat) -> Stub | None:
