@@ -43,7 +43,9 @@ def to_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str
 def _to_answer_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
     """Return one line an answer: the text, then what was found in it, best first or in the order of the text."""
     headings: list[str] = [
-        name for name in ("SCORE", "REWARD", "START", "END", "LABEL", "ANSWER", "TOKEN", "BOX") if name in answers
+        name
+        for name in ("SCORE", "SHARE", "REWARD", "START", "END", "ID", "LABEL", "ANSWER", "TOKEN", "BOX")
+        if name in answers
     ]
     rows = ["".join(f"{name:>9}" if name not in (*_WORDS, "BOX") else f"  {name:<24}" for name in headings).rstrip()]
     for index, text in enumerate(texts):
@@ -62,7 +64,7 @@ def _to_column(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     return values.reshape(-1, 4) if name == "BOX" else values.reshape(-1)
 
 
-_NUMBERS = ("SCORE", "REWARD")
+_NUMBERS = ("SCORE", "SHARE", "REWARD")
 _WORDS = ("LABEL", "ANSWER", "TOKEN")
 
 
@@ -71,7 +73,7 @@ def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:
     values = dict(zip(headings, line, strict=True))
     # A box of a label without a name is a box.
     is_blank = any(values.get(name) == b"" for name in ("TOKEN", "LABEL" if "BOX" in values else "TOKEN"))
-    return values.get("START") == -1 or (is_blank and values["SCORE"] == 0)
+    return -1 in (values.get("START"), values.get("ID")) or (is_blank and values["SCORE"] == 0)
 
 
 def _format(name: str, value: Any) -> str:

@@ -1,9 +1,11 @@
 """Answers drawn onto the picture that they are about: the one thing for which the client needs Pillow."""
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from .display import decode
@@ -30,7 +32,9 @@ def import_drawing() -> Callable[[Path, Arrays, Path], None]:
 
     def draw(source: Path, answers: Arrays, path: Path) -> None:
         image: Any = ImageOps.exif_transpose(Image.open(source)).convert("RGB")
-        if "BOX" in answers:
+        if "MAP" in answers:
+            _draw_map(image, answers)
+        elif "BOX" in answers:
             _draw_boxes(image, answers)
         elif "LABEL" in answers:
             _draw_labels(image, answers)
@@ -69,6 +73,31 @@ def _draw_boxes(image: Any, answers: Arrays) -> None:
         text = f"{label} {score:.2f}"
         canvas.rectangle(canvas.textbbox((left, top), text, font=font), fill=colour)
         canvas.text((left, top), text, fill="black", font=font)
+
+
+def _draw_map(image: Any, answers: Arrays) -> None:
+    """Lay the map over the picture in its own colours, and list the labels in theirs."""
+    from PIL import Image
+
+    shown: Any = Image.open(io.BytesIO(answers["MAP"][0]))
+    if shown.mode != "P":
+        # Of 16 bits: more labels than a palette has colours, of which a few are in one picture.
+        shown = Image.fromarray(np.asarray(shown).astype(np.uint8), "P")
+    palette = shown.getpalette() or [level for grey in range(256) for level in (grey, grey, grey)]
+    shown.putpalette(palette)
+    image.paste(Image.blend(image, shown.convert("RGB"), 0.6))
+    canvas, font, size = _prepare(image)
+    top = size // 2
+    count = int(answers["COUNT"][0])
+    for label, number, share in zip(answers["LABEL"][:count], answers["ID"], answers["SHARE"], strict=False):
+        text, place = f"{share:.0%} {decode(label)}", (2 * size, top)
+        canvas.rectangle(canvas.textbbox(place, text, font=font), fill="black")
+        canvas.text(place, text, fill="white", font=font)
+        first = 3 * (int(number) % 256)
+        canvas.rectangle((size // 2, top, size * 3 // 2, top + size), fill=tuple(palette[first : first + 3]))
+        top += size * 3 // 2
+        if top > image.height - size:
+            break
 
 
 def _prepare(image: Any) -> tuple[Any, Any, int]:

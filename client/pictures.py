@@ -1,5 +1,6 @@
 """Pictures on the command line: which files are meant, and what the server says about each."""
 
+import base64
 import json
 import sys
 import time
@@ -130,7 +131,12 @@ def _to_picture_json(model: Model, found: list[PictureAnswer]) -> dict[str, Any]
     rows = [
         {"image": str(answer.path)}
         | ({"error": answer.refusal} if answer.refusal else {})
-        | {name: to_plain(values) for name, values in answer.answers.items()}
+        | {name: _to_json_value(name, values) for name, values in answer.answers.items()}
         for answer in found
     ]
     return {"model": model.name, "version": model.version, "results": rows}
+
+
+def _to_json_value(name: str, values: npt.NDArray[Any]) -> list[Any]:
+    """Return an answer as JSON knows values; a map is a file, which is no text."""
+    return [base64.b64encode(value).decode() for value in values] if name == "MAP" else to_plain(values)

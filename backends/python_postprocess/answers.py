@@ -38,9 +38,10 @@ def build_postprocess(settings: Mapping[str, Any]) -> Callable[[Tensors], dict[s
     Raises:
         ValueError: It describes none that there is.
     """
-    answer = KINDS.get(settings["answers"])
-    if answer is None:
+    find_answer = KINDS.get(settings["answers"])
+    if find_answer is None:
         raise ValueError(f"postprocess.json asks for {settings['answers']}: expected one of {', '.join(KINDS)}")
+    answer = find_answer()
     return lambda tensors: answer(tensors, settings)
 
 
@@ -309,12 +310,24 @@ def stack_places(rows: Sequence[Sequence[Place]], width: int, label_name: str) -
     return {name: np.array(column, dtype=dtype) for name, column, dtype in zip(names, columns, dtypes, strict=True)}
 
 
-# What `answers` in `postprocess.json` names → its function: a request's tensors and the settings in, the answers out.
-KINDS: Mapping[str, Callable[[Tensors, Mapping[str, Any]], dict[str, Array]]] = {
-    "labels": rank_labels,
-    "entities": find_entities,
-    "spans": find_spans,
-    "masks": fill_masks,
-    "keypoints": find_keypoints,
-    "boxes": rank_boxes,
+# What a request's tensors and the settings are in, and the answers out.
+Kind = Callable[[Tensors, Mapping[str, Any]], dict[str, Array]]
+
+
+def _import_maps() -> Kind:
+    # Of all answers these alone need Pillow, which takes its time and memory.
+    from maps import draw_maps
+
+    return draw_maps
+
+
+# What `answers` in `postprocess.json` names → what returns its function.
+KINDS: Mapping[str, Callable[[], Kind]] = {
+    "labels": lambda: rank_labels,
+    "entities": lambda: find_entities,
+    "spans": lambda: find_spans,
+    "masks": lambda: fill_masks,
+    "keypoints": lambda: find_keypoints,
+    "boxes": lambda: rank_boxes,
+    "map": _import_maps,
 }

@@ -35,6 +35,9 @@ _UNBOUNDED_MODES = ("I", "F")
 MAX_PICTURE_BYTES = 32 << 20
 MAX_PIXELS = 50_000_000
 
+# As many as a JPEG can have on one side. A line of 50 million takes a gigabyte of what belongs to its rows.
+MAX_EDGE = 65_535
+
 # Pixels of a picture whose memory is given back at once: glibc would keep several hundred MB for the next of its size.
 _LARGE_PIXELS = 8_000_000
 _give_back = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)
@@ -213,6 +216,10 @@ def decode_picture(sent: SentPicture) -> Image.Image:
         raise sent.refuse(
             f"has too {'many' if width * height else 'few'} pixels: expected 1 to {MAX_PIXELS}, got {width} x {height}"
             f"; send another"
+        )
+    if max(width, height) > MAX_EDGE:
+        raise sent.refuse(
+            f"has too long an edge: expected at most {MAX_EDGE} pixels, got {width} x {height}; cut it into several"
         )
     if image.mode in _UNBOUNDED_MODES:
         raise sent.refuse(

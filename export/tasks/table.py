@@ -153,6 +153,14 @@ TASKS: Mapping[str, TaskEntry] = {
             options=(TOP_K, THRESHOLD, PREPROCESS),
         ),
         TaskEntry(
+            name="image-segmentation",
+            help="which pixel of a picture is of what, as a PNG of its size, sent as an encoded file",
+            place="segmentation:ImageSegmentation",
+            inputs=IMAGES,
+            architectures=("ForSemanticSegmentation",),
+            options=(TOP_K, PREPROCESS),
+        ),
+        TaskEntry(
             name="image-embedding",
             help="one vector a picture, sent as an encoded file",
             place="image_vectors:ImageEmbedding",

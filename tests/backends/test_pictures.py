@@ -160,24 +160,30 @@ def test_sixteen_bits_keep_their_upper_half(tmp_path: Path) -> None:
         np.testing.assert_array_equal(made.pixels, np.broadcast_to(levels >> 8, (3, 64, 64)))
 
 
+def promise(png: bytes, width: int, height: int) -> bytes:
+    """Return a PNG whose head tells of another size."""
+    head = b"IHDR" + struct.pack(">II", width, height) + png[24:29]
+    return png[:12] + head + struct.pack(">I", zlib.crc32(head)) + png[33:]
+
+
 def test_what_is_no_picture_is_refused_alone_and_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = open_reader(RECIPES["imagenet"], tmp_path)
     good = encode(draw_picture(0, 64, 48), "PNG")
     # A file of a few hundred bytes whose head promises 2.7 GB of pixels.
-    head = b"IHDR" + struct.pack(">II", 30_000, 30_000) + good[24:29]
-    bomb = good[:12] + head + struct.pack(">I", zlib.crc32(head)) + good[33:]
+    bomb = promise(good, 30_000, 30_000)
+    long = promise(good, 65_536, 1)
     narrow = encode(Image.new("L", (40_000, 1)), "PNG")
     float_tiff = encode(Image.new("F", (8, 8)), "TIFF")
     whole_tiff = encode(Image.new("I", (8, 8)), "TIFF")
-    head = b"IHDR" + struct.pack(">II", 0, 0) + good[24:29]
-    nothing = good[:12] + head + struct.pack(">I", zlib.crc32(head)) + good[33:]
+    nothing = promise(good, 0, 0)
     sent = {
         b"": "is empty: expected a file of JPEG, PNG, WEBP, GIF, TIFF, got no bytes",
         b"%PDF-1.7": "is not a picture: expected a file of .*, got one that begins with b'%PDF-1.7'",
         encode(draw_picture(0, 64, 48), "BMP"): "is not a picture",
         good[: len(good) // 2]: "is damaged: expected a whole PNG, got '.*'; send it again",
+        long: "has too long an edge: expected at most 65535 pixels, got 65536 x 1; cut it into several",
         bomb: "has too many pixels: expected 1 to 50000000, got 30000 x 30000; send another",
         narrow: "is too long and narrow: expected at most 50000000 pixels once it is resized, got 10240000 x 256 of",
         float_tiff: "has 32 bits a channel: expected a TIFF of 8 or 16, got .*; save it with 8",

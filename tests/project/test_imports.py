@@ -18,7 +18,7 @@ LIBRARIES = {
     },
     "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
-    "backends/python_postprocess": {"numpy", "triton_python_backend_utils"},
+    "backends/python_postprocess": {"numpy", "PIL", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     # Made of what the steps of an ensemble are made of; their engines are imported where one is opened.
     "backends/python_lean": {

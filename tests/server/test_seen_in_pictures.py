@@ -1,5 +1,6 @@
 """Models that see several things in a picture, served by the real tritonserver, beside transformers' own answers."""
 
+import base64
 import io
 import json
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from harness import CHECKOUT, run
 from launcher import running
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from trainers.picture_models import save_detr, save_yolos
-from transformers import AutoImageProcessor, AutoModelForObjectDetection
+from trainers.picture_models import save_detr, save_segformer, save_yolos
+from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoModelForSemanticSegmentation
 from transformers.image_utils import load_image
 
 from client.connection import Connection
@@ -61,9 +62,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         save(folder / name)
         what = ["run", str(folder / name), "--name", name, "--threshold", str(THRESHOLD), *models]
         assert run_export_cli(what) == 0
+    save_segformer(folder / "segformer")
+    assert run_export_cli(["run", str(folder / "segformer"), "--name", "segformer", *models]) == 0
     with running(folder / "models") as server:
         server.read_until("serving HTTP")
-        assert sum("ready, answers as verified" in line for line in server.lines) == len(DETECTORS)
+        assert sum("ready, answers as verified" in line for line in server.lines) == len(DETECTORS) + 1
         server.follow()
         yield Served(folder, f"127.0.0.1:{server.http}")
 
@@ -109,6 +112,56 @@ def test_the_client_draws_boxes_and_lists_them(served: Served, tmp_path: Path) -
     assert done.out.count("\n") >= row["COUNT"][0] + 3
     before, after = (np.asarray(load_image(str(path)), dtype=np.int64) for path in (photograph, drawn))
     assert before.shape == after.shape and np.abs(before - after).max() > 100
+
+
+def test_a_map_is_that_of_transformers(served: Served, photographs: list[bytes]) -> None:
+    model = AutoModelForSemanticSegmentation.from_pretrained(served.folder / "segformer").eval()
+    processor = AutoImageProcessor.from_pretrained(served.folder / "segformer", backend="pil")
+    answers = served.ask("segformer", *photographs)
+    seen = set()
+    for row, content in enumerate(photographs):
+        image = load_image(Image.open(io.BytesIO(content)))
+        with torch.no_grad():
+            outputs = model(**processor(images=image, return_tensors="pt"))
+        (want,) = processor.post_process_semantic_segmentation(outputs, [(image.height, image.width)])
+        drawn = Image.open(io.BytesIO(answers["MAP"][row, 0]))
+        assert (drawn.format, drawn.mode, drawn.size) == ("PNG", "P", image.size)
+        got = np.asarray(drawn)
+        # Two labels may be as likely as each other, to the last digits.
+        assert (got != want.numpy()).mean() < 1e-3
+        counts = np.bincount(got.reshape(-1), minlength=model.config.num_labels)
+        count = int(answers["COUNT"][row, 0])
+        ids = answers["ID"][row, :count]
+        seen |= {*ids.tolist()}
+        assert count == (counts > 0).sum() and (np.diff(counts[ids]) <= 0).all()
+        assert [label.decode() for label in answers["LABEL"][row, :count]] == [model.config.id2label[i] for i in ids]
+        np.testing.assert_allclose(answers["SHARE"][row, :count], counts[ids] / got.size, rtol=1e-6)
+        assert (answers["ID"][row, count:] == -1).all() and not answers["SHARE"][row, count:].any()
+    assert len(seen) > 1
+
+
+def test_the_client_lays_a_map_over_a_picture_and_lists_what_it_shows(served: Served, tmp_path: Path) -> None:
+    photograph, drawn = load_sample_images().filenames[0], tmp_path / "annotated.png"
+    infer = [str(CHECKOUT / "client" / "infer.py"), "--url", served.url, "--model", "segformer", "--image", photograph]
+    done = run(*infer, "--output", str(drawn))
+    assert done.code == 0, done.err
+    heading = next(line for line in done.out.splitlines() if "SHARE" in line)
+    assert heading.split() == ["SHARE", "ID", "LABEL"]
+    (row,) = json.loads(run(*infer, "--json").out)["results"]
+    assert Image.open(io.BytesIO(base64.b64decode(row["MAP"][0]))).size == load_image(photograph).size
+    table = done.out.splitlines()
+    assert len(table[table.index(heading) + 3 :]) == row["COUNT"][0]
+    before, after = (np.asarray(load_image(str(path)), dtype=np.int64) for path in (photograph, drawn))
+    assert before.shape == after.shape and np.abs(before - after).mean() > 10
+
+
+def test_a_map_of_what_the_network_does_not_see_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_segformer(tmp_path / "segformer")
+    export = ["run", str(tmp_path / "segformer"), "--name", "map", "--repository", str(tmp_path / "models")]
+    assert run_export_cli([*export, "--preprocess", "imagenet"]) == 1
+    refusal = capsys.readouterr().err
+    assert "got mode shortest_edge, cropped to 224 x 224; pass --preprocess FILE with mode exact" in refusal
+    assert not (tmp_path / "models").exists()
 
 
 def test_padding_that_a_model_is_not_told_of_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,9 @@ from transformers import (
     DetrForObjectDetection,
     DetrImageProcessor,
     ResNetConfig,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
+    SegformerImageProcessor,
     YolosConfig,
     YolosForObjectDetection,
     YolosImageProcessor,
@@ -64,5 +67,24 @@ def save_yolos(folder: Path) -> None:
     YolosImageProcessor(size={"height": 48, "width": 64}).save_pretrained(folder)
 
 
+def save_segformer(folder: Path) -> None:
+    """Write a SegFormer of 5 labels, whose processor gives pictures one size."""
+    torch.manual_seed(0)
+    config = SegformerConfig(
+        hidden_sizes=[8, 16, 24, 32],
+        depths=[1] * 4,
+        num_attention_heads=[1, 2, 2, 4],
+        decoder_hidden_size=32,
+        # Wide enough that places differ, as those of a trained one do.
+        initializer_range=0.4,
+        id2label={**LABELS, 3: "wall", 4: "sky"},
+    )
+    SegformerForSemanticSegmentation(config).save_pretrained(folder)
+    SegformerImageProcessor(size={"height": 64, "width": 96}).save_pretrained(folder)
+
+
 # Task → what writes a model for it.
-PICTURE_MODELS: Mapping[str, Callable[[Path], None]] = {"object-detection": save_detr}
+PICTURE_MODELS: Mapping[str, Callable[[Path], None]] = {
+    "object-detection": save_detr,
+    "image-segmentation": save_segformer,
+}
