@@ -29,7 +29,7 @@ _PROOF = "graph and proof options"
 ENSEMBLE, LEAN = "ensemble", "lean"
 LAYOUTS = {
     ENSEMBLE: "each step is a model of its own, and requests of one length are joined",
-    LEAN: "one process tokenises, runs and answers; for texts on CPUs",
+    LEAN: "one process does all of it; for texts and pictures on CPUs",
 }
 
 
@@ -178,7 +178,6 @@ class ExportRequest:
             choices=tuple(LAYOUTS),
             help="what stands around it (default: ensemble); "
             + "; ".join(f"{name}: {text}" for name, text in LAYOUTS.items()),
-            needs=Needs.ARCHITECTURE,
         ),
         default=ENSEMBLE,
         group=_PROOF,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .errors import SettingsError, VocabularyError
@@ -14,7 +15,15 @@ from .repository.contents import check_owners
 from .repository.names import ModelNames
 from .signature import SEQ_LEN
 from .tasks.base import Task, TaskSource
-from .tasks.building import build_task, find_task_name, has_lean, is_ensemble, may_read_text, must_read_text
+from .tasks.building import (
+    build_task,
+    find_task_name,
+    has_lean,
+    has_lengths,
+    is_ensemble,
+    may_read_text,
+    must_read_text,
+)
 from .tasks.own_module import build_factory_task
 from .tasks.own_pictures import FactoryPictures
 from .tasks.picture_recipe import read_preparation
@@ -77,6 +86,9 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
         recipe = request.task_options["preprocess"]
         build = partial(FactoryPictures, preparation=read_preparation(recipe)) if recipe else None
         task = build_factory_task(entry, spec_file, weights, build=build)
+        if request.steps == LEAN and not task.has_lean:
+            _refuse_layout(f"--steps {LEAN}", f"--factory {entry}", "--preprocess RECIPE, by which it is sent pictures")
+        _lay_out(request, task)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
     return Source(origin=origin, files=files, task=task, parameters=parameters, missing=missing)
@@ -89,24 +101,16 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.
-        idle = f"--steps {LEAN}" if request.steps == LEAN else "--lengths" if request.lengths else ""
-        if idle and not has_lean(name):
-            raise SettingsError(
-                f"{idle} has no effect on {name}",
-                expected="a task that takes texts and answers each at once",
-                got=f"--task {name}",
-                remedy="leave it out",
-            )
+        if request.steps == LEAN and not has_lean(name):
+            _refuse_layout(f"--steps {LEAN}", f"--task {name}", "a task that answers texts or pictures at once")
+        if request.lengths and not has_lengths(name):
+            _refuse_layout("--lengths", f"--task {name}", "a task that answers texts at once")
         names = ModelNames(name=request.name, is_ensemble=is_ensemble(name) and request.steps == ENSEMBLE)
         check_owners(request.repository, names.name, names.all)
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         task = build_task(name, source)
-    if request.steps == LEAN or request.lengths:
-        _check_lengths(request.lengths, task)
-        assert task.signature.contract, "Bug: a task about texts has a contract"
-        contract = replace(task.signature.contract, is_lean=request.steps == LEAN, lengths=request.lengths)
-        task.signature = replace(task.signature, contract=contract)
+    _lay_out(request, task)
     return Source(
         origin=checkpoint.format_name,
         files=list_files(request, checkpoint),
@@ -116,6 +120,22 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         adapters=request.adapters,
         missing=checkpoint.facts.missing,
     )
+
+
+def _refuse_layout(option: str, got: str, expected: str) -> NoReturn:
+    raise SettingsError(
+        f"{option} has no effect on {got.split()[-1]}", expected=expected, got=got, remedy="leave it out"
+    )
+
+
+def _lay_out(request: ExportRequest, task: Task) -> None:
+    """Have the task's contract say what stands around its graph."""
+    if request.steps == LEAN or request.lengths:
+        if request.lengths:
+            _check_lengths(request.lengths, task)
+        assert task.signature.contract, "Bug: a task with steps has a contract"
+        contract = replace(task.signature.contract, is_lean=request.steps == LEAN, lengths=request.lengths)
+        task.signature = replace(task.signature, contract=contract)
 
 
 def _check_lengths(lengths: Sequence[int], task: Task) -> None:

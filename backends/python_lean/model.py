@@ -1,4 +1,4 @@
-"""Triton Python-based backend `python_lean`: TEXT, or TEXT and TEXT_PAIR, to answers, in one process.
+"""Triton Python-based backend `python_lean`: texts or encoded pictures to answers, in one process.
 
 It does what the steps of an ensemble do, with their own code: no tensor passes between processes, and no row is padded.
 Each instance answers one request at a time on one thread; the queue in front of them is tritonserver's, and so are its
@@ -28,8 +28,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from answers import AnswerError  # noqa: E402
 from lean import CancelledError, LeanModel  # noqa: E402
-from texts import RequestTexts  # noqa: E402
-from tokenization import TextError  # noqa: E402
+from steps import open_step  # noqa: E402
 
 
 class TritonPythonModel:
@@ -44,8 +43,8 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         folder = Path(args["model_repository"], args["model_version"])
         described = json.loads((folder / "lean.json").read_text(encoding="utf-8"))
-        self._texts = RequestTexts(config, has_windows=described["has_windows"])
-        self._model = LeanModel(folder, config["default_model_filename"], described, self._texts.names)
+        self._step = open_step(folder, config, [*described["inputs"], *described["carried"]], described)
+        self._model = LeanModel(folder, config["default_model_filename"], described, self._step)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer every request on its own.
@@ -60,8 +59,8 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         try:
-            answers = self._model.answer(self._texts.read_rows(request), request.is_cancelled)
-        except (TextError, AnswerError) as exc:
+            answers = self._model.answer(self._step.read_rows(request), request.is_cancelled)
+        except (self._step.refusal, AnswerError) as exc:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(exc), pb_utils.TritonError.INVALID_ARG))
         except CancelledError:
             error = pb_utils.TritonError("the client cancelled the request", pb_utils.TritonError.CANCELLED)

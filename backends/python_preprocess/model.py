@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-from request_values import read_values
+from steps import count_threads, open_step
 
 
 class TritonPythonModel:
@@ -30,8 +30,12 @@ class TritonPythonModel:
         """
         config = json.loads(args["model_config"])
         folder = Path(args["model_repository"], args["model_version"])
-        file = next(name for name in STEPS if (folder / name).is_file())
-        self._step = STEPS[file](folder / file, config)
+        # Read once, by the first batch of texts that is encoded.
+        os.environ.setdefault("RAYON_NUM_THREADS", str(count_threads(config)))
+        # Token ids of shape [windows, seq_len] a row: a text too long for one window is read in several.
+        has_windows = any(len(tensor["dims"]) == 2 for tensor in config["output"] if tensor["name"] == "input_ids")
+        names = [output["name"] for output in config["output"]]
+        self._step = open_step(folder, config, names, {"has_windows": has_windows})
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer every request on its own, having made the rows of all of them at once.
@@ -62,59 +66,6 @@ class TritonPythonModel:
             return _refuse(error)
         tensors = self._step.stack(made)
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
-
-
-class TextStep:
-    """TEXT, or TEXT and TEXT_PAIR, to token ids."""
-
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        # A step imports what it needs: one of pictures holds no tokenizers in memory.
-        # Read once, by the first batch that is encoded.
-        os.environ.setdefault("RAYON_NUM_THREADS", str(count_threads(config)))
-        from texts import RequestTexts
-        from tokenization import TextError, TextTokenizer, read_lengths
-
-        self.refusal = TextError
-        names = [output["name"] for output in config["output"]]
-        # Token ids of shape [windows, seq_len] a row: a text too long for one window is read in several.
-        has_windows = any(len(tensor["dims"]) == 2 for tensor in config["output"] if tensor["name"] == "input_ids")
-        tokenizer = TextTokenizer(path, names, has_windows=has_windows, lengths=read_lengths(config))
-        self.encode, self.stack = tokenizer.encode, tokenizer.stack
-        self.read_rows = RequestTexts(config, has_windows=has_windows).read_rows
-
-
-class PictureStep:
-    """IMAGE, an encoded file, to pixels."""
-
-    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        # As above.
-        from pictures import PictureError, PictureReader, SentPicture
-
-        self.refusal = PictureError
-        self._sent = SentPicture
-        (self._input,) = (tensor["name"] for tensor in config["input"])
-        names = [output["name"] for output in config["output"]]
-        reader = PictureReader(path, names, max_threads=count_threads(config))
-        self.encode, self.stack = reader.encode, reader.stack
-
-    def read_rows(self, request: Any) -> list[Any]:
-        """Return the pictures of a request.
-
-        Raises:
-            PictureError: There is none.
-        """
-        values = read_values(request, self._input, self.refusal)
-        return [self._sent(bytes(value), self._input, row) for row, value in enumerate(values)]
-
-
-def count_threads(config: Mapping[str, Any]) -> int:
-    """Return an instance's share of the cores: one that takes all of them holds up the others."""
-    instances: int = sum(group["count"] for group in config["instance_group"])
-    return max(1, len(os.sched_getaffinity(0)) // instances)
-
-
-# What lies in the version folder → what is made of it.
-STEPS: Mapping[str, Any] = {"tokenizer.json": TextStep, "picture.json": PictureStep}
 
 
 def _refuse(error: Exception) -> Any:

@@ -55,6 +55,7 @@ class Task(ABC):
         form: What an engine is given of it: an ONNX graph of the module, or the decoder.
         is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
         has_lean: Whether `backends/python_lean` can do what these steps do.
+        has_lengths: Whether its first step can pad texts to a few lengths.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
@@ -62,6 +63,7 @@ class Task(ABC):
     form: ClassVar[Literal["graph", "decoder"]] = "graph"
     is_ensemble: ClassVar[bool] = False
     has_lean: ClassVar[bool] = False
+    has_lengths: ClassVar[bool] = False
 
     name: str
     module: nn.Module

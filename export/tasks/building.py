@@ -68,6 +68,11 @@ def has_lean(name: str) -> bool:
     return load_class(TASKS[name]).has_lean
 
 
+def has_lengths(name: str) -> bool:
+    """Tell whether the first step of the task `name` can pad texts to a few lengths."""
+    return load_class(TASKS[name]).has_lengths
+
+
 def build_task(name: str, source: TaskSource) -> Task:
     """Return the task `name`, built from the checkpoint and ready to be exported.
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageClassification
 
-from ..artefacts import MODEL, POSTPROCESS, PREPROCESS
+from ..artefacts import LEAN, MODEL, POSTPROCESS, PREPROCESS
 from ..errors import ModelError
 from ..signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
 from .base import TaskSource
@@ -22,7 +22,7 @@ from .picture_recipe import Geometry, Preparation, find_preparation
 from .picture_samples import build_pictures, count_golden
 from .signals import SignalTask
 from .tensors import TensorTask
-from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND
+from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
 
 IMAGE = "IMAGE"
 PIXEL_MASK = "pixel_mask"
@@ -141,6 +141,7 @@ class PictureTask(TensorTask):
     """
 
     is_ensemble = True
+    has_lean = True
 
     preparation: Preparation
     answers: Answers
@@ -193,6 +194,8 @@ class PictureTask(TensorTask):
         if self.postprocess is not None:
             text = json.dumps(self.postprocess, ensure_ascii=False) + "\n"
             files[POSTPROCESS] = {POSTPROCESS_FILE: text.encode()}
+        if self.signature.contract and self.signature.contract.is_lean:
+            files[LEAN] = describe_lean(self.signature)
         return files
 
     def build_golden(self) -> dict[str, Any]:

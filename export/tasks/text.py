@@ -54,6 +54,19 @@ _SEEDS = (0, 1)
 _EXAMPLE_LENGTH = 7
 
 
+def describe_lean(signature: ModelSignature, **more: Any) -> dict[str, bytes]:
+    """Return `lean.json` by its name: the tensors of a process that does all steps, and what else it needs to know."""
+    assert signature.contract is not None, "Bug: a lean model without a contract"
+    described = {
+        "inputs": [tensor.name for tensor in signature.inputs],
+        "outputs": [tensor.name for tensor in signature.outputs],
+        "carried": [tensor.name for tensor in signature.contract.carried],
+        "answers": [tensor.name for tensor in signature.contract.outputs],
+        **more,
+    }
+    return {LEAN_FILE: (json.dumps(described, indent=2) + "\n").encode()}
+
+
 class TextTask(Task):
     """A task about texts.
 
@@ -68,6 +81,7 @@ class TextTask(Task):
     tokenizer_use = "required"
     is_ensemble = True
     has_lean = True
+    has_lengths = True
     tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
     golden_tolerances: ClassVar[Mapping[str, float]] = ANSWER_TOLERANCES
 
@@ -110,20 +124,9 @@ class TextTask(Task):
             text = json.dumps(self.postprocess, ensure_ascii=False) + "\n"
             files[POSTPROCESS] = {POSTPROCESS_FILE: text.encode()}
         if self.contract.is_lean:
-            files[LEAN] = {LEAN_FILE: (json.dumps(self._describe_lean(), indent=2) + "\n").encode()}
+            has_windows = WINDOWS in self.signature.inputs[0].symbols
+            files[LEAN] = describe_lean(self.signature, has_windows=has_windows, longest=self.max_length)
         return files
-
-    def _describe_lean(self) -> Mapping[str, Any]:
-        """Return what `lean.json` says: the tensors of a process that does the work of all steps."""
-        signature, contract = self.signature, self.contract
-        return {
-            "inputs": [tensor.name for tensor in signature.inputs],
-            "outputs": [tensor.name for tensor in signature.outputs],
-            "carried": [tensor.name for tensor in contract.carried],
-            "answers": [tensor.name for tensor in contract.outputs],
-            "has_windows": WINDOWS in signature.inputs[0].symbols,
-            "longest": self.max_length,
-        }
 
     def build_signature(
         self,

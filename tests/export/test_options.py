@@ -214,7 +214,7 @@ def test_these_are_all_that_a_factory_takes_no_notice_of() -> None:
     assert {option.name for option in IDLE} == {
         *("task", "adapter", "base", "lora_scaling", "top_k", "threshold", "aggregation", "pooling", "normalize"),
         *("add_special_tokens", "add_tokens", "pad_vocab_to_multiple_of", "unused_rows", "seed"),
-        *("allow_other_tokenizer", "steps", "lengths"),
+        *("allow_other_tokenizer", "lengths"),
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import load_backend
 
+from export.__main__ import main
 from export.errors import ExportError
 from export.tasks.own_module import build_factory_task
 from export.tasks.own_pictures import FactoryPictures, KeypointAnswers
@@ -122,3 +123,14 @@ def test_answers_are_refused_where_clients_send_tensors(tmp_path: Path) -> None:
     build(tmp_path)
     with pytest.raises(ExportError, match="have no effect without pictures: expected --preprocess RECIPE, got none"):
         build_factory_task(f"{tmp_path / 'model.py'}:build", tmp_path / "inputs.json", None)
+
+
+def test_one_process_for_all_steps_is_refused_where_clients_send_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(tmp_path, answers=None)
+    export = ["run", "--factory", f"{tmp_path / 'model.py'}:build", "--inputs", str(tmp_path / "inputs.json")]
+    assert main([*export, "--name", "flat", "--repository", str(tmp_path / "models"), "--steps", "lean"]) == 1
+    assert "--steps lean has no effect on " in (refusal := capsys.readouterr().err)
+    assert "expected --preprocess RECIPE, by which it is sent pictures, got --factory " in refusal
+    assert not (tmp_path / "models").exists()

@@ -22,7 +22,7 @@ LIBRARIES = {
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     # Made of what the steps of an ensemble are made of; their engines are imported where one is opened.
     "backends/python_lean": {
-        "numpy", "onnxruntime", "triton_python_backend_utils", "answers", "compiled", "texts", "tokenization",
+        "numpy", "onnxruntime", "triton_python_backend_utils", "answers", "compiled", "steps",
     },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     # h2 speaks gRPC where the threads of grpcio would be forked.

@@ -20,11 +20,15 @@ from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoMo
 from transformers.image_utils import load_image
 
 from client.connection import Connection
+from client.errors import RefusedError
 from export.__main__ import main as run_export_cli
 
 # Low enough that random weights see something, and so high that they do not see it everywhere.
 THRESHOLD = 0.3
 DETECTORS = {"detr": save_detr, "yolos": save_yolos}
+
+# Those that are also served by one process alone: a second input of the graph, and a file as an answer.
+LEAN = ("detr", "segformer")
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert run_export_cli(what) == 0
     save_segformer(folder / "segformer")
     assert run_export_cli(["run", str(folder / "segformer"), "--name", "segformer", *models]) == 0
+    for name in LEAN:
+        what = ["run", str(folder / name), "--name", f"{name}-lean", "--steps", "lean", *models]
+        assert run_export_cli([*what, *(["--threshold", str(THRESHOLD)] if name in DETECTORS else [])]) == 0
     with running(folder / "models") as server:
         server.read_until("serving HTTP")
-        assert sum("ready, answers as verified" in line for line in server.lines) == len(DETECTORS) + 1
+        count = sum("ready, answers as verified" in line for line in server.lines)
+        assert count == len(DETECTORS) + 1 + len(LEAN)
         server.follow()
         yield Served(folder, f"127.0.0.1:{server.http}")
 
@@ -153,6 +161,25 @@ def test_the_client_lays_a_map_over_a_picture_and_lists_what_it_shows(served: Se
     assert len(table[table.index(heading) + 3 :]) == row["COUNT"][0]
     before, after = (np.asarray(load_image(str(path)), dtype=np.int64) for path in (photograph, drawn))
     assert before.shape == after.shape and np.abs(before - after).mean() > 10
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_one_process_answers_as_the_steps_do(name: str, served: Served, photographs: list[bytes]) -> None:
+    (lean,) = (served.folder / "models" / f"{name}-lean").glob("[0-9]*")
+    assert (lean / "lean.json").is_file() and not (served.folder / "models" / f"{name}-lean_model").exists()
+    wanted, got = served.ask(name, *photographs), served.ask(f"{name}-lean", *photographs)
+    assert wanted.keys() == got.keys()
+    for output, values in wanted.items():
+        if values.dtype == np.object_:
+            assert got[output].tolist() == values.tolist(), output
+        else:
+            np.testing.assert_allclose(got[output], values, rtol=1e-5, atol=1e-4)
+    refusals = []
+    for model in (name, f"{name}-lean"):
+        with pytest.raises(RefusedError) as refused:
+            served.ask(model, photographs[0], photographs[1][:-2000])
+        refusals.append(str(refused.value).split("IMAGE row ")[1])
+    assert refusals[0] == refusals[1] and refusals[0].startswith("1 is damaged")
 
 
 def test_a_map_of_what_the_network_does_not_see_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,122 @@
+"""What becomes of one kind of input, without a word about how many processes do it: texts to ids, pictures to pixels.
+
+A step imports what it needs when it is made: one of pictures holds no tokenizers in memory.
+"""
+
+import io
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from request_values import read_values
+
+Array = npt.NDArray[Any]
+
+
+class TextStep:
+    """TEXT, or TEXT and TEXT_PAIR, to token ids.
+
+    Args:
+        path: The `tokenizer.json`.
+        config: Configuration of the model, whose inputs are columns of text.
+        tensor_names: Names of the tensors to make.
+        described: Whether a long text is read in windows (`has_windows`), and how long the longest is (`longest`).
+
+    Attributes:
+        refusal: The error of a row that cannot be used.
+        encode: Rows to what each became, or its refusal.
+        stack: What rows became to tensors.
+        read_rows: A request to its rows.
+    """
+
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
+    ) -> None:
+        from texts import RequestTexts
+        from tokenization import TextError, TextTokenizer, read_lengths
+
+        self.refusal = TextError
+        has_windows = described["has_windows"]
+        tokenizer = TextTokenizer(path, tensor_names, has_windows=has_windows, lengths=read_lengths(config))
+        texts = RequestTexts(config, has_windows=has_windows)
+        self.encode, self.stack, self.read_rows = tokenizer.encode, tokenizer.stack, texts.read_rows
+        self._input_names = texts.names
+        self._longest = described.get("longest", 1)
+
+    def measure(self, made: Any) -> Hashable:
+        """Return what two rows have in common that are stacked without padding."""
+        return (len(made.windows), max(len(window.ids) for window in made.windows))
+
+    def recall(self, made: Sequence[Any]) -> dict[str, Array]:
+        """Return the inputs of these rows, by name, each [rows, 1]."""
+        return {
+            name: np.array([[row.texts[index].encode()] for row in made], dtype=np.object_)
+            for index, name in enumerate(self._input_names)
+        }
+
+    def list_samples(self) -> list[Any]:
+        """Return rows to warm up with: the longest that there is, and the shortest."""
+        return [(*["a"] * (len(self._input_names) - 1), text) for text in ("a " * self._longest, "a")]
+
+
+class PictureStep:
+    """IMAGE, an encoded file, to pixels. Arguments and attributes are those of `TextStep`, with a `picture.json`."""
+
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
+    ) -> None:
+        # As above.
+        from pictures import PictureError, PictureReader, SentPicture
+
+        self.refusal = PictureError
+        self._sent = SentPicture
+        (self._input,) = (tensor["name"] for tensor in config["input"])
+        reader = PictureReader(path, tensor_names, max_threads=count_threads(config))
+        self.encode, self.stack = reader.encode, reader.stack
+
+    def read_rows(self, request: Any) -> list[Any]:
+        """Return the pictures of a request.
+
+        Raises:
+            PictureError: There is none.
+        """
+        values = read_values(request, self._input, self.refusal)
+        return [self._sent(bytes(value), self._input, row) for row, value in enumerate(values)]
+
+    def measure(self, made: Any) -> Hashable:
+        """See `TextStep`. All are made as large as the network takes them."""
+        shape: Hashable = made.pixels.shape
+        return shape
+
+    def recall(self, made: Sequence[Any]) -> dict[str, Array]:
+        """See `TextStep`. No answer is made of the file itself."""
+        return {}
+
+    def list_samples(self) -> list[Any]:
+        """See `TextStep`."""
+        from PIL import Image
+
+        file = io.BytesIO()
+        Image.new("RGB", (64, 64)).save(file, "JPEG")
+        return [self._sent(file.getvalue(), self._input, 0)]
+
+
+def count_threads(config: Mapping[str, Any]) -> int:
+    """Return an instance's share of the cores: one that takes all of them holds up the others."""
+    instances: int = sum(group["count"] for group in config["instance_group"])
+    return max(1, len(os.sched_getaffinity(0)) // instances)
+
+
+# What lies in the version folder → what is made of it.
+STEPS: Mapping[str, Any] = {"tokenizer.json": TextStep, "picture.json": PictureStep}
+
+
+def open_step(
+    folder: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
+) -> Any:
+    """Return the step that a version folder holds the file of."""
+    file = next(name for name in STEPS if (folder / name).is_file())
+    return STEPS[file](folder / file, config, tensor_names, described)
