@@ -94,12 +94,13 @@ test-python: $(OTHER)/installed ## Run what depends on the Python with another: 
 
 LOWEST = .cache/lowest
 
-# The lowest release of each library that pyproject.toml allows; the newest are in the locks.
+# The lowest release of each library that pyproject.toml allows; the newest are in the locks. What trains the checkpoints
+# of tests is that of the locks.
 $(LOWEST)/installed: pyproject.toml | $(UV)
 	@echo "installing into $(LOWEST)" >&2
 	@$(UV) venv --no-config --quiet --allow-existing --python $(PYTHON) $(LOWEST)
 	@$(UV) pip install --no-config --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-		"numpy<2" pytest==9.2.0 "setuptools>=77" "wheel>=0.45" ".[all]"
+		"numpy<2" pytest==9.2.0 "setuptools>=77" "wheel>=0.45" accelerate==1.15.0 peft==0.21.2 ".[all]"
 	@touch $@
 
 test-lowest: $(LOWEST)/installed ## Export, prove and read with the lowest release of each library that is allowed
