@@ -46,11 +46,12 @@ class Running:
         cwd: Path = CHECKOUT,
         environment: dict[str, str] | None = None,
         under: Sequence[str] = (),
+        ports: Sequence[int] = (),
     ) -> None:
-        self.http, self.grpc, self.metrics, self.status = find_ports()
-        ports = ["--http-port", self.http, "--grpc-port", self.grpc]
-        ports += ["--metrics-port", self.metrics, "--status-port", self.status]
-        self.options = [*map(str, ports), "--repository", str(repository)]
+        self.http, self.grpc, self.metrics, self.status = ports or find_ports()
+        listening = ["--http-port", self.http, "--grpc-port", self.grpc]
+        listening += ["--metrics-port", self.metrics, "--status-port", self.status]
+        self.options = [*map(str, listening), "--repository", str(repository)]
         # `under` is a program that runs it with fewer rights or lower limits, and becomes it.
         command = [*under, *program, *self.options, *options]
         self.process = subprocess.Popen(

@@ -90,19 +90,17 @@ def doors(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     tracing = ["mode=opentelemetry", "rate=1", "level=TIMESTAMPS", "opentelemetry,bsp_schedule_delay=100"]
     tracing.append(f"opentelemetry,url=localhost:{collector.server_port}/v1/traces")
     options = [word for option in tracing for word in ("--trace-config", option)]
-    with running(repository, "--", *options) as server:
-        server.follow()
-        # Before the server answers, and until it does.
-        with opened(f"127.0.0.1:{server.grpc}", repository, "--matryoshka", "embedder") as gateway:
-            gateway.wait_for_line("not ready: no server can be reached")
-            status, content, _ = gateway.ask("/health")
-            assert (status, content) == (503, {"status": "not ready"})
-            refusal = gateway.ask("/v1/embeddings", {"model": "embedder", "input": "x"})
-            assert (refusal[0], refusal[1]["error"]["code"], refusal[2]["retry-after"]) == (
-                503,
-                "service_unavailable",
-                "1",
-            )
+    ports = find_ports()
+    # Before there is a server, and until it answers.
+    with opened(f"127.0.0.1:{ports[1]}", repository, "--matryoshka", "embedder") as gateway:
+        gateway.wait_for_line("not ready: no server can be reached")
+        status, content, _ = gateway.ask("/health")
+        assert (status, content) == (503, {"status": "not ready"})
+        refusal = gateway.ask("/v1/embeddings", {"model": "embedder", "input": "x"})
+        assert (refusal[0], refusal[1]["error"]["code"]) == (503, "service_unavailable")
+        assert refusal[2]["retry-after"] == "1"
+        with running(repository, "--", *options, ports=ports) as server:
+            server.follow()
             server.wait_for_line("serving HTTP", 60)
             gateway.wait_for_line("writer, version 1, for generation")
             deadline = time.monotonic() + 30
