@@ -1,6 +1,7 @@
 """Tasks about pictures: encoded files in, labels or vectors out, decoding and scaling in front of the graph."""
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ IMAGE = "IMAGE"
 PIXEL_MASK = "pixel_mask"
 PICTURE_FILE = "picture.json"
 LABELS_FILE = "labels.txt"
+
+# Of all pictures that a model is tried on: of those of 512 x 512 all, of larger ones those that are recorded alone.
+_MOST_PIXELS = 32 * 512 * 512
 
 # As many as transformers' `ImageClassificationPipeline` answers with.
 TOP_K = 5
@@ -162,7 +166,9 @@ class PictureTask(TensorTask):
             )
         preparation.check(build_pictures())
         self.preparation, self.answers = preparation, answers
-        self.tensors = replace(self.tensors, samples=[self._prepare(content) for content in build_pictures()])
+        count = max(count_golden(), _MOST_PIXELS // math.prod(preparation.recipe.height_and_width))
+        samples = [self._prepare(content) for content in build_pictures()[:count]]
+        self.tensors = replace(self.tensors, samples=samples)
         contract = Contract(
             inputs=(TensorSignature(name=IMAGE, dtype=STRING, dims=(BATCH, 1)),),
             outputs=answers.outputs,

@@ -11,6 +11,7 @@ from harness import load_backend
 
 from export.__main__ import main
 from export.errors import ExportError
+from export.tasks import images, tensors
 from export.tasks.own_module import build_factory_task
 from export.tasks.own_pictures import FactoryPictures, KeypointAnswers
 from export.tasks.picture_recipe import Recipe, read_preparation
@@ -134,3 +135,11 @@ def test_one_process_for_all_steps_is_refused_where_clients_send_tensors(
     assert "--steps lean has no effect on " in (refusal := capsys.readouterr().err)
     assert "expected --preprocess RECIPE, by which it is sent pictures, got --factory " in refusal
     assert not (tmp_path / "models").exists()
+
+
+def test_large_pictures_are_tried_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "_MOST_VALUES", 6 * 3 * 8 * 8 + 1)
+    monkeypatch.setattr(images, "_MOST_PIXELS", 20 * 8 * 8)
+    cases = {case.name: case for case in build(tmp_path).build_cases()}
+    assert {len(batch) for batch in cases["samples in batches of 6"].batches} == {6, 2}
+    assert len(cases["samples one by one"].rows) == 20
