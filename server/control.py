@@ -96,7 +96,7 @@ class Control:
         except GrpcError as exc:
             raise ControlError(path, expected="an answer", got=str(exc)) from exc
         except OSError as exc:
-            raise ControlError(path, expected=f"an answer within {_LOAD_TIMEOUT_S:g} s", got=f"'{exc}'") from exc
+            raise _lose(path, exc, _LOAD_TIMEOUT_S) from exc
 
     def unload(self, model: str) -> None:
         """Stop serving `model`, so that it no longer counts as ready.
@@ -158,10 +158,14 @@ class Control:
             reason = exc.read(2000).decode(errors="replace")
             raise ControlError(path, expected="an answer", got=f"HTTP {exc.code}: {reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
-            is_gone = isinstance(getattr(exc, "reason", exc), ConnectionError)
-            raise (GoneError if is_gone else ControlError)(
-                path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'"
-            ) from exc
+            raise _lose(path, exc, timeout_s) from exc
+
+
+def _lose(path: str, exc: Exception, timeout_s: float) -> ControlError:
+    """Return the error for an order without an answer."""
+    # urllib wraps what it met.
+    is_gone = isinstance(getattr(exc, "reason", exc), ConnectionError)
+    return (GoneError if is_gone else ControlError)(path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'")
 
 
 def _path(model: str) -> str:

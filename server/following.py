@@ -203,7 +203,10 @@ class Follower:
             self._holdings.release(old)
         self._settle(wanted)
         if rest and not self._ended:
-            self._say(f"warning: {wanted.name}: something of what was served before stays loaded: {rest}")
+            self._say(
+                f"warning: version {served} of {wanted.name} stays loaded beside version {wanted.version}, which is "
+                f"served: expected it to be unloaded, got {rest.rstrip('.')}; its memory is free after a restart."
+            )
         before = f", version {served} before" if old and served != wanted.version else ""
         self._say(f"{wanted.name}: version {wanted.version} is served{before}, {time.monotonic() - start:.1f} s")
 

@@ -21,6 +21,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from .control import Control
@@ -224,28 +225,32 @@ class Roller:
     def _finish(self, old: Published, new: Published) -> str:
         """Unload the old version once nothing is in flight on it; return why that cannot be, if so.
 
-        The new version is served already, so what fails here only costs memory. A tritonserver that is no more fails
-        all of it, and the one after it loads what is shown to it: of each step the new version alone.
+        The new version is served already, so what fails here only costs memory. Where tritonserver is no more, nothing
+        stays loaded: the one after it loads what is shown to it, of each step the new version alone.
         """
         if not new.steps:
             return ""
         deadline = time.monotonic() + _FLIGHT_LIMIT_S
         while time.monotonic() < deadline and self._is_busy(old):
             time.sleep(_INTERVAL_S)
+        orders = [partial(self._serve_alone, name, new, old) for name in new.steps]
+        orders += [partial(self._drop, name) for name in old.steps if name not in new.configs]
         reasons = []
-        for name in new.steps:
+        for order in orders:
             try:
-                self._serve_alone(name, new, old)
+                order()
+            except GoneError:
+                continue
             except (OSError, ControlError) as exc:
                 reasons.append(str(exc))
-        for name in old.steps:
-            if name not in new.configs:
-                try:
-                    self._control.unload(name)
-                except ControlError as exc:
-                    reasons.append(str(exc))
-                self._overlay.hide(name)
         return reasons[0] if reasons else ""
+
+    def _drop(self, name: str) -> None:
+        """Unload a step that only the version before had, and show it no more, whether that can be said or not."""
+        try:
+            self._control.unload(name)
+        finally:
+            self._overlay.hide(name)
 
     def _serve_alone(self, name: str, one: Published, other: Published) -> None:
         """Serve a model, or a step, from one of two published versions; what is loaded of that is left alone."""
