@@ -15,12 +15,11 @@ from ..weights.torch_model import load_model
 from .base import TaskSource
 from .classification import LABEL, SCORE, read_labels
 from .comparison import TENSOR_TOLERANCES
-from .images import PIXEL_MASK, Answers, PictureTask
+from .images import GEOMETRY, PIXEL_MASK, Answers, PictureTask
 from .picture_recipe import Geometry, find_preparation
 from .tensors import InputRules, ValueRule, infer_outputs
 
 BOX, COUNT = "BOX", "COUNT"
-GEOMETRY = "geometry"
 _PIXELS = "pixel_values"
 
 # As transformers' `post_process_object_detection`.
@@ -54,6 +53,9 @@ class BoxAnswers(Answers):
     top_k: int
     threshold: float
 
+    carried = GEOMETRY
+    tolerances = _BOX_TOLERANCES
+
     @property
     def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
         """See `Answers`."""
@@ -65,19 +67,9 @@ class BoxAnswers(Answers):
         )
 
     @property
-    def carried(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
-        """See `Answers`."""
-        return (TensorSignature(name=GEOMETRY, dtype=torch.float32, dims=(BATCH, 6)),)
-
-    @property
     def postprocess(self) -> Mapping[str, Any]:  # type: ignore[override]
         """See `Answers`."""
         return {"answers": "boxes", "labels": [*self.labels], "top_k": self.top_k, "threshold": self.threshold}
-
-    @property
-    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
-        """See `Answers`."""
-        return _BOX_TOLERANCES
 
     @property
     def description(self) -> str:

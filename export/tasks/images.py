@@ -43,6 +43,10 @@ FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# Where the pixels lie in the picture, for answers that are places in it.
+GEOMETRY = (TensorSignature(name="geometry", dtype=torch.float32, dims=(BATCH, 6)),)
+
+
 class Answers(ABC):
     """What clients are told of a picture, made of the graph's outputs.
 

@@ -20,12 +20,11 @@ from ..errors import ModelError, SettingsError
 from ..signature import BATCH, STRING, ModelSignature, TensorSignature
 from .classification import LABEL, SCORE
 from .comparison import TENSOR_TOLERANCES
-from .images import FUNCTIONS, TOP_K, Answers, LabelAnswers, PictureTask
+from .images import FUNCTIONS, GEOMETRY, TOP_K, Answers, LabelAnswers, PictureTask
 from .own_module import FactoryTask, InputSpec
 from .picture_recipe import Geometry, Preparation
 
 KEYPOINT = "KEYPOINT"
-GEOMETRY = "geometry"
 
 # Of a place in the picture, in widths of a pixel: the sub-pixel part divides by the curve of a heatmap, whose error in
 # fp32 it multiplies.
@@ -62,6 +61,9 @@ class KeypointAnswers(Answers):
     labels: Sequence[str]
     size: tuple[int, int]
 
+    carried = GEOMETRY
+    tolerances = _KEYPOINT_TOLERANCES
+
     @property
     def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
         """See `Answers`."""
@@ -73,19 +75,9 @@ class KeypointAnswers(Answers):
         )
 
     @property
-    def carried(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
-        """See `Answers`."""
-        return (TensorSignature(name=GEOMETRY, dtype=torch.float32, dims=(BATCH, 6)),)
-
-    @property
     def postprocess(self) -> Mapping[str, Any]:  # type: ignore[override]
         """See `Answers`."""
         return {"answers": "keypoints", "labels": [*self.labels], "size": [*self.size]}
-
-    @property
-    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
-        """See `Answers`."""
-        return _KEYPOINT_TOLERANCES
 
     @property
     def description(self) -> str:

@@ -15,8 +15,8 @@ from ..signature import BATCH, STRING, TensorSignature
 from .base import TaskSource
 from .classification import LABEL, read_labels
 from .comparison import TENSOR_TOLERANCES
-from .detection import COUNT, GEOMETRY
-from .images import Answers, PictureTask
+from .detection import COUNT
+from .images import GEOMETRY, Answers, PictureTask
 from .picture_recipe import Geometry, Preparation, find_preparation
 from .signals import SignalTask
 
@@ -44,6 +44,9 @@ class MapAnswers(Answers):
     labels: Sequence[str]
     top_k: int
 
+    carried = GEOMETRY
+    tolerances = _SHARE_TOLERANCES
+
     @property
     def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
         """See `Answers`."""
@@ -58,19 +61,9 @@ class MapAnswers(Answers):
         )
 
     @property
-    def carried(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
-        """See `Answers`."""
-        return (TensorSignature(name=GEOMETRY, dtype=torch.float32, dims=(BATCH, 6)),)
-
-    @property
     def postprocess(self) -> Mapping[str, Any]:  # type: ignore[override]
         """See `Answers`."""
         return {"answers": "map", "labels": [*self.labels], "top_k": self.top_k}
-
-    @property
-    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
-        """See `Answers`."""
-        return _SHARE_TOLERANCES
 
     @property
     def description(self) -> str:
