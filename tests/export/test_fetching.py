@@ -206,7 +206,7 @@ def test_folders_of_a_store_are_copied_once_for_what_they_hold(
 
 @pytest.mark.skipif("MODELYARD_STORES" not in os.environ, reason="asks S3's and Google's protocols: `make test-stores`")
 def test_stores_are_read_by_their_own_protocols(model: Path, tmp_path: Path) -> None:
-    python = Path(os.environ["MODELYARD_STORES"])
+    python = Path(os.environ["MODELYARD_STORES"]).absolute()
     (packages,) = python.parent.parent.glob("lib/python*/site-packages")
     command = [str(python), str(CHECKOUT / "tests" / "export" / "stores.py"), str(model)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stores:
