@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import AccessError as AccessError
 from .errors import ClientError as ClientError
+from .errors import CrashError as CrashError
 from .errors import DeadlineError as DeadlineError
 from .errors import ForeignError as ForeignError
 from .errors import GarbledError as GarbledError

@@ -10,6 +10,7 @@ ClientError                 one sentence; exit code 1 of the command line
 ├── UnavailableError        the server refuses for now: overloaded, starting or draining; repeated while there is time
 ├── ModelError              the server has no such model, or it is of another task
 └── RefusedError            the server refuses this request, and would refuse it again
+    ├── CrashError          what computed it died; repeated a few times, for the request may be what kills
     └── GarbledError        it does so in words that are not KServe's, as something in front of it does
 """
 
@@ -84,6 +85,12 @@ class RefusedError(ClientError):
 
     rows: range | None = None
     is_content = False
+
+
+class CrashError(RefusedError):
+    """The process that computed the request died, or is not back yet."""
+
+    may_repeat = True
 
 
 class GarbledError(RefusedError):

@@ -10,6 +10,7 @@ from tritonclient.utils import InferenceServerException
 from .errors import (
     AccessError,
     ClientError,
+    CrashError,
     DeadlineError,
     ForeignError,
     GarbledError,
@@ -28,6 +29,8 @@ FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.Time
 _FOR_NOW = ("502", "503", "StatusCode.UNAVAILABLE")
 # A model that is loaded again, or a server that drains: NOT_FOUND, as for a name that it never had.
 _NOT_READY = re.compile("has no available versions|is not at ready state")
+# What tritonserver says of requests that a backend process held when it died, and of those until another is there.
+_CRASHED = re.compile("Stub process .*is not healthy")
 _CONTENT = ("400", "StatusCode.INVALID_ARGUMENT")
 _NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED")
 
@@ -85,7 +88,8 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     sentence = f"the server refused the request: {message}"
     if is_for_now:
         return UnavailableError(sentence)
-    refusal = (GarbledError if is_garbled else RefusedError)(sentence)
+    kind = GarbledError if is_garbled else CrashError if _CRASHED.search(message) else RefusedError
+    refusal = kind(sentence)
     refusal.is_content = status in _CONTENT
     return refusal
 

@@ -46,7 +46,8 @@ class Options:
         model: Whom to ask where a call names nobody; without it the one ensemble that the server has.
         timeout_s: Seconds to wait for the answer to one request.
         retry_s: Seconds for which a request is sent again that found nobody, lost its connection, or was refused for
-            now (503, UNAVAILABLE); 0 for never. What took too long or is refused for good is not sent again.
+            now (503, UNAVAILABLE), and three times at most one whose process died; 0 for never. What took too long or
+            is refused for good is not sent again.
         in_flight: Requests on the way at the same time, and connections of the pool over HTTP.
         tls: Whether to encrypt, and to refuse a server that cannot prove its name.
         ca: PEM file with the certificates to trust; without it those that this machine, or gRPC, trusts.

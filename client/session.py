@@ -19,7 +19,7 @@ import tritonclient.http
 import tritonclient.http.aio
 from tritonclient.utils import np_to_triton_dtype
 
-from .errors import ClientError, GarbledError, ModelError, UnreachableError, UsageError
+from .errors import ClientError, CrashError, GarbledError, ModelError, UnreachableError, UsageError
 from .faults import FAILURES, explain
 from .model import Model, read_model
 from .options import Options
@@ -30,6 +30,10 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 # Between two attempts: a random time up to a bound that doubles, so that many clients do not come back at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+
+# A request that kills what computes it is handed to so many more processes, no faster than these are started anew.
+_MOST_CRASHES, _CRASH_PAUSE_S = 3, 1.0
+
 _CLOSE_TIMEOUT_S = 1.0
 
 
@@ -239,7 +243,7 @@ class Session:
         """Ask, and ask again what may be repeated while there is time for it; a pause keeps its place in flight."""
         client = self._open()
         loop = asyncio.get_running_loop()
-        deadline, bound = loop.time() + self.options.retry_s, _FIRST_PAUSE_S
+        deadline, bound, crashes = loop.time() + self.options.retry_s, _FIRST_PAUSE_S, 0
         async with self._slots:
             while True:
                 try:
@@ -250,7 +254,10 @@ class Session:
                     if bound == _FIRST_PAUSE_S:
                         error = await self._look_closer(error)
                     pause = random.uniform(0, bound)
-                    if not error.may_repeat or loop.time() + pause > deadline:
+                    if isinstance(error, CrashError):
+                        crashes += 1
+                        pause += _CRASH_PAUSE_S
+                    if not error.may_repeat or crashes > _MOST_CRASHES or loop.time() + pause > deadline:
                         raise error from exc
                 await asyncio.sleep(pause)
                 bound = min(2 * bound, _LONGEST_PAUSE_S)

@@ -7,6 +7,12 @@ from collections.abc import Iterable
 
 BUSY = b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"
 
+_DEAD = b"{\"error\":\"in ensemble 'embedder', Stub process 'embedder_model_0_0' is not healthy.\"}"
+CRASHED = b"HTTP/1.1 500 Internal\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
+    len(_DEAD),
+    _DEAD,
+)
+
 
 class Relay:
     """A way to a server that can be shut and opened, counting what comes."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -13,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import CHECKOUT, run
-from relay import BUSY, Relay
+from launcher import running
+from relay import BUSY, CRASHED, Relay
 
 import client as library
 from client import (
@@ -139,6 +141,27 @@ def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_
     with Client(busy.url, retry_s=0) as client, pytest.raises(library.UnavailableError, match="empty response"):
         client.embed(["x"])
     busy.listener.close()
+
+
+def test_what_a_killed_process_held_is_asked_again(two_versions: Path) -> None:
+    with running(two_versions) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        with Client(f"127.0.0.1:{server.http}") as client:
+            expected = client.embed(["x"])
+            for stub in server.find_stubs("tickets_model"):
+                os.kill(stub.pid, signal.SIGKILL)
+            assert np.array_equal(client.embed(["x"]), expected)
+
+
+def test_what_kills_whatever_computes_it_is_not_asked_for_ever(server: Addresses) -> None:
+    deadly = Relay(server.http, [CRASHED] * 1000)
+    patient = Client(deadly.url, model="embedder", retry_s=60)
+    with patient as client, pytest.raises(library.CrashError, match="'embedder_model_0_0' is not healthy"):
+        client.infer({"TEXT": np.array([["x"]], dtype=object)})
+    deadly.listener.close()
+    # Two questions about the model, side by side.
+    assert 4 <= deadly.seen <= 8
 
 
 @pytest.fixture
