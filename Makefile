@@ -120,8 +120,18 @@ test-containers: setup ## Build the image, bring compose.yaml up with podman, br
 	@.cache/doors/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --requirement $<
 	@touch $@
 
-test-doors: setup .cache/doors/installed ## Ask the gateway with LangChain's and LlamaIndex's classes for OpenAI
-	@MODELYARD_DOORS=.cache/doors/bin/python $(BIN)/python -m pytest tests/gateway/test_gateway.py -k other_clients
+test-doors: setup .cache/doors/installed ## Ask the gateway with LangChain's and LlamaIndex's classes, and the server with KServe's
+	@MODELYARD_DOORS=.cache/doors/bin/python $(BIN)/python -m pytest tests/gateway/test_gateway.py tests/client/test_others.py \
+		-k 'other_clients or kserve'
+
+.cache/stores/installed: requirements/stores.txt
+	@echo "installing into .cache/stores" >&2
+	@$(PYTHON) -m venv .cache/stores
+	@.cache/stores/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --requirement $<
+	@touch $@
+
+test-stores: setup .cache/stores/installed ## Read a checkpoint from s3:// and gs://, from servers that speak their protocols
+	@MODELYARD_STORES=.cache/stores/bin/python $(BIN)/python -m pytest tests/export/test_fetching.py
 
 .cache/batch/installed: requirements/batch.txt
 	@echo "installing into .cache/batch" >&2
@@ -231,9 +241,11 @@ lock: $(UV) ## Resolve requirements/*.txt anew; LOCK_OPTIONS=--upgrade takes the
 	@for name in build trainers containers; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
 	done
-	@# Of the environments of `make test-doors` and `make test-batch`, which have nothing else.
+	@# Of the environments of `make test-doors`, `make test-batch` and `make test-stores`, which have nothing else.
 	@$(LOCK) requirements/doors.in --output-file requirements/doors.txt
-	@$(LOCK) requirements/batch.in --constraint requirements/dev.txt --output-file requirements/batch.txt
+	@for name in batch stores; do \
+		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --output-file requirements/$$name.txt || exit; \
+	done
 	@# Of these nothing is used that would need what they depend on.
 	@for name in gpu stubs kubernetes; do \
 		$(LOCK) requirements/$$name.in --constraint requirements/dev.txt --no-deps --output-file requirements/$$name.txt || exit; \

@@ -227,7 +227,8 @@ def _copy(url: str, address: str, tell: Callable[[str], None]) -> Fetched:
 
     store, root = fsspec.core.url_to_fs(url)
     found = store.find(root, detail=True)
-    places = {_name_below(path, root): path for path in found if "?" not in path}
+    # Stores have no folders: their pages in the browser write an empty object with a slash at its end for one.
+    places = {_name_below(path, root): path for path in found if "?" not in path and not path.endswith("/")}
     names = choose_files(places)
     if not names:
         raise CheckpointError(

@@ -78,7 +78,7 @@ def list_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[str
 
     Raises:
         CheckpointError: `modules.json` cannot be read.
-        OSError: An adapter's folder cannot be read.
+        OSError: An adapter's folder, or one of pictures, cannot be read.
     """
     directory = request.base or checkpoint.directory
     files: dict[str, Sequence[Path]] = {
@@ -87,7 +87,19 @@ def list_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[str
     }
     for index, folder in enumerate(request.adapters):
         files[f"adapter {index + 1}"] = [item for item in folder.iterdir() if item.is_file()]
-    return files
+    return files | list_asked(request)
+
+
+def list_asked(request: ExportRequest) -> dict[str, Sequence[Path]]:
+    """Return what the options of a task name → its files.
+
+    Raises:
+        OSError: A folder of pictures cannot be read.
+    """
+    recipe, given = request.task_options["preprocess"], request.task_options["pictures"] or ()
+    pictures = [file for path in given for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()]
+    # A recipe may have a name in place of a file.
+    return {"recipe": [Path(recipe)] if recipe and Path(recipe).is_file() else [], "pictures": pictures}
 
 
 def hash_files(files: Mapping[str, Sequence[Path]]) -> dict[str, SourceHash]:

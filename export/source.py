@@ -8,7 +8,8 @@ from typing import NoReturn
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .errors import SettingsError, VocabularyError
-from .identity import list_files
+from .graph.precisions import PRECISIONS
+from .identity import list_asked, list_files
 from .options import ENSEMBLE, LEAN, ExportRequest, list_changed
 from .progress import Progress
 from .repository.contents import check_owners
@@ -23,10 +24,12 @@ from .tasks.building import (
     is_ensemble,
     may_read_text,
     must_read_text,
+    takes,
 )
 from .tasks.own_module import build_factory_task
 from .tasks.own_pictures import FactoryPictures
 from .tasks.picture_recipe import read_preparation
+from .tasks.table import PICTURES
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
 from .weights.torch_model import load_config
@@ -83,8 +86,14 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
             checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
             weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.files
             missing = checkpoint.facts.missing
-        recipe = request.task_options["preprocess"]
-        build = partial(FactoryPictures, preparation=read_preparation(recipe)) if recipe else None
+        recipe, pictures = request.task_options["preprocess"], request.task_options["pictures"]
+        build = None
+        if recipe:
+            _check_pictures(request)
+            files |= list_asked(request)
+            build = partial(FactoryPictures, preparation=read_preparation(recipe), pictures=pictures)
+        elif pictures:
+            _refuse_layout("--pictures", f"--factory {entry}", "--preprocess RECIPE, by which it is sent pictures")
         task = build_factory_task(entry, spec_file, weights, build=build)
         if request.steps == LEAN and not task.has_lean:
             _refuse_layout(f"--steps {LEAN}", f"--factory {entry}", "--preprocess RECIPE, by which it is sent pictures")
@@ -105,6 +114,8 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
             _refuse_layout(f"--steps {LEAN}", f"--task {name}", "a task that answers texts, pictures or sounds at once")
         if request.lengths and not has_lengths(name):
             _refuse_layout("--lengths", f"--task {name}", "a task that answers texts at once")
+        if takes(name, PICTURES):
+            _check_pictures(request)
         names = ModelNames(name=request.name, is_ensemble=is_ensemble(name) and request.steps == ENSEMBLE)
         check_owners(request.repository, names.name, names.all)
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
@@ -126,6 +137,17 @@ def _refuse_layout(option: str, got: str, expected: str) -> NoReturn:
     raise SettingsError(
         f"{option} has no effect on {got.split()[-1]}", expected=expected, got=got, remedy="leave it out"
     )
+
+
+def _check_pictures(request: ExportRequest) -> None:
+    """Refuse a precision that is made for real inputs, and judged on them, where there are none."""
+    if PRECISIONS[request.precision].real_inputs_only and not request.task_options["pictures"]:
+        raise SettingsError(
+            f"{request.precision} is made for, and judged on, what clients send",
+            expected="--pictures FOLDER with pictures such as they are",
+            got="none",
+            remedy="pass some, a hundred if you have them, or another --precision",
+        )
 
 
 def _lay_out(request: ExportRequest, task: Task) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..targets import Target
 from .finding import Finding, Level
-from .model import Model, Repository, open_repository
+from .model import Model, Repository, list_variants, open_repository
 from .rules import RULES
 from .words import find_nearest
 
@@ -16,6 +16,8 @@ UNKNOWN_SUPPRESSION = "unknown-suppression"
 def lint(folder: Path, target: Target) -> list[Finding]:
     """Return what is wrong with a repository, by model and line; reads files only.
 
+    Where models have configurations in `configs/NAME.pbtxt`, the repository is looked at under each name as well.
+
     Args:
         folder: What tritonserver gets as `--model-repository`.
         target: The release that is to load it.
@@ -24,8 +26,13 @@ def lint(folder: Path, target: Target) -> list[Finding]:
         RepositoryError: There is no such folder.
         OSError: Something in it cannot be read.
     """
-    repository = open_repository(folder, target)
-    found = [finding for model in repository.models.values() for finding in _lint_model(model, repository)]
+    repositories = (open_repository(folder, target, variant) for variant in ("", *list_variants(folder)))
+    found = [
+        finding
+        for repository in repositories
+        for model in repository.models.values()
+        for finding in _lint_model(model, repository)
+    ]
     return sorted(dict.fromkeys(found), key=lambda each: (each.model, str(each.path), each.line))
 
 

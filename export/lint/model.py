@@ -21,6 +21,9 @@ from .source import Node, find_ignored, find_line, scan
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_DEPTH = 100
 
+# Where Triton looks for a configuration of the name that `--model-config-name` says (core, constants.h).
+VARIANTS_FOLDER = "configs"
+
 
 @dataclass(frozen=True)
 class Model:
@@ -29,10 +32,12 @@ class Model:
     Attributes:
         folder: The folder, whose name Triton takes for the model's.
         target: The release that is to load it.
+        variant: What tritonserver gets as `--model-config-name`; empty without.
     """
 
     folder: Path
     target: Target
+    variant: str = ""
 
     @property
     def name(self) -> str:
@@ -41,8 +46,9 @@ class Model:
 
     @property
     def config_path(self) -> Path:
-        """Where its configuration is, or would be."""
-        return self.folder / CONFIG_FILE
+        """Where its configuration is, or would be; that of the variant where it has one."""
+        variant = self.folder / VARIANTS_FOLDER / f"{self.variant}.pbtxt"
+        return variant if self.variant and variant.exists() else self.folder / CONFIG_FILE
 
     @cached_property
     def unreadable(self) -> str:
@@ -173,8 +179,13 @@ class Repository:
     models: dict[str, Model]
 
 
-def open_repository(folder: Path, target: Target) -> Repository:
-    """Return what lies in a repository.
+def list_variants(folder: Path) -> list[str]:
+    """Return the names that `--model-config-name` may say of a repository, without that of no name."""
+    return sorted({path.stem for path in folder.glob(f"*/{VARIANTS_FOLDER}/*.pbtxt")})
+
+
+def open_repository(folder: Path, target: Target, variant: str = "") -> Repository:
+    """Return what lies in a repository, as tritonserver takes it with or without a variant.
 
     Raises:
         RepositoryError: There is no such folder, or it is empty, or a model itself.
@@ -194,7 +205,7 @@ def open_repository(folder: Path, target: Target) -> Repository:
             remedy=f"pass the folder that it lies in, {folder.absolute().parent}",
         )
     folders = (entry for entry in sorted(folder.iterdir()) if entry.is_dir())
-    models = {entry.name: Model(entry, target) for entry in folders}
+    models = {entry.name: Model(entry, target, variant) for entry in folders}
     if not models:
         raise RepositoryError(
             f"{folder} holds no models",

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from ..checkpoints import TensorSpec
 from ..errors import ModelError
+from ..option_kinds import Option
 from ..weights.tokenizer import has_tokenizer
 from .base import Task, TaskSource
 from .table import TASKS, TaskEntry
@@ -71,6 +72,11 @@ def has_lean(name: str) -> bool:
 def has_lengths(name: str) -> bool:
     """Tell whether the first step of the task `name` can pad texts to a few lengths."""
     return load_class(TASKS[name]).has_lengths
+
+
+def takes(name: str, option: Option) -> bool:
+    """Tell whether `option` can be asked of the task `name`."""
+    return option in TASKS[name].options
 
 
 def build_task(name: str, source: TaskSource) -> Task:

@@ -72,7 +72,7 @@ class ImageEmbedding(PictureTask):
         self.signature = ModelSignature(inputs=inputs, outputs=outputs)
         hidden = outputs[0].dims[1]
         assert isinstance(hidden, int), "Bug: vectors of a model have one size"
-        self.serve_pictures(preparation, VectorAnswers(hidden, is_normalized))
+        self.serve_pictures(preparation, VectorAnswers(hidden, is_normalized), source.options.get("pictures"))
 
     def compare(
         self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]

@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,10 +18,17 @@ from ..signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
 from .base import TaskSource
 from .cases import Outputs, Row
 from .classification import LABEL, SCORE, choose_function, read_labels
-from .comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from .comparison import (
+    ANSWER_TOLERANCES,
+    LOGIT_TOLERANCES,
+    MAX_LOGIT_ERROR,
+    TENSOR_TOLERANCES,
+    compare_logits,
+    compare_tensors,
+)
 from .golden import build_sample
 from .picture_recipe import Geometry, Preparation, find_preparation
-from .picture_samples import build_pictures, count_golden
+from .picture_samples import build_pictures, count_golden, describe_pictures, read_pictures
 from .signals import SignalTask
 from .tensors import TensorTask
 from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
@@ -55,12 +63,14 @@ class Answers(ABC):
         carried: Tensors of the preprocess step that the postprocess step takes.
         postprocess: What `postprocess.json` tells that step; None where the outputs are the answers.
         tolerances: Error → bound for what the ensemble answers.
+        graph_tolerances: Error → bound for the graph's outputs in fp32, with the keys of `compare`.
     """
 
     outputs: tuple[TensorSignature, ...]
     carried: tuple[TensorSignature, ...] = ()
     postprocess: Mapping[str, Any] | None = None
     tolerances: Mapping[str, float] = ANSWER_TOLERANCES
+    graph_tolerances: Mapping[str, float] = TENSOR_TOLERANCES
 
     @property
     @abstractmethod
@@ -89,6 +99,12 @@ class Answers(ABC):
         """Tell whether outputs that differ in their last digits get the same answer."""
         return True
 
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the worst errors of the graph's outputs, see `Task.compare`."""
+        return compare_tensors(expected, got)
+
 
 @dataclass(frozen=True)
 class LabelAnswers(Answers):
@@ -103,6 +119,8 @@ class LabelAnswers(Answers):
     labels: Sequence[str]
     function: str
     top_k: int
+
+    graph_tolerances = LOGIT_TOLERANCES
 
     @property
     def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]
@@ -139,6 +157,13 @@ class LabelAnswers(Answers):
         order = scores.argsort(descending=True, stable=True)[: self.top_k]
         return {LABEL: [self.labels[index] for index in order], SCORE: scores[order].tolist()}
 
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `Answers`."""
+        wanted, had = [outputs[0] for outputs in expected], [outputs[0] for outputs in got]
+        return compare_logits(wanted, had, bounds.get("max_abs_error", MAX_LOGIT_ERROR))
+
 
 class PictureTask(TensorTask):
     """A task about pictures.
@@ -146,6 +171,7 @@ class PictureTask(TensorTask):
     Attributes:
         preparation: What is done to a picture in front of the graph.
         answers: What is made of the graph's outputs behind it.
+        tried_on: The pictures of the proof, in words; empty for drawn ones.
     """
 
     is_ensemble = True
@@ -153,12 +179,19 @@ class PictureTask(TensorTask):
 
     preparation: Preparation
     answers: Answers
+    tried_on: str
 
-    def serve_pictures(self, preparation: Preparation, answers: Answers) -> None:
+    def serve_pictures(self, preparation: Preparation, answers: Answers, given: Sequence[Path] | None = None) -> None:
         """Stand the two steps around the graph, whose module and signature are there.
+
+        Args:
+            preparation: What is done to a picture in front of it.
+            answers: What is made of its outputs.
+            given: Files and folders of pictures to try it on; None for drawn ones.
 
         Raises:
             ModelError: The recipe does not say what the checkpoint's own preprocessing does.
+            SettingsError: There are no pictures, or one of them is not a picture.
         """
         if preparation.recipe.pad and PIXEL_MASK not in {tensor.name for tensor in self.signature.inputs}:
             raise ModelError(
@@ -168,11 +201,12 @@ class PictureTask(TensorTask):
                 remedy='pass --preprocess FILE, such as {"mode": "exact", "size": [512, 864]} with the mean and '
                 "deviation of the processor",
             )
+        most = max(count_golden(), _MOST_PIXELS // math.prod(preparation.recipe.height_and_width))
+        tried = build_pictures()[:most] if given is None else read_pictures(given, most)
         preparation.check(build_pictures())
-        self.preparation, self.answers = preparation, answers
-        count = max(count_golden(), _MOST_PIXELS // math.prod(preparation.recipe.height_and_width))
-        samples = [self._prepare(content) for content in build_pictures()[:count]]
-        self.tensors = replace(self.tensors, samples=samples)
+        preparation.check(tried)
+        self.preparation, self.answers, self.tried_on = preparation, answers, describe_pictures(given, len(tried))
+        self.tensors = replace(self.tensors, samples=[self._prepare(content) for content in tried])
         contract = Contract(
             inputs=(TensorSignature(name=IMAGE, dtype=STRING, dims=(BATCH, 1)),),
             outputs=answers.outputs,
@@ -188,7 +222,7 @@ class PictureTask(TensorTask):
     def description(self) -> str:
         """See `Task`."""
         height, width = self.preparation.recipe.height_and_width
-        return f"{self.answers.description}; pictures by {self.preparation.origin} at {height} x {width}"
+        return f"{self.answers.description}; pictures by {self.preparation.origin} at {height} x {width}{self.tried_on}"
 
     @property
     def postprocess(self) -> Mapping[str, Any] | None:
@@ -226,6 +260,12 @@ class PictureTask(TensorTask):
             )
         return {"tolerances": dict(self.answers.tolerances), "samples": samples}
 
+    def compare(
+        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `Task`."""
+        return self.answers.compare(expected, got, bounds)
+
     def answer(self, content: bytes) -> Mapping[str, Any]:
         """Return what the checkpoint answers to an encoded picture."""
         return self.answers.answer(self._ask(content), self.preparation.find_geometry(content))
@@ -255,15 +295,8 @@ class ImageLabels(PictureTask, SignalTask):
         labels = read_labels(source.config, must_differ=False)
         self.top_k = min(source.options.get("top_k") or TOP_K, len(labels))
         answers = LabelAnswers(labels, choose_function(source.config), self.top_k)
-        self.serve_pictures(self.preparation, answers)
+        self.serve_pictures(self.preparation, answers, source.options.get("pictures"))
 
     def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
         """See `SignalTask`. As large as the recipe makes pictures."""
         return (BATCH, 3, *self.preparation.recipe.height_and_width)
-
-    def compare(
-        self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
-    ) -> dict[str, float]:
-        """See `Task`."""
-        wanted, had = [outputs[0] for outputs in expected], [outputs[0] for outputs in got]
-        return compare_logits(wanted, had, bounds.get("max_abs_error", MAX_LOGIT_ERROR))

@@ -117,7 +117,14 @@ def _refine(values: torch.Tensor, place: int) -> float:
 class FactoryPictures(PictureTask, FactoryTask):
     """A module of the user's own that is given pictures."""
 
-    def __init__(self, module: nn.Module, spec: InputSpec, *, preparation: Preparation) -> None:
+    @property
+    def tolerances(self) -> Mapping[str, float]:  # type: ignore[override]
+        """See `Task`. Of labels those of every task that answers with labels."""
+        return self.answers.graph_tolerances
+
+    def __init__(
+        self, module: nn.Module, spec: InputSpec, *, preparation: Preparation, pictures: Sequence[Path] | None = None
+    ) -> None:
         size = preparation.recipe.height_and_width
         wanted = TensorSignature(name=spec.inputs[0].name, dtype=torch.float32, dims=(BATCH, 3, *size))
         if spec.inputs != (wanted,):
@@ -130,7 +137,7 @@ class FactoryPictures(PictureTask, FactoryTask):
         FactoryTask.__init__(self, module, spec)
         if not self.signature.is_batched:
             raise ModelError("the module cannot be asked in batches", expected="rows of their own", got=self.notes[0])
-        self.serve_pictures(preparation, _build_answers(spec, self.signature, size))
+        self.serve_pictures(preparation, _build_answers(spec, self.signature, size), pictures)
 
 
 def _build_answers(spec: InputSpec, signature: ModelSignature, size: tuple[int, int]) -> Answers:

@@ -1,17 +1,78 @@
-"""Pictures that every export of a model of pictures is checked on: encoded files of each kind, small to large."""
+"""Pictures that an export of a model of pictures is checked on: drawn ones of each kind, or the user's own."""
 
 import io
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from ..errors import SettingsError
+
 # Pictures whose expected answers are kept, one of each kind; the others are only tried.
 _OTHERS = 20
 
+# Of what is taken from a folder of the user's own.
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff"}
+
 # EXIF's tag of the orientation, and a quarter turn.
 _ORIENTATION, _TURNED = 0x0112, 6
+
+
+def list_pictures(given: Sequence[Path]) -> list[Path]:
+    """Return files as they are, and the files in folders that are called as pictures are, by name."""
+    found: list[Path] = []
+    for path in given:
+        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        found += [file for file in inside if path == file or file.suffix.lower() in _SUFFIXES]
+    return found
+
+
+def read_pictures(given: Sequence[Path], most: int) -> list[bytes]:
+    """Return encoded pictures of the user's own, of more than `most` so many that lie evenly among them.
+
+    Raises:
+        SettingsError: There are none, or one of them is not a picture.
+    """
+    paths = _list_or_refuse(given)
+    step = max(1.0, len(paths) / most)
+    return [_read(paths[int(index * step)]) for index in range(min(most, len(paths)))]
+
+
+def describe_pictures(given: Sequence[Path] | None, count: int) -> str:
+    """Return what is told of the pictures that a model is tried on; nothing of drawn ones."""
+    return "" if given is None else f", tried on {count} of {len(list_pictures(given))} given"
+
+
+def _list_or_refuse(given: Sequence[Path]) -> list[Path]:
+    try:
+        paths = list_pictures(given)
+    except OSError as exc:
+        raise SettingsError(
+            "--pictures cannot be read", expected="files and folders", got=f"'{exc}'", remedy="correct it"
+        ) from exc
+    if not paths:
+        raise SettingsError(
+            f"{', '.join(map(str, given))} holds no pictures",
+            expected=f"files called {', '.join(sorted(_SUFFIXES))}",
+            got="none",
+            remedy="correct --pictures",
+        )
+    return paths
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+    # Whatever Pillow makes of a file that is not one of its own.
+    except Exception as exc:
+        raise SettingsError(
+            f"{path} cannot be read", expected="a whole picture", got=f"'{exc}'", remedy="leave it out of --pictures"
+        ) from exc
+    return content
 
 
 @cache

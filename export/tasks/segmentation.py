@@ -113,7 +113,7 @@ class ImageSegmentation(PictureTask, SignalTask):
         super().__init__(source)
         labels = read_labels(source.config, must_differ=False)
         self.top_k = min(source.options.get("top_k") or TOP_K, len(labels))
-        self.serve_pictures(self.preparation, MapAnswers(labels, self.top_k))
+        self.serve_pictures(self.preparation, MapAnswers(labels, self.top_k), source.options.get("pictures"))
 
     def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
         """See `SignalTask`. As large as the recipe makes pictures."""

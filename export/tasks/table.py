@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..option_kinds import COUNT, NUMBER, SWITCH, TEXT, Needs, Option
+from ..option_kinds import COUNT, NUMBER, PATHS, SWITCH, TEXT, Needs, Option
 
 # What transformers calls the main input of a model of texts, of images, of sounds.
 TEXTS = ("input_ids",)
@@ -28,6 +28,13 @@ PREPROCESS = Option(
     metavar="RECIPE",
     help="what is done to pictures: imagenet, or a file (default: preprocessor_config.json)",
 )
+PICTURES = Option(
+    name="pictures",
+    kind=PATHS,
+    metavar="PATH",
+    help="files or folders of pictures such as clients send, which the proof is made on, and int8 with "
+    "(default: drawn ones)",
+)
 AGGREGATION = Option(
     name="aggregation",
     kind=TEXT,
@@ -41,6 +48,9 @@ POOLING = Option(
     help="how token vectors become one (default: as recorded)",
 )
 NORMALIZE = Option(name="normalize", kind=SWITCH, help="scale vectors to length 1 (default: as recorded)")
+
+# A module of the user's own is given pictures by the same options.
+_OF_FACTORIES = (PREPROCESS, PICTURES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +152,7 @@ TASKS: Mapping[str, TaskEntry] = {
             place="images:ImageLabels",
             inputs=IMAGES,
             architectures=("ForImageClassification",),
-            options=(TOP_K, PREPROCESS),
+            options=(TOP_K, PREPROCESS, PICTURES),
         ),
         TaskEntry(
             name="object-detection",
@@ -150,7 +160,7 @@ TASKS: Mapping[str, TaskEntry] = {
             place="detection:ObjectDetection",
             inputs=IMAGES,
             architectures=("ForObjectDetection",),
-            options=(TOP_K, THRESHOLD, PREPROCESS),
+            options=(TOP_K, THRESHOLD, PREPROCESS, PICTURES),
         ),
         TaskEntry(
             name="image-segmentation",
@@ -158,13 +168,13 @@ TASKS: Mapping[str, TaskEntry] = {
             place="segmentation:ImageSegmentation",
             inputs=IMAGES,
             architectures=("ForSemanticSegmentation",),
-            options=(TOP_K, PREPROCESS),
+            options=(TOP_K, PREPROCESS, PICTURES),
         ),
         TaskEntry(
             name="image-embedding",
             help="one vector a picture, sent as an encoded file",
             place="image_vectors:ImageEmbedding",
-            options=(NORMALIZE, PREPROCESS),
+            options=(NORMALIZE, PREPROCESS, PICTURES),
         ),
         TaskEntry(
             name="image-classification-tensors",
@@ -222,9 +232,8 @@ def list_task_options() -> list[Option]:
     return [
         replace(
             option,
-            # A module of the user's own is given pictures by the same option.
-            help=f"{option.help}; for {', '.join(owners[name] + ['--factory'] * (option is PREPROCESS))}",
-            needs=Needs.NOTHING if option is PREPROCESS else Needs.ARCHITECTURE,
+            help=f"{option.help}; for {', '.join(owners[name] + ['--factory'] * (option in _OF_FACTORIES))}",
+            needs=Needs.NOTHING if option in _OF_FACTORIES else Needs.ARCHITECTURE,
             group="task options",
         )
         for name, option in options.items()

@@ -3,15 +3,17 @@
     python -m benches.soak_lines [--lines 1000000] [--rolled 20000] [--quick]
 
 The client is `client/infer.py`, in lines of JSON and then in Parquet, killed by SIGKILL and given the same command
-again; the server is killed as well, and started again. Then lines go through a small model of which two versions are
-activated in turns. It fails where a row is missing, doubled, out of order or of neither version, where more than one
-chunk a kill was asked twice, or where the client's memory grows with what it has answered.
+again; the server is killed as well, and started again. Then lines of real text go through MiniLM, of which two versions
+are activated in turns while client and tritonserver are killed. It fails where a row is missing, doubled, out of order
+or of neither version, where more than one chunk a kill was asked twice, or where the client's memory grows with what it
+has answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -19,20 +21,24 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from benches.soak import say
 from benches.soak_rollouts import NAME as ROLLED
-from benches.soak_rollouts import NEAR, publish_two, serving, wait_until_served
-from harness import CHECKOUT
+from benches.soak_rollouts import NEAR, serving, wait_until_served
+from harness import CHECKOUT, run
 from instant import NAME, start_again, write_instant
 from launcher import Running
+from safetensors.torch import load_file, save_file
 
+from client import Client
 from client.files import CHUNK_LINES
+from demo.checkpoint import fetch_checkpoint
 from export.repository.activation import activate
 
 KILLS = 3
@@ -150,31 +156,64 @@ def write_sources(folder: Path, lines: int) -> list[Path]:
     return [folder / "in.jsonl", folder / "in.parquet"]
 
 
+def publish_trained(folder: Path) -> Path:
+    """Publish MiniLM, and as a second version what lies a little beside it; return the repository."""
+    other = Path(shutil.copytree(fetch_checkpoint(), folder / "other"))
+    weights = load_file(other / "model.safetensors")
+    # Each vector points elsewhere, by about a tenth of its length.
+    noise = torch.Generator().manual_seed(0)
+    last = weights["encoder.layer.5.output.LayerNorm.bias"]
+    last += 0.1 * last.std() * torch.randn(last.shape, generator=noise)
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    for checkpoint in (fetch_checkpoint(), other):
+        words = (str(checkpoint), "--name", ROLLED, "--repository", str(folder / "models"))
+        done = run("-m", "export", "run", *words)
+        assert done.code == 0, done.err
+    return folder / "models"
+
+
+def ask_both(repository: Path, texts: Sequence[str]) -> np.ndarray:
+    """Return the vectors of both versions, [2, texts, hidden], each served alone."""
+    found = []
+    for version in (1, 2):
+        activate(repository, ROLLED, version)
+        with serving(repository, 1) as ((server,), _), Client(f"127.0.0.1:{server.grpc}", protocol="grpc") as client:
+            found.append(client.embed(texts, model=ROLLED))
+    return np.stack(found)
+
+
 def roll(folder: Path, lines: int) -> list[str]:
-    """Answer lines while two versions of a small model take turns; return what was wrong."""
-    repository = publish_two(folder)
-    golden = [json.loads((repository / ROLLED / n / "golden.json").read_text())["samples"][0] for n in "12"]
-    text = golden[0]["inputs"][0]["data"][0]
-    expected = np.array([sample["outputs"][0]["data"] for sample in golden])
+    """Answer lines while two versions of MiniLM take turns, and are killed; return what was wrong."""
+    repository = publish_trained(folder)
+    texts = (CHECKOUT / "export" / "tasks" / "verification_texts.txt").read_text(encoding="utf-8").splitlines()
+    expected = ask_both(repository, texts)
     source, target = folder / "rolled.jsonl", folder / "answers.jsonl"
-    source.write_text("".join(json.dumps({"id": row, "text": text}) + "\n" for row in range(lines)))
-    rollouts = 0
-    with serving(repository) as server:
+    rows = (json.dumps({"id": row, "text": texts[row % len(texts)]}) + "\n" for row in range(lines))
+    source.write_text("".join(rows), encoding="utf-8")
+    rollouts, deaths = 0, 0
+    with serving(repository, 1) as ((server,), _):
         process = begin(server, ROLLED, source, target)
         while process.poll() is None:
             activate(repository, ROLLED, 1 + rollouts % 2)
             wait_until_served(server, 1 + rollouts % 2)
             rollouts += 1
+            # The client, what computes, and tritonserver, one after every other rollout.
+            victim = {1: process.pid, 3: server.find_stubs(f"{ROLLED}_model")[0].pid, 5: server.tritonserver}
+            if rollouts % 6 in victim and process.poll() is None:
+                os.kill(victim[rollouts % 6], signal.SIGKILL)
+                deaths += 1
+            if rollouts % 6 == 1 and process.wait() == -signal.SIGKILL:
+                process = begin(server, ROLLED, source, target)
     if process.returncode != 0:
         return [f"the client ended with {process.returncode} while versions were rolled"]
-    versions = [0, 0]
-    number = -1
+    versions, number = [0, 0], -1
     for number, row in enumerate(read_rows(target)):
-        near = np.abs(np.array(row["EMBEDDING"]) - expected).max(axis=1) < NEAR
-        if row["id"] != number or near.sum() != 1:
-            return [f"row {number} of {target.name} is row {row['id']}, and of neither version"]
+        near = np.abs(np.array(row["EMBEDDING"]) - expected[:, number % len(texts)]).max(axis=1) < NEAR
+        if (row["id"], row["text"]) != (number, texts[number % len(texts)]) or near.sum() != 1:
+            return [f"row {number} of {target.name} is row {row['id']}, and of {near.sum()} versions"]
         versions[int(near.argmax())] += 1
     say(f"{number + 1} lines during {rollouts} rollouts: {versions[0]} of version 1, {versions[1]} of version 2")
+    say(f"  {deaths} of client, backend and tritonserver were killed")
     return [] if number + 1 == lines else [f"{target.name} holds {number + 1} rows, not {lines}"]
 
 
@@ -188,7 +227,8 @@ def main() -> int:
     folder, wrong = Path(tempfile.mkdtemp(prefix="modelyard-soak-")), []
     try:
         sources = write_sources(folder, options.lines // part)
-        with serving(write_instant(folder / "instant", pause_s=0.02 if options.quick else 0.0)) as server:
+        instant = write_instant(folder / "instant", pause_s=0.02 if options.quick else 0.0)
+        with serving(instant, 1) as ((server,), _):
             for source in sources:
                 target, start = folder / f"out{source.suffix}", time.monotonic()
                 wrong += kill_in_turns(server, source, target, 0.2 if options.quick else 5.0)

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 from harness import CHECKOUT, Finished, run
+from safetensors.torch import load_file
 
 from export import fetching
 from export.errors import CheckpointError
@@ -199,6 +202,41 @@ def test_folders_of_a_store_are_copied_once_for_what_they_hold(
     }.items():
         with pytest.raises(CheckpointError, match=re.escape(sentence)):
             fetching.fetch_all([url], told.append)
+
+
+@pytest.mark.skipif("MODELYARD_STORES" not in os.environ, reason="asks S3's and Google's protocols: `make test-stores`")
+def test_stores_are_read_by_their_own_protocols(model: Path, tmp_path: Path) -> None:
+    python = Path(os.environ["MODELYARD_STORES"]).absolute()
+    (packages,) = python.parent.parent.glob("lib/python*/site-packages")
+    command = [str(python), str(CHECKOUT / "tests" / "export" / "stores.py"), str(model)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stores:
+        assert stores.stdout
+        addresses = json.loads(stores.stdout.readline())
+        variables = {
+            **os.environ,
+            "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{packages}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_ENDPOINT_URL": addresses["s3"],
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "STORAGE_EMULATOR_HOST": addresses["gs"],
+            # It would ask Google itself over gRPC what kind of bucket it is.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+        for scheme in ("s3", "gs"):
+            words = ("-m", "export", "consolidate", f"{scheme}://models/teams/tiny", scheme)
+            done = run(*words, cwd=tmp_path, env=variables)
+            assert done.code == 0, done.err
+            written, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / scheme, model))
+            assert written.keys() == wanted.keys() and all(torch.equal(written[name], wanted[name]) for name in wanted)
+            for url, sentence in {
+                f"{scheme}://models/teams/ti": f"there is nothing at {scheme}://models/teams/ti: expected a folder",
+                f"{scheme}://nothing/tiny": f"{scheme}://nothing/tiny",
+            }.items():
+                done = run("-m", "export", "inspect", url, cwd=tmp_path, env=variables)
+                assert done.code == 1 and done.err.startswith(f"error: {sentence}"), done.err
+                assert len(done.err.splitlines()) == 1, done.err
+        stores.communicate("")
 
 
 def test_files_that_a_reader_looks_at_are_chosen() -> None:

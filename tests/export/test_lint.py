@@ -133,6 +133,27 @@ def test_a_comment_switches_a_rule_off_for_its_model(tmp_path: Path) -> None:
     assert (finding.rule, finding.instead) == (UNKNOWN_SUPPRESSION, "write `# modelyard: ignore=preferred-batch`")
 
 
+def add_variant(repository: Path, name: str, variant: str) -> Path:
+    """Give a good model a configuration of another name, with a field that nobody knows on its second line."""
+    SEEDS["unknown-field"](repository)
+    folder = (repository / "bad").rename(repository / name)
+    text = (folder / "config.pbtxt").read_text()
+    (folder / "config.pbtxt").write_text(text.replace("max_batchsize: 8", ""))
+    path = folder / "configs" / f"{variant}.pbtxt"
+    path.parent.mkdir()
+    path.write_text(f"# for {variant}\n{text}")
+    return path
+
+
+def test_configurations_of_every_name_are_looked_at(tmp_path: Path) -> None:
+    path = add_variant(tmp_path, "good", "staging")
+    (finding,) = [each for each in find(tmp_path) if each.level is Level.ERROR]
+    assert (finding.rule, finding.path) == ("unknown-field", path)
+    assert path.read_text().splitlines()[finding.line - 1].startswith("max_batchsize")
+    path.write_text((tmp_path / "good" / "config.pbtxt").read_text())
+    assert not [each for each in find(tmp_path) if each.level is Level.ERROR]
+
+
 def test_the_target_decides_what_is_too_new(tmp_path: Path) -> None:
     SEEDS["opset"](tmp_path)
     assert [each.rule for each in find(tmp_path)] == ["opset"]
@@ -228,6 +249,10 @@ JUDGED = (
 )
 
 
+# Of which only one model has a configuration.
+VARIANT = "staging"
+
+
 @contextlib.contextmanager
 def tritonserver(repository: Path, folder: Path) -> Iterator[int]:
     """Run the bare tritonserver, which completes configurations; yield its port when all models are judged."""
@@ -239,6 +264,7 @@ def tritonserver(repository: Path, folder: Path) -> Iterator[int]:
     command = [str(installation.executable), f"--model-repository={repository}", "--exit-on-error=false"]
     command += [f"--backend-directory={folder / 'backends'}", "--allow-grpc=false", "--allow-metrics=false"]
     command += [f"--http-port={port}", "--http-address=127.0.0.1", "--exit-timeout-secs=5"]
+    command += [f"--model-config-name={VARIANT}"]
     command += ["--pinned-memory-pool-byte-size=0", f"--cache-directory={installation.backends.parent / 'caches'}"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
@@ -271,11 +297,12 @@ def test_lint_and_the_real_tritonserver_agree_on_what_loads(tmp_path: Path) -> N
             config = models / renamed / "config.pbtxt"
             text = config.read_text()
             config.write_text(text.replace('"second"', f'"{own["second"]}"') if "second" in own else text)
+    add_variant(models, "bad_variant", VARIANT)
     refused = {each.model for each in find(models) if each.level is Level.ERROR}
     with tritonserver(models, tmp_path) as port:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v2/repository/index", data=b"{}")
         with urllib.request.urlopen(request) as response:
             loaded = {entry["name"] for entry in json.load(response) if entry.get("state") == "READY"}
     everything = {folder.name for folder in models.iterdir()}
-    assert refused == {f"bad_{rule}" for rule in JUDGED}
+    assert refused == {"bad_variant", *(f"bad_{rule}" for rule in JUDGED)}
     assert loaded == everything - refused

@@ -46,6 +46,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "pooling": (["--pooling", "cls"], "cls"),
     "normalize": (["--no-normalize"], False),
     "preprocess": (["--preprocess", "imagenet"], "imagenet"),
+    "pictures": (["--pictures", "photos", "a.jpg"], ["photos", "a.jpg"]),
     "instances": (["--instances", "4"], 4),
     "threads": (["--threads", "4"], 4),
     "max_queue_size": (["--max-queue-size", "64"], 64),
@@ -260,7 +261,7 @@ def test_there_must_be_something_to_export() -> None:
 
 def test_a_request_that_is_made_in_python_is_held_to_the_same() -> None:
     made = {"name": "n", "repository": Path("r"), "checkpoint": None, "factory": "m:f", "inputs": Path("i")}
-    names = ("pooling", "normalize", "top_k", "threshold", "aggregation", "preprocess")
+    names = ("pooling", "normalize", "top_k", "threshold", "aggregation", "preprocess", "pictures")
     assert ExportRequest(**made).task_options == dict.fromkeys(names)
     for idle, flag in (
         ({"task": "reward"}, "--task"),

