@@ -27,8 +27,8 @@ _ENCODINGS = ("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE
 # A file, and what it unfolds to: 4 bytes a value while it is decoded. All are looked at before anything is decoded.
 MAX_SOUND_BYTES = 32 << 20
 MAX_VALUES = 24_000_000
-# Attention takes memory by the square of it: of the usual 12 heads 0.4 GB.
-MAX_SECONDS = 60
+# The first layer of wav2vec 2.0 makes 512 values of every 5 samples, 6.5 MB a second, and up to 32 sounds are joined.
+MAX_SECONDS = 30
 MIN_RATE, MAX_RATE = 4_000, 192_000
 
 # Of floats that were never brought to -1 to 1; squares of larger ones cannot be added up in fp32.

@@ -44,11 +44,10 @@ def test_samples_are_those_of_the_feature_extractor(normalize: bool, tmp_path: P
         np.testing.assert_allclose(row.samples, want, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["WAV", "FLAC"])
-@pytest.mark.parametrize("encoding", STEPS)
+@pytest.mark.parametrize(
+    ("kind", "encoding"), [*(("WAV", encoding) for encoding in STEPS), ("FLAC", "PCM_16"), ("FLAC", "PCM_24")]
+)
 def test_what_was_encoded_is_what_is_heard(kind: str, encoding: str, tmp_path: Path) -> None:
-    if kind == "FLAC" and encoding not in ("PCM_16", "PCM_24"):
-        pytest.skip("FLAC has no such samples")
     values = 0.9 * draw_sound(3, 16_000, 0.3, channels=2)
     recipe = SoundRecipe(sampling_rate=16_000, normalize=False, shortest=1000)
     (made,) = open_reader(tmp_path, recipe).encode(send(encode_sound(values, 16_000, kind, encoding)))
