@@ -10,7 +10,7 @@ from .errors import ModelError
 from .model import Model
 from .options import Words
 from .pieces import Text, ask_tensors, ask_texts, encode
-from .session import Arrays, Session
+from .session import Arrays, Session, gather
 
 
 class Label(NamedTuple):
@@ -77,15 +77,26 @@ async def classify(
 
 async def image(session: Session, pictures: Sequence[bytes], model: str | None) -> list[list[Label]]:
     """Return the labels of each encoded picture, best first."""
+    return await classify(session, pictures, None, (await _find_files(session, "IMAGE", "pictures", model)).name)
+
+
+async def audio(session: Session, sounds: Sequence[bytes], model: str | None) -> list[list[Label]]:
+    """Return the labels of each encoded sound, best first; they differ in length, so each is asked alone."""
+    name = (await _find_files(session, "AUDIO", "sounds", model)).name
+    return [found for (found,) in await gather([classify(session, [sound], None, name) for sound in sounds])]
+
+
+async def _find_files(session: Session, name: str, nouns: str, model: str | None) -> Model:
+    """Return the model, which takes whole files."""
     found = await session.find_model(model)
-    if found.inputs != ("IMAGE",):
+    if found.inputs != (name,):
         raise ModelError(
-            f"{found.name} takes no pictures",
-            expected="the input IMAGE",
+            f"{found.name} takes no {nouns}",
+            expected=f"the input {name}",
             got=", ".join(found.inputs),
             remedy=f"choose with {session.options.words.model}",
         )
-    return await classify(session, pictures, None, model)
+    return found
 
 
 async def entities(session: Session, texts: Sequence[Text], model: str | None) -> list[list[Entity]]:

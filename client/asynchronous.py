@@ -67,6 +67,10 @@ class AsyncClient(Asking):
         """Return the labels of each picture, best first; pictures are whole files, of JPEG or PNG say."""
         return await answers.image(self._session, pictures, model)
 
+    async def audio(self, sounds: Sequence[bytes], *, model: str | None = None) -> list[list[Label]]:
+        """Return the labels of each sound, best first; sounds are whole files, of WAV or FLAC."""
+        return await answers.audio(self._session, sounds, model)
+
     async def entities(self, texts: Sequence[Text], *, model: str | None = None) -> list[list[Entity]]:
         """Return what each text names, in the order of the text."""
         return await answers.entities(self._session, texts, model)

@@ -1,4 +1,4 @@
-"""Ask a running server about texts or pictures: `python client/infer.py --url localhost:8000 --text "Hello"`.
+"""Ask a running server about texts, pictures or sounds: `python client/infer.py --url localhost:8000 --text "Hello"`.
 
 Runs from any folder as a file, as a module, and as the installed `modelyard infer`.
 """
@@ -26,8 +26,8 @@ try:
     from .errors import ClientError, UsageError
     from .files import answer_file
     from .options import DEFAULT_URLS
-    from .pictures import ask_pictures
     from .prompts import ask_writer
+    from .sent_files import IMAGES, SOUNDS, ask_files
     from .synchronous import Client
 except ImportError as missing:
     if __name__ != "__main__":
@@ -59,6 +59,7 @@ examples:
   printf 'one\\ntwo\\n' | {_COMMAND} --file - --json
   {_COMMAND} --model image_classification --image photo.jpg --output annotated.png
   {_COMMAND} --model image_classification --image photos/ 'more/*.png' --json
+  {_COMMAND} --model audio_classification --audio speech.wav
   {_COMMAND} --url https://models.example:8443 --header @token.txt --text "Hello"
 
 A token is best kept in a file with a line such as "Authorization: Bearer TOKEN": what stands on a command line can be
@@ -78,8 +79,9 @@ def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
     try:
-        if arguments.image:
-            return ask_pictures(arguments, lambda: _connect(arguments))
+        if arguments.image or arguments.audio:
+            kind = IMAGES if arguments.image else SOUNDS
+            return ask_files(arguments, kind, lambda: _connect(arguments))
         if arguments.prompt is not None:
             return ask_writer(arguments, lambda: _connect(arguments))
         if arguments.stream or arguments.parameters != "{}":
@@ -256,7 +258,7 @@ def _encode(text: str) -> bytes:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_COMMAND,
-        description="Ask a running server about texts or pictures.",
+        description="Ask a running server about texts, pictures or sounds.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -309,6 +311,14 @@ def _build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="FILE",
         help="encoded pictures: files, folders or patterns; they are sent as they are",
+    )
+    parser.add_argument(
+        "--audio",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="encoded sounds, WAV or FLAC: files, folders or patterns; they are sent as they are",
     )
     parser.add_argument(
         "--output",

@@ -89,6 +89,10 @@ class Client(Asking):
         """Return the labels of each picture, best first; pictures are whole files, of JPEG or PNG say."""
         return wait_for(answers.image(self._session, pictures, model))
 
+    def audio(self, sounds: Sequence[bytes], *, model: str | None = None) -> list[list[Label]]:
+        """Return the labels of each sound, best first; sounds are whole files, of WAV or FLAC."""
+        return wait_for(answers.audio(self._session, sounds, model))
+
     def entities(self, texts: Sequence[Text], *, model: str | None = None) -> list[list[Entity]]:
         """Return what each text names, in the order of the text."""
         return wait_for(answers.entities(self._session, texts, model))

@@ -29,7 +29,7 @@ _PROOF = "graph and proof options"
 ENSEMBLE, LEAN = "ensemble", "lean"
 LAYOUTS = {
     ENSEMBLE: "each step is a model of its own, and requests of one length are joined",
-    LEAN: "one process does all of it; for texts and pictures on CPUs",
+    LEAN: "one process does all of it; for texts, pictures and sounds on CPUs",
 }
 
 

@@ -107,12 +107,14 @@ class ModelSignature:
         inputs: In the order of the module's `forward`.
         outputs: In the order of the tuple that `forward` returns.
         longest: Symbol → the largest size that is served, where whoever makes the inputs keeps to one.
+        smallest: Symbol → the smallest size that the graph runs with, where that is not 1.
         contract: What clients see; None where they send the graph's own inputs.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
     longest: Mapping[str, int] = field(default_factory=dict)
+    smallest: Mapping[str, int] = field(default_factory=dict)
     contract: Contract | None = None
 
     def __iter__(self) -> Iterator[TensorSignature]:

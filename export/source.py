@@ -111,7 +111,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.
         if request.steps == LEAN and not has_lean(name):
-            _refuse_layout(f"--steps {LEAN}", f"--task {name}", "a task that answers texts or pictures at once")
+            _refuse_layout(f"--steps {LEAN}", f"--task {name}", "a task that answers texts, pictures or sounds at once")
         if request.lengths and not has_lengths(name):
             _refuse_layout("--lengths", f"--task {name}", "a task that answers texts at once")
         if takes(name, PICTURES):

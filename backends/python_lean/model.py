@@ -1,4 +1,4 @@
-"""Triton Python-based backend `python_lean`: texts or encoded pictures to answers, in one process.
+"""Triton Python-based backend `python_lean`: texts, encoded pictures or sounds to answers, in one process.
 
 It does what the steps of an ensemble do, with their own code: no tensor passes between processes, and no row is padded.
 Each instance answers one request at a time on one thread; the queue in front of them is tritonserver's, and so are its

@@ -1,7 +1,7 @@
 """Triton Python-based backend `python_preprocess`: what clients send to the tensors that its config names.
 
 A model of this backend has no code of its own. What lies in its version folder says what it takes: `tokenizer.json`
-texts, `picture.json` encoded pictures.
+texts, `picture.json` encoded pictures, `sound.json` encoded sounds.
 """
 
 # tritonserver's stub looks into it at the first answer, which would wait 20 ms for it there.
@@ -64,7 +64,10 @@ class TritonPythonModel:
         error = next((row for row in made if isinstance(row, self._step.refusal)), None)
         if error:
             return _refuse(error)
-        tensors = self._step.stack(made)
+        try:
+            tensors = self._step.stack(made)
+        except self._step.refusal as exc:
+            return _refuse(exc)
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
 

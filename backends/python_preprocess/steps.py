@@ -1,4 +1,4 @@
-"""What becomes of one kind of input, without a word about how many processes do it: texts to ids, pictures to pixels.
+"""What becomes of one kind of input, in however many processes: texts to ids, pictures to pixels, sounds to samples.
 
 A step imports what it needs when it is made: one of pictures holds no tokenizers in memory.
 """
@@ -104,6 +104,47 @@ class PictureStep:
         return [self._sent(file.getvalue(), self._input, 0)]
 
 
+class SoundStep:
+    """AUDIO, an encoded file, to samples. Arguments and attributes are those of `TextStep`, with a `sound.json`."""
+
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
+    ) -> None:
+        # As above.
+        from sounds import SentSound, SoundError, SoundReader
+
+        self.refusal = SoundError
+        self._sent = SentSound
+        (self._input,) = (tensor["name"] for tensor in config["input"])
+        reader = SoundReader(path, tensor_names, max_threads=count_threads(config))
+        self.encode, self.stack = reader.encode, reader.stack
+
+    def read_rows(self, request: Any) -> list[Any]:
+        """Return the sounds of a request.
+
+        Raises:
+            SoundError: There is none.
+        """
+        values = read_values(request, self._input, self.refusal)
+        return [self._sent(bytes(value), self._input, row) for row, value in enumerate(values)]
+
+    def measure(self, made: Any) -> Hashable:
+        """See `TextStep`. Sounds are never padded."""
+        return len(made.samples)
+
+    def recall(self, made: Sequence[Any]) -> dict[str, Array]:
+        """See `TextStep`. No answer is made of the file itself."""
+        return {}
+
+    def list_samples(self) -> list[Any]:
+        """See `TextStep`. A second of silence."""
+        import soundfile
+
+        file = io.BytesIO()
+        soundfile.write(file, np.zeros(16_000, dtype=np.float32), 16_000, format="WAV")
+        return [self._sent(file.getvalue(), self._input, 0)]
+
+
 def count_threads(config: Mapping[str, Any]) -> int:
     """Return an instance's share of the cores: one that takes all of them holds up the others."""
     instances: int = sum(group["count"] for group in config["instance_group"])
@@ -111,7 +152,7 @@ def count_threads(config: Mapping[str, Any]) -> int:
 
 
 # What lies in the version folder → what is made of it.
-STEPS: Mapping[str, Any] = {"tokenizer.json": TextStep, "picture.json": PictureStep}
+STEPS: Mapping[str, Any] = {"tokenizer.json": TextStep, "picture.json": PictureStep, "sound.json": SoundStep}
 
 
 def open_step(

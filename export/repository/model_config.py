@@ -218,7 +218,7 @@ def _warmups(signature: ModelSignature, lengths: Iterable[int]) -> list[pb.Model
             *(_warmup(f"{length} tokens", {SEQ_LEN: length}, signature) for length in lengths),
             _warmup(f"longest, {longest} tokens", {SEQ_LEN: longest}, signature),
         ]
-    return [_warmup("one row", {PAST_LEN: 0}, signature)] if signature.is_batched else []
+    return [_warmup("one row", {PAST_LEN: 0, **signature.smallest}, signature)] if signature.is_batched else []
 
 
 def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> pb.ModelWarmup:

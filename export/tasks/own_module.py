@@ -103,7 +103,8 @@ class FactoryTask(TensorTask):
         outputs = infer_outputs(self.module, spec.inputs, spec.outputs, self.tensors)
         if any(tensor.dims[:1] != (BATCH,) for tensor in outputs):
             return self._build_apart(spec, "not every output begins with the batch")
-        return ModelSignature(inputs=spec.inputs, outputs=outputs)
+        smallest = {symbol: limits.smallest for symbol, limits in self.tensors.sizes.items() if limits.smallest > 1}
+        return ModelSignature(inputs=spec.inputs, outputs=outputs, smallest=smallest)
 
     def _build_apart(self, spec: InputSpec, why: str) -> ModelSignature:
         """Return the signature of a graph whose requests are never joined: its batch is an axis like any other."""

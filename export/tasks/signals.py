@@ -26,7 +26,7 @@ SAMPLES = "samples"
 
 # The shortest waveform that is tried: models of the wav2vec 2.0 family see 400 samples at once, and two of these
 # windows are the least that a normalisation over time can be told from a constant by.
-_SHORTEST_WAVEFORM = 1000
+SHORTEST_WAVEFORM = 1000
 _LONGEST_WAVEFORM = 16000
 
 # What image models without a size of their own were trained on.
@@ -47,7 +47,7 @@ class SignalTask(TensorTask):
         name = model.main_input_name
         self.tensors = InputRules(
             rules={name: ValueRule()},
-            sizes={SAMPLES: SizeRange(smallest=_SHORTEST_WAVEFORM, largest=_LONGEST_WAVEFORM)}
+            sizes={SAMPLES: SizeRange(smallest=SHORTEST_WAVEFORM, largest=_LONGEST_WAVEFORM)}
             if SAMPLES in dims
             else {},
         )
@@ -55,7 +55,9 @@ class SignalTask(TensorTask):
         module: nn.Module = HeadModule(model, (name,)) if self.output == "logits" else FeatureModule(model, name)
         self.module = module.eval()
         self.signature = ModelSignature(
-            inputs=inputs, outputs=infer_outputs(self.module, inputs, [self.output], self.tensors)
+            inputs=inputs,
+            outputs=infer_outputs(self.module, inputs, [self.output], self.tensors),
+            smallest={symbol: limits.smallest for symbol, limits in self.tensors.sizes.items()},
         )
 
     def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:

@@ -18,7 +18,7 @@ SOUNDS = ("input_values", "input_features")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 # What can be asked of some tasks; None is what the checkpoint says, or the task's default.
-TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text or a picture")
+TOP_K = Option(name="top_k", kind=COUNT, help="largest number of answers for a text, a picture or a sound")
 THRESHOLD = Option(
     name="threshold", kind=NUMBER, metavar="SCORE", help="only boxes of a higher score are answered (default: 0.5)"
 )
@@ -191,10 +191,17 @@ TASKS: Mapping[str, TaskEntry] = {
         ),
         TaskEntry(
             name="audio-classification",
+            help="labels and scores of a sound, sent as an encoded file",
+            place="sounds:AudioLabels",
+            inputs=SOUNDS,
+            architectures=("ForSequenceClassification", "ForAudioClassification"),
+            options=(TOP_K,),
+        ),
+        TaskEntry(
+            name="audio-classification-tensors",
             help="tensors: the scores of a sound's labels",
             place="signals:AudioClassification",
             inputs=SOUNDS,
-            architectures=("ForSequenceClassification", "ForAudioClassification"),
         ),
         TaskEntry(
             name="automatic-speech-recognition",

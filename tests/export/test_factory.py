@@ -175,7 +175,7 @@ def list_steps(done: Finished) -> list[tuple[int, int]]:
 def test_a_module_of_ones_own_is_published_as_a_model_of_tensors(
     export_cli: Callable[..., Finished], module_file: Path
 ) -> None:
-    done, config = publish(export_cli, module_file, "frames", FRAMES)
+    done, config = publish(export_cli, module_file, "frames", {**FRAMES, "dims": {"time": {"min": 3, "max": 64}}})
     assert done.code == 0, done.err
     assert list_steps(done) == [(step, 5) for step in range(1, 6)]
     result = json.loads(done.out)
@@ -183,6 +183,8 @@ def test_a_module_of_ones_own_is_published_as_a_model_of_tensors(
     assert result["notes"] == []
     assert result["report"]["passed"]
     assert config.max_batch_size == 32
+    (warmup,) = config.model_warmup
+    assert {name: list(given.dims) for name, given in warmup.inputs.items()} == {"frames": [3, 8], "mask": [3]}
     assert {tensor.name: list(tensor.dims) for tensor in config.output} == {"scores": [3], "states": [-1, 12]}
     files = {path.name for path in (module_file.parent / "models" / "mine" / "1").iterdir()}
     documents = {"golden.json", "verification.json", "verification.html", "modelyard.lock.json", "publication.json"}

@@ -32,6 +32,8 @@ from export.tasks.comparison import ANSWER_TOLERANCES, EMBEDDING_TOLERANCES, TEN
 from export.tasks.golden import KSERVE_DTYPES, build_sample
 from export.tasks.images import IMAGE, LABELS_FILE, PICTURE_FILE
 from export.tasks.picture_recipe import Recipe
+from export.tasks.sound_recipe import SoundRecipe
+from export.tasks.sounds import AUDIO, SOUND_FILE
 from export.tasks.table import TASKS
 from export.tasks.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
 from server import health, model_text, rollout
@@ -53,7 +55,8 @@ def read_table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
 
 
-PICTURES = ("image-classification", "image-embedding", "image-segmentation", "object-detection")
+# Tasks whose clients send encoded files.
+FILES = ("audio-classification", "image-classification", "image-embedding", "image-segmentation", "object-detection")
 
 
 def words(cell: str) -> list[str]:
@@ -74,6 +77,7 @@ def tasks(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     for name, task_name in (
         ("vit classification", "image-classification"),
         ("clip vision features", "image-embedding"),
+        ("wav2vec2 sounds", "audio-classification"),
         ("", "object-detection"),
         ("", "image-segmentation"),
     ):
@@ -94,7 +98,7 @@ def test_the_repository_is_laid_out_as_drawn(published: Published) -> None:
     there = {
         path.relative_to(published.repository).as_posix() for path in published.repository.rglob("*") if path.is_file()
     }
-    of_others = (names.postprocess, PICTURE_FILE, LABELS_FILE)
+    of_others = (names.postprocess, PICTURE_FILE, SOUND_FILE, LABELS_FILE)
     assert there == {path for path in paths if not any(other in path for other in of_others)}
     complete = ModelNames(name="NAME", has_postprocess=True)
     assert {path.split("/")[0] for path in drawn.splitlines()} == set(complete.all)
@@ -102,7 +106,7 @@ def test_the_repository_is_laid_out_as_drawn(published: Published) -> None:
 
 def test_each_file_has_one_name_in_every_room() -> None:
     written = {CONFIG_FILE, GOLDEN_FILE, LOCK_FILE, PAGE_FILE, REPORT_FILE, POSTPROCESS_FILE, TOKENIZER_FILE}
-    written |= {PICTURE_FILE, LABELS_FILE}
+    written |= {PICTURE_FILE, SOUND_FILE, LABELS_FILE}
     rows = {words(file)[0]: (writer, reader) for file, writer, reader in read_table("The repository")}
     assert set(rows) == written | {
         PUBLICATION_FILE,
@@ -117,6 +121,7 @@ def test_each_file_has_one_name_in_every_room() -> None:
     steps = {
         TOKENIZER_FILE: PREPROCESS_BACKEND,
         PICTURE_FILE: PREPROCESS_BACKEND,
+        SOUND_FILE: PREPROCESS_BACKEND,
         POSTPROCESS_FILE: POSTPROCESS_BACKEND,
     }
     for file, backend in steps.items():
@@ -162,7 +167,7 @@ def test_the_preprocess_step_makes_the_tensors_of_the_table(tasks: dict[str, Tas
         contract = task.signature.contract
         assert contract is not None
         assert contract.preprocess == PREPROCESS_BACKEND
-        if contract.inputs[0].name == IMAGE:
+        if contract.inputs[0].name in (IMAGE, AUDIO):
             continue
         for tensor in (*task.signature.inputs, *contract.carried):
             dims = [str(dim) for dim in tensor.dims[1:] if dim != "windows"]
@@ -199,6 +204,11 @@ def test_a_recipe_of_pictures_has_the_keys_of_the_table() -> None:
     assert {*pictures.MODES, *pictures.FILTERS, *pictures.ROUNDINGS, *pictures.CHANNELS} <= {*page}
     section = read_section("Between the steps")
     assert [name for name in pictures.TENSORS if f"`{name}`" in section] == ["pixel_mask", "geometry"]
+
+
+def test_a_recipe_of_sounds_has_the_keys_of_the_table() -> None:
+    rows = [words(key)[0] for key, _ in read_table("sound.json")]
+    assert rows == [field.name for field in fields(SoundRecipe)]
 
 
 class Watched(dict[str, Any]):
@@ -315,7 +325,7 @@ def test_every_task_writes_a_golden_json_of_that_form(tasks: dict[str, Task], tm
         golden = json.loads(json.dumps(task.build_golden()))
         keys = dict.fromkeys(walk_keys(golden))
         is_encoded = keys.pop("parameters", "") is None
-        assert ([key for key in keys if key != "encoding"], is_encoded) == (form, name in PICTURES), name
+        assert ([key for key in keys if key != "encoding"], is_encoded) == (form, name in FILES), name
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(golden))
         assert len(parity.read_golden(path).samples) == len(health.read_golden(path)["samples"]) > 1

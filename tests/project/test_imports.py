@@ -14,10 +14,10 @@ LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "nncf", "openvino", "openvino_genai", "tensorrt", "zlib_ng", "platformdirs",
-        "PIL", "huggingface_hub", "fsspec", "tomli",
+        "PIL", "soundfile", "soxr", "huggingface_hub", "fsspec", "tomli",
     },
     "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
-    "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "triton_python_backend_utils"},
+    "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "soundfile", "soxr", "triton_python_backend_utils"},
     "backends/python_postprocess": {"numpy", "PIL", "triton_python_backend_utils"},
     "backends/onnxruntime": {"numpy", "onnxruntime", "triton_python_backend_utils"},
     # Made of what the steps of an ensemble are made of; their engines are imported where one is opened.

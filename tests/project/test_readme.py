@@ -40,6 +40,7 @@ PRINTS = {
     "with_tokens": "from DeepSpeed ZeRO stage 3",
     "--name sentiment": "served as  text-classification: 3 labels, softmax, best 2",
     "my_vit --name image_classification": "labels, softmax, best 2; pictures by ViTImageProcessor at 32 x 32",
+    "my_wav2vec2 --name audio_classification": "softmax, best 2; sounds by Wav2Vec2FeatureExtractor at 16000 Hz",
     "--factory model.py:build": "published  scores in my_models, version 1, new",
     "--precision int8": "times as fast on CPU",
     "--name brisk": "OpenVINO 2026.4.1 against torch",
@@ -95,6 +96,7 @@ def checkout_copy(published: Published, tiny_checkpoint: Path, tmp_path_factory:
     (directory / "my_base").symlink_to(tiny_checkpoint)
     build_adapted(directory / "my_classifier", fetch_checkpoint())
     save_model(ARCHITECTURES["vit classification"], directory / "my_vit")
+    save_model(ARCHITECTURES["wav2vec2 sounds"], directory / "my_wav2vec2")
     (directory / "my_adapter").symlink_to(directory / "my_classifier" / "adapter")
     trained = run(
         str(CHECKOUT / "tests" / "trainers" / "train_bert.py"), str(tiny_checkpoint), str(directory / "training")

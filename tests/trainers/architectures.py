@@ -202,10 +202,15 @@ ARCHITECTURES = {
     "clip text features": Architecture("CLIPTextModel", _CLIP_TEXT),
     "clip vision features": Architecture("CLIPVisionModel", _IMAGE),
     "wav2vec2 speech": Architecture("Wav2Vec2ForCTC", _SOUND),
+    "wav2vec2 sounds": Architecture("Wav2Vec2ForSequenceClassification", _SOUND),
+    "wavlm sounds": Architecture("WavLMForSequenceClassification", _SOUND),
+    "hubert sounds": Architecture("HubertForSequenceClassification", _SOUND),
     "hubert speech": Architecture("HubertForCTC", _SOUND),
     "ast classification": Architecture(
         "ASTForAudioClassification",
         _IMAGE | {"patch_size": 4, "max_length": 24, "num_mel_bins": 16, "frequency_stride": 4, "time_stride": 4},
+        # Of spectrograms, which the server makes none of.
+        "audio-classification-tensors",
     ),
     "whisper encoder": Architecture(
         "WhisperForConditionalGeneration",
@@ -249,3 +254,6 @@ def save_model(architecture: Architecture, directory: Path, **options: Any) -> N
     if model.main_input_name == "pixel_values":
         processor = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}}
         (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    if model.main_input_name == "input_values" and "conv_dim" in architecture.options:
+        extractor = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": 16_000}
+        (directory / "preprocessor_config.json").write_text(json.dumps(extractor))

@@ -1,4 +1,4 @@
-"""Pictures on the command line: which files are meant, and what the server says about each."""
+"""Pictures and sounds on the command line: which files are meant, and what the server says about each."""
 
 import base64
 import json
@@ -20,14 +20,36 @@ from .errors import ClientError, RefusedError
 from .model import Model
 from .pieces import join_rows
 
-# What a model of pictures calls its input, and the files of a folder that are sent to it.
-_IMAGE = "IMAGE"
-_PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff")
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is sent as whole files.
+
+    Attributes:
+        option: The option that names the files; JSON calls each by it as well.
+        input: What a model calls its input.
+        noun: What one of them is.
+        suffixes: Those of a folder that are sent.
+    """
+
+    option: str
+    input: str
+    noun: str
+    suffixes: tuple[str, ...]
+
+
+IMAGES = Kind(
+    option="image",
+    input="IMAGE",
+    noun="picture",
+    suffixes=(".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff"),
+)
+SOUNDS = Kind(option="audio", input="AUDIO", noun="sound", suffixes=(".wav", ".flac"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureAnswer:
-    """What became of one picture.
+class FileAnswer:
+    """What became of one file.
 
     Attributes:
         path: Its file.
@@ -40,36 +62,47 @@ class PictureAnswer:
     refusal: str = ""
 
 
-def ask_pictures(arguments: Namespace, connect: Callable[[], Connection]) -> int:
-    """Ask about every picture, print the answers, and return 0 where none was refused."""
-    if arguments.text or arguments.pair or arguments.file or arguments.column:
-        raise ClientError("--image goes alone", expected="no texts beside it", got="--text, --pair or --file")
-    paths = _collect_images(arguments.image)
+def ask_files(arguments: Namespace, kind: Kind, connect: Callable[[], Connection]) -> int:
+    """Ask about every file of a kind, print the answers, and return 0 where none was refused."""
+    if arguments.text or arguments.pair or arguments.file or arguments.column or (arguments.image and arguments.audio):
+        raise ClientError(
+            f"--{kind.option} goes alone",
+            expected="no texts and no other files beside it",
+            got="--text, --pair, --file or another",
+        )
+    if arguments.output and kind is not IMAGES:
+        raise ClientError(
+            f"--output draws nothing of a {kind.noun}",
+            expected="--image",
+            got=f"--{kind.option}",
+            remedy="leave it out",
+        )
+    paths = _collect_files(getattr(arguments, kind.option), kind)
     if arguments.output and len(paths) != 1:
         raise ClientError("--output takes one picture", expected="one --image", got=str(len(paths)))
     draw = import_drawing() if arguments.output else None
     connection = connect()
     model = connection.find_model(arguments.model)
-    if model.inputs != (_IMAGE,):
+    if model.inputs != (kind.input,):
         raise ClientError(
-            f"{model.name} takes no pictures",
-            expected=f"the input {_IMAGE}",
+            f"{model.name} takes no {kind.noun}s",
+            expected=f"the input {kind.input}",
             got=", ".join(model.inputs),
             remedy="choose with --model",
         )
     start = time.perf_counter()
-    found: list[PictureAnswer] = []
+    found: list[FileAnswer] = []
     for first in range(0, len(paths), model.max_batch_size):
-        found += _ask_batch(connection, model, paths[first : first + model.max_batch_size])
+        found += _ask_batch(connection, model, kind, paths[first : first + model.max_batch_size])
         if len(paths) > model.max_batch_size:
-            print(f"{len(found)} of {len(paths)} pictures", file=sys.stderr)  # noqa: T201
+            print(f"{len(found)} of {len(paths)} {kind.noun}s", file=sys.stderr)  # noqa: T201
     seconds = time.perf_counter() - start
     refused = [answer for answer in found if answer.refusal]
     if arguments.json:
-        print(json.dumps(_to_picture_json(model, found), ensure_ascii=False))  # noqa: T201
+        print(json.dumps(_to_file_json(model, kind, found), ensure_ascii=False))  # noqa: T201
     else:
         head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
-        print(f"{head}: {len(paths)} pictures in {seconds * 1000:.1f} ms\n")  # noqa: T201
+        print(f"{head}: {len(paths)} {kind.noun}s in {seconds * 1000:.1f} ms\n")  # noqa: T201
         answered = [answer for answer in found if not answer.refusal]
         if answered:
             columns = {name: join_rows([answer.answers[name][None] for answer in answered]) for name in model.outputs}
@@ -81,37 +114,40 @@ def ask_pictures(arguments: Namespace, connect: Callable[[], Connection]) -> int
     return 1 if refused else 0
 
 
-def _ask_batch(connection: Connection, model: Model, paths: list[Path]) -> list[PictureAnswer]:
-    """Return what became of pictures that are asked about in one request; one by one where one of them is refused."""
-    pictures = np.empty((len(paths), 1), dtype=np.object_)
+def _ask_batch(connection: Connection, model: Model, kind: Kind, paths: list[Path]) -> list[FileAnswer]:
+    """Return what became of files that are asked about in one request; one by one where one of them is refused."""
+    contents = np.empty((len(paths), 1), dtype=np.object_)
     for row, path in enumerate(paths):
         try:
-            pictures[row, 0] = path.read_bytes()
+            contents[row, 0] = path.read_bytes()
         except OSError as exc:
             raise ClientError(
-                f"{path} cannot be read", expected="a picture", got=f"'{exc.strerror}'", remedy="correct --image"
+                f"{path} cannot be read",
+                expected=f"a {kind.noun}",
+                got=f"'{exc.strerror}'",
+                remedy=f"correct --{kind.option}",
             ) from exc
     try:
-        answers = connection.infer_tensors(model, {_IMAGE: pictures})
+        answers = connection.infer_tensors(model, {kind.input: contents})
     except RefusedError as exc:
         if not exc.is_content:
             raise
         if len(paths) > 1:
-            return [answer for path in paths for answer in _ask_batch(connection, model, [path])]
-        return [PictureAnswer(path=paths[0], answers={}, refusal=str(exc))]
+            return [answer for path in paths for answer in _ask_batch(connection, model, kind, [path])]
+        return [FileAnswer(path=paths[0], answers={}, refusal=str(exc))]
     return [
-        PictureAnswer(path=path, answers={name: values[row] for name, values in answers.items()})
+        FileAnswer(path=path, answers={name: values[row] for name, values in answers.items()})
         for row, path in enumerate(paths)
     ]
 
 
-def _collect_images(given: list[str]) -> list[Path]:
+def _collect_files(given: list[str], kind: Kind) -> list[Path]:
     """Return the files that are named, lie in a folder that is named, or match a pattern, in order."""
     found: list[Path] = []
     for text in given:
         path = Path(text)
         if path.is_dir():
-            found += sorted(entry for entry in path.iterdir() if entry.suffix.lower() in _PICTURE_SUFFIXES)
+            found += sorted(entry for entry in path.iterdir() if entry.suffix.lower() in kind.suffixes)
         elif path.exists() or not set("*?[") & set(text):
             found.append(path)
         else:
@@ -119,17 +155,17 @@ def _collect_images(given: list[str]) -> list[Path]:
             found += sorted(entry for entry in root.glob(str(path.relative_to(root))) if entry.is_file())
     if not found:
         raise ClientError(
-            "there is no picture to send",
-            expected="files of " + ", ".join(_PICTURE_SUFFIXES),
+            f"there is no {kind.noun} to send",
+            expected="files of " + ", ".join(kind.suffixes),
             got=f"none in {', '.join(given)}",
-            remedy="correct --image",
+            remedy=f"correct --{kind.option}",
         )
     return found
 
 
-def _to_picture_json(model: Model, found: list[PictureAnswer]) -> dict[str, Any]:
+def _to_file_json(model: Model, kind: Kind, found: list[FileAnswer]) -> dict[str, Any]:
     rows = [
-        {"image": str(answer.path)}
+        {kind.option: str(answer.path)}
         | ({"error": answer.refusal} if answer.refusal else {})
         | {name: _to_json_value(name, values) for name, values in answer.answers.items()}
         for answer in found
