@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
+from sent_file import FileError, SentFile
 
 Array = npt.NDArray[Any]
 Float32Array = npt.NDArray[np.float32]
@@ -57,29 +58,6 @@ TENSORS = ("pixel_values", "pixel_mask", "geometry")
 
 # Ours is the only limit, and it is looked at first; Pillow's own would warn below it.
 Image.MAX_IMAGE_PIXELS = None
-
-
-class PictureError(ValueError):
-    """A picture that cannot be used; the message is for the caller who sent it."""
-
-
-@dataclass(frozen=True)
-class SentPicture:
-    """One row of a request.
-
-    Attributes:
-        content: The encoded file.
-        name: Name of the input, for messages.
-        row: Its place in the request, for messages.
-    """
-
-    content: bytes
-    name: str
-    row: int
-
-    def refuse(self, what: str) -> PictureError:
-        """Return the error that says `what` of this picture."""
-        return PictureError(f"{self.name} row {self.row} {what}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +123,7 @@ class PictureReader:
         threads = min(len(os.sched_getaffinity(0)), max_threads, _MAX_THREADS)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pictures")
 
-    def encode(self, rows: "Sequence[SentPicture]") -> "list[MadePicture | PictureError]":
+    def encode(self, rows: "Sequence[SentFile]") -> "list[MadePicture | FileError]":
         """Return what each picture became, or why it became nothing; all at once, in several threads."""
         made = list(self._pool.map(self._try, rows))
         if any(isinstance(row, MadePicture) and row.geometry[4] * row.geometry[5] > _LARGE_PIXELS for row in made):
@@ -158,13 +136,13 @@ class PictureReader:
         made = {pixels: np.stack([row.pixels for row in rows])}
         return made | {name: np.stack([getattr(row, name) for row in rows]) for name in others}
 
-    def _try(self, sent: SentPicture) -> "MadePicture | PictureError":
+    def _try(self, sent: SentFile) -> "MadePicture | FileError":
         try:
             return self._make(sent)
-        except PictureError as exc:
+        except FileError as exc:
             return exc
 
-    def _make(self, sent: SentPicture) -> MadePicture:
+    def _make(self, sent: SentFile) -> MadePicture:
         image = decode_picture(sent)
         plan = self._plan(image.size, self._recipe)
         if plan.size[0] * plan.size[1] > MAX_PIXELS:
@@ -191,14 +169,14 @@ class PictureReader:
         return MadePicture(pixels, np.array(geometry, dtype=np.float32), mask)
 
 
-def decode_picture(sent: SentPicture) -> Image.Image:
+def decode_picture(sent: SentFile) -> Image.Image:
     """Return the upright picture in RGB, of 8 bits a channel.
 
     Alpha is dropped, as transformers does. Of 16 bits a channel the upper 8 are kept: Pillow would cut off whatever is
     brighter than 255 of 65535.
 
     Raises:
-        PictureError: It is too large, of another kind, or damaged.
+        FileError: It is too large, of another kind, or damaged.
     """
     if len(sent.content) > MAX_PICTURE_BYTES:
         raise sent.refuse(
@@ -260,7 +238,7 @@ def check_strips(image: TiffImageFile) -> None:
         raise ValueError(f"{told} of the {least} bytes that make {width} x {height} pixels")
 
 
-def refuse_unread(sent: SentPicture) -> PictureError:
+def refuse_unread(sent: SentFile) -> FileError:
     """Return the error for a file that no reader takes for one of its own."""
     if not sent.content:
         return sent.refuse(f"is empty: expected a file of {', '.join(FORMATS)}, got no bytes")

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 import soxr
+from sent_file import FileError, SentFile
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -41,29 +42,6 @@ _LEAST_VARIANCE = 1e-7
 _MAX_THREADS = 8
 
 
-class SoundError(ValueError):
-    """A sound that cannot be used; the message is for the caller who sent it."""
-
-
-@dataclass(frozen=True)
-class SentSound:
-    """One row of a request.
-
-    Attributes:
-        content: The encoded file.
-        name: Name of the input, for messages.
-        row: Its place in the request, for messages.
-    """
-
-    content: bytes
-    name: str
-    row: int
-
-    def refuse(self, what: str) -> SoundError:
-        """Return the error that says `what` of this sound."""
-        return SoundError(f"{self.name} row {self.row} {what}")
-
-
 @dataclass(frozen=True)
 class MadeSound:
     """What a sound became.
@@ -74,7 +52,7 @@ class MadeSound:
     """
 
     samples: Float32Array
-    sent: SentSound
+    sent: SentFile
 
 
 class SoundReader:
@@ -100,7 +78,7 @@ class SoundReader:
         threads = min(len(os.sched_getaffinity(0)), max_threads, _MAX_THREADS)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="sounds")
 
-    def encode(self, rows: "Sequence[SentSound]") -> "list[MadeSound | SoundError]":
+    def encode(self, rows: "Sequence[SentFile]") -> "list[MadeSound | FileError]":
         """Return what each sound became, or why it became nothing; all at once, in several threads."""
         return list(self._pool.map(self._try, rows))
 
@@ -108,7 +86,7 @@ class SoundReader:
         """Return the tensor of one request, [rows, samples].
 
         Raises:
-            SoundError: One is longer than another. Padding is not silence to a model that was not trained with it.
+            FileError: One is longer than another. Padding is not silence to a model that was not trained with it.
         """
         first = rows[0].samples
         for row in rows:
@@ -119,13 +97,13 @@ class SoundReader:
                 )
         return {self._tensor_name: np.stack([row.samples for row in rows])}
 
-    def _try(self, sent: SentSound) -> "MadeSound | SoundError":
+    def _try(self, sent: SentFile) -> "MadeSound | FileError":
         try:
             return self._make(sent)
-        except SoundError as exc:
+        except FileError as exc:
             return exc
 
-    def _make(self, sent: SentSound) -> MadeSound:
+    def _make(self, sent: SentFile) -> MadeSound:
         decoded, rate = decode_sound(sent)
         samples = decoded if rate == self._rate else soxr.resample(decoded, rate, self._rate, quality="HQ")
         if len(samples) < self._shortest:
@@ -138,11 +116,11 @@ class SoundReader:
         return MadeSound(np.ascontiguousarray(samples, dtype=np.float32), sent)
 
 
-def decode_sound(sent: SentSound) -> "tuple[Float32Array, int]":
+def decode_sound(sent: SentFile) -> "tuple[Float32Array, int]":
     """Return the mean of the channels, [samples], from -1 to 1 unless a file of floats says otherwise, and the rate.
 
     Raises:
-        SoundError: It is too large, of another kind, or damaged.
+        FileError: It is too large, of another kind, or damaged.
     """
     check_beginning(sent)
     try:
@@ -173,11 +151,11 @@ def decode_sound(sent: SentSound) -> "tuple[Float32Array, int]":
     return values[:, 0] if values.shape[1] == 1 else values.mean(axis=1), rate
 
 
-def check_beginning(sent: SentSound) -> None:
+def check_beginning(sent: SentFile) -> None:
     """Refuse what is not a file of ours by its size or its first bytes, and a WAV whose end is missing.
 
     Raises:
-        SoundError: It is.
+        FileError: It is.
     """
     content = sent.content
     if len(content) > MAX_SOUND_BYTES:
@@ -194,11 +172,11 @@ def check_beginning(sent: SentSound) -> None:
         )
 
 
-def check_length(sent: SentSound) -> None:
+def check_length(sent: SentFile) -> None:
     """Refuse a WAV that is shorter than it says: libsndfile would read what is left of it without a word.
 
     Raises:
-        SoundError: It is, or says nothing.
+        FileError: It is, or says nothing.
     """
     place, content = 12, sent.content
     while place + 8 <= len(content):
@@ -216,11 +194,11 @@ def check_length(sent: SentSound) -> None:
     raise sent.refuse("is damaged: expected a WAV with its sound, got one that has no chunk 'data'; send it again")
 
 
-def check_head(sent: SentSound, file: Any) -> None:
+def check_head(sent: SentFile, file: Any) -> None:
     """Refuse what the head says, before it is believed.
 
     Raises:
-        SoundError: It is of another encoding, too long, too short, or has too many channels or too few.
+        FileError: It is of another encoding, too long, too short, or has too many channels or too few.
     """
     if file.subtype not in _ENCODINGS:
         raise sent.refuse(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from request_values import read_values
+from sent_file import FileError, SentFile
 
 Array = npt.NDArray[Any]
 
@@ -62,38 +63,53 @@ class TextStep:
         return [(*["a"] * (len(self._input_names) - 1), text) for text in ("a " * self._longest, "a")]
 
 
-class PictureStep:
-    """IMAGE, an encoded file, to pixels. Arguments and attributes are those of `TextStep`, with a `picture.json`."""
+class FileStep:
+    """A step of encoded files, the one input of a model; attributes are those of `TextStep`.
+
+    Args:
+        reader: Makes tensors of files.
+        config: Configuration of the model.
+    """
+
+    refusal = FileError
+
+    def __init__(self, reader: Any, config: Mapping[str, Any]) -> None:
+        (self._input,) = (tensor["name"] for tensor in config["input"])
+        self.encode, self.stack = reader.encode, reader.stack
+
+    def read_rows(self, request: Any) -> list[SentFile]:
+        """Return the files of a request.
+
+        Raises:
+            FileError: There is none.
+        """
+        values = read_values(request, self._input, self.refusal)
+        return [self.send(bytes(value), row) for row, value in enumerate(values)]
+
+    def send(self, content: bytes, row: int = 0) -> SentFile:
+        """Return a file as if a client had sent it."""
+        return SentFile(content, self._input, row)
+
+    def recall(self, made: Sequence[Any]) -> dict[str, Array]:
+        """See `TextStep`. No answer is made of the file itself."""
+        return {}
+
+
+class PictureStep(FileStep):
+    """IMAGE to pixels. Arguments are those of `TextStep`, with a `picture.json`."""
 
     def __init__(
         self, path: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
     ) -> None:
         # As above.
-        from pictures import PictureError, PictureReader, SentPicture
+        from pictures import PictureReader
 
-        self.refusal = PictureError
-        self._sent = SentPicture
-        (self._input,) = (tensor["name"] for tensor in config["input"])
-        reader = PictureReader(path, tensor_names, max_threads=count_threads(config))
-        self.encode, self.stack = reader.encode, reader.stack
-
-    def read_rows(self, request: Any) -> list[Any]:
-        """Return the pictures of a request.
-
-        Raises:
-            PictureError: There is none.
-        """
-        values = read_values(request, self._input, self.refusal)
-        return [self._sent(bytes(value), self._input, row) for row, value in enumerate(values)]
+        super().__init__(PictureReader(path, tensor_names, max_threads=count_threads(config)), config)
 
     def measure(self, made: Any) -> Hashable:
         """See `TextStep`. All are made as large as the network takes them."""
         shape: Hashable = made.pixels.shape
         return shape
-
-    def recall(self, made: Sequence[Any]) -> dict[str, Array]:
-        """See `TextStep`. No answer is made of the file itself."""
-        return {}
 
     def list_samples(self) -> list[Any]:
         """See `TextStep`."""
@@ -101,40 +117,23 @@ class PictureStep:
 
         file = io.BytesIO()
         Image.new("RGB", (64, 64)).save(file, "JPEG")
-        return [self._sent(file.getvalue(), self._input, 0)]
+        return [self.send(file.getvalue())]
 
 
-class SoundStep:
-    """AUDIO, an encoded file, to samples. Arguments and attributes are those of `TextStep`, with a `sound.json`."""
+class SoundStep(FileStep):
+    """AUDIO to samples. Arguments are those of `TextStep`, with a `sound.json`."""
 
     def __init__(
         self, path: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
     ) -> None:
         # As above.
-        from sounds import SentSound, SoundError, SoundReader
+        from sounds import SoundReader
 
-        self.refusal = SoundError
-        self._sent = SentSound
-        (self._input,) = (tensor["name"] for tensor in config["input"])
-        reader = SoundReader(path, tensor_names, max_threads=count_threads(config))
-        self.encode, self.stack = reader.encode, reader.stack
-
-    def read_rows(self, request: Any) -> list[Any]:
-        """Return the sounds of a request.
-
-        Raises:
-            SoundError: There is none.
-        """
-        values = read_values(request, self._input, self.refusal)
-        return [self._sent(bytes(value), self._input, row) for row, value in enumerate(values)]
+        super().__init__(SoundReader(path, tensor_names, max_threads=count_threads(config)), config)
 
     def measure(self, made: Any) -> Hashable:
         """See `TextStep`. Sounds are never padded."""
         return len(made.samples)
-
-    def recall(self, made: Sequence[Any]) -> dict[str, Array]:
-        """See `TextStep`. No answer is made of the file itself."""
-        return {}
 
     def list_samples(self) -> list[Any]:
         """See `TextStep`. A second of silence."""
@@ -142,7 +141,7 @@ class SoundStep:
 
         file = io.BytesIO()
         soundfile.write(file, np.zeros(16_000, dtype=np.float32), 16_000, format="WAV")
-        return [self._sent(file.getvalue(), self._input, 0)]
+        return [self.send(file.getvalue())]
 
 
 def count_threads(config: Mapping[str, Any]) -> int:

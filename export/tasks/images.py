@@ -218,6 +218,10 @@ class PictureTask(TensorTask):
         )
         self.signature = replace(answers.sign(self.signature), contract=contract)
 
+    def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
+        """See `SignalTask`. As large as the recipe makes pictures."""
+        return (BATCH, 3, *self.preparation.recipe.height_and_width)
+
     @property
     def description(self) -> str:
         """See `Task`."""
@@ -296,7 +300,3 @@ class ImageLabels(PictureTask, SignalTask):
         self.top_k = min(source.options.get("top_k") or TOP_K, len(labels))
         answers = LabelAnswers(labels, choose_function(source.config), self.top_k)
         self.serve_pictures(self.preparation, answers, source.options.get("pictures"))
-
-    def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
-        """See `SignalTask`. As large as the recipe makes pictures."""
-        return (BATCH, 3, *self.preparation.recipe.height_and_width)

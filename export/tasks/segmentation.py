@@ -115,10 +115,6 @@ class ImageSegmentation(PictureTask, SignalTask):
         self.top_k = min(source.options.get("top_k") or TOP_K, len(labels))
         self.serve_pictures(self.preparation, MapAnswers(labels, self.top_k), source.options.get("pictures"))
 
-    def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
-        """See `SignalTask`. As large as the recipe makes pictures."""
-        return (BATCH, 3, *self.preparation.recipe.height_and_width)
-
 
 def find_ids(logits: Tensor, geometry: Geometry) -> npt.NDArray[np.int64]:
     """Return the label of each pixel of the upright picture, [height, width], of logits [1, labels, rows, columns]."""

@@ -19,6 +19,7 @@ from export.errors import ModelError, SettingsError
 from export.tasks.picture_recipe import PROCESSOR_FILE, RECIPES, Recipe, find_preparation, read_preparation
 from export.tasks.picture_samples import build_pictures, draw_picture
 
+load_backend("python_preprocess", "sent_file")
 pictures = load_backend("python_preprocess", "pictures")
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -83,7 +84,7 @@ def open_reader(recipe: Recipe, folder: Path, *others: str) -> Any:
 
 
 def make(reader: Any, *contents: bytes) -> list[Any]:
-    return reader.encode([pictures.SentPicture(content, "IMAGE", row) for row, content in enumerate(contents)])
+    return reader.encode([pictures.SentFile(content, "IMAGE", row) for row, content in enumerate(contents)])
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -192,7 +193,7 @@ def test_what_is_no_picture_is_refused_alone_and_before_it_is_decoded(
     }
     found = make(reader, *(item for content in sent for item in (content, good)))
     for index, message in enumerate(sent.values()):
-        with pytest.raises(pictures.PictureError, match=f"IMAGE row {2 * index} {message}"):
+        with pytest.raises(pictures.FileError, match=f"IMAGE row {2 * index} {message}"):
             raise found[2 * index]
         assert found[2 * index + 1].pixels.shape == (3, 224, 224)
     monkeypatch.setattr(pictures, "MAX_PICTURE_BYTES", 100)
@@ -221,8 +222,8 @@ def test_a_tiff_whose_data_does_not_cover_it_is_refused(mode: str, compression: 
     # ImageLength, 257.
     struct.pack_into("<I", taller, entries[257] + 8, 6000)
     good, bad = make(reader, whole, bytes(taller))
-    assert not isinstance(good, pictures.PictureError)
-    assert isinstance(bad, pictures.PictureError) and "is damaged: expected a whole TIFF, got" in str(bad)
+    assert not isinstance(good, pictures.FileError)
+    assert isinstance(bad, pictures.FileError) and "is damaged: expected a whole TIFF, got" in str(bad)
 
 
 def test_what_a_large_picture_took_is_given_back(tmp_path: Path) -> None:
@@ -252,6 +253,6 @@ def test_damaged_pictures_are_refused_or_decoded_and_nothing_else(tmp_path: Path
                 changed[place] = int(random.integers(0, 256))
             damaged.append(bytes(changed))
     found = make(reader, *damaged)
-    refused = [made for made in found if isinstance(made, pictures.PictureError)]
+    refused = [made for made in found if isinstance(made, pictures.FileError)]
     assert len(refused) > len(found) // 3
-    assert all(made.pixels.shape == (3, 8, 8) for made in found if not isinstance(made, pictures.PictureError))
+    assert all(made.pixels.shape == (3, 8, 8) for made in found if not isinstance(made, pictures.FileError))

@@ -15,6 +15,7 @@ from export.tasks.picture_recipe import PROCESSOR_FILE
 from export.tasks.sound_recipe import SoundRecipe, find_sound_preparation
 from export.tasks.sound_samples import build_sounds, draw_sound, encode_sound
 
+load_backend("python_preprocess", "sent_file")
 sounds = load_backend("python_preprocess", "sounds")
 
 RECIPE = SoundRecipe(sampling_rate=16_000, normalize=True, shortest=1000)
@@ -29,7 +30,7 @@ def open_reader(folder: Path, recipe: SoundRecipe = RECIPE) -> Any:
 
 
 def send(*contents: bytes) -> list[Any]:
-    return [sounds.SentSound(content, "AUDIO", row) for row, content in enumerate(contents)]
+    return [sounds.SentFile(content, "AUDIO", row) for row, content in enumerate(contents)]
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -69,7 +70,7 @@ def test_a_tone_of_another_rate_is_the_same_tone(rate: int, tmp_path: Path) -> N
 def test_what_is_no_whole_sound_is_refused_alone(what: str, tmp_path: Path) -> None:
     good = build_sounds()[0]
     before, bad, after = open_reader(tmp_path).encode(send(good, list_hostile()[what], good))
-    assert isinstance(bad, sounds.SoundError), what
+    assert isinstance(bad, sounds.FileError), what
     refusal = str(bad)
     assert refusal.startswith("AUDIO row 1 ") and ": expected " in refusal and ", got " in refusal
     assert "<_io." not in refusal and "\n" not in refusal
@@ -81,7 +82,7 @@ def test_sounds_of_different_lengths_are_not_padded(tmp_path: Path) -> None:
     short, long = (encode_sound(draw_sound(0, 16_000, seconds), 16_000, "WAV", "PCM_16") for seconds in (0.5, 0.6))
     made = reader.encode(send(short, short, long))
     assert reader.stack(made[:2])["input_values"].shape == (2, 8000)
-    with pytest.raises(sounds.SoundError, match="AUDIO row 2 is not as long as row 0: expected 8000 samples at 16000"):
+    with pytest.raises(sounds.FileError, match="AUDIO row 2 is not as long as row 0: expected 8000 samples at 16000"):
         reader.stack(made)
 
 

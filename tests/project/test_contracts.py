@@ -199,6 +199,7 @@ def test_the_postprocess_step_knows_the_kinds_and_keys_of_the_table(tasks: dict[
 def test_a_recipe_of_pictures_has_the_keys_of_the_table() -> None:
     rows = [words(key)[0] for key, _ in read_table("picture.json")]
     assert rows == [field.name for field in fields(Recipe)]
+    load_backend("python_preprocess", "sent_file")
     pictures = load_backend("python_preprocess", "pictures")
     page = words(read_section("picture.json"))
     assert {*pictures.MODES, *pictures.FILTERS, *pictures.ROUNDINGS, *pictures.CHANNELS} <= {*page}
