@@ -29,6 +29,8 @@ FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.Time
 _FOR_NOW = ("502", "503", "StatusCode.UNAVAILABLE")
 # A model that is loaded again, or a server that drains: NOT_FOUND, as for a name that it never had.
 _NOT_READY = re.compile("has no available versions|is not at ready state")
+# What a full queue is called within a stream, where errors have no status.
+_BUSY = re.compile("Exceeds maximum queue size|ask again later|Request timeout expired")
 # What tritonserver says of requests that a backend process held when it died, and of those until another is there.
 _CRASHED = re.compile("Stub process .*is not healthy")
 _CONTENT = ("400", "StatusCode.INVALID_ARGUMENT")
@@ -78,7 +80,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     # gRPC reports a server that is not there as it reports one that refuses for now.
     if status == "StatusCode.UNAVAILABLE" and re.search("connect|socket closed", message, re.IGNORECASE):
         return _explain_unreachable(message.rsplit(": ", 1)[-1], options)
-    is_for_now = status in _FOR_NOW or _NOT_READY.search(message) is not None
+    is_for_now = status in _FOR_NOW or any(pattern.search(message) for pattern in (_NOT_READY, _BUSY))
     if "unknown model" in message:
         return (UnavailableError if is_for_now else ModelError)(
             message,

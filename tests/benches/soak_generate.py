@@ -141,7 +141,7 @@ class Soak:
             inputs.append(tritonclient.grpc.InferInput(name, [1], "BOOL" if value.dtype == bool else "BYTES"))
             inputs[-1].set_data_from_numpy(value)
         with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") as client:
-            client.start_stream(lambda result, error: heard.put((result, error)), headers={"triton_grpc_error": "true"})
+            client.start_stream(lambda result, error: heard.put((result, error)))
             client.async_stream_infer(NAME, inputs)
             for count in itertools.count(1):
                 result, error = heard.get(timeout=TIMEOUT_S)

@@ -114,8 +114,7 @@ class Writers:
         heard: queue.Queue[Any] = queue.Queue()
         result = Heard()
         with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") as client:
-            # Without that header every error ends a stream as if it were none, with its sentence alone.
-            client.start_stream(lambda result, error: heard.put((result, error)), headers={"triton_grpc_error": "true"})
+            client.start_stream(lambda result, error: heard.put((result, error)))
             client.async_stream_infer(model, inputs)
             while not result.reason:
                 answer, error = heard.get(timeout=60)
@@ -222,6 +221,22 @@ def test_the_client_library_hears_the_pieces_and_cancels_what_it_leaves(writers:
             next(client.generate("x", bogus=1))
 
 
+def test_whoever_is_refused_ends_nothing_but_his_stream(writers: Writers) -> None:
+    before = writers.server.tritonserver
+    address = f"127.0.0.1:{writers.server.grpc}"
+
+    def ask(count: int) -> None:
+        with Client(address, protocol="grpc", model="gpt2") as client:
+            for _ in range(count):
+                with pytest.raises(RefusedError, match="the parameter 'bogus' is unknown"):
+                    next(client.generate("x", bogus=1))
+
+    # tritonserver 2.51 died of one in some 600, while the client asked it for a status of each error.
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, [200] * 4))
+    assert writers.server.tritonserver == before
+
+
 def test_a_whole_answer_is_what_was_asked_for(writers: Writers) -> None:
     prompt = "The cat sat on"
     wanted = writers.write("gpt2", prompt)
@@ -298,7 +313,6 @@ def test_the_pool_is_shared_by_preemption_and_its_queue_is_bounded(writers: Writ
                 heard = [future.result() for future in streams]
                 got = [future.result() for future in wholes]
             refused = [each.error for each in heard if each.error]
-            assert all("UNAVAILABLE" in error for error in refused)
             # tritonserver 2.51 answers 400 to whatever a backend refuses of `generate`.
             refused += [each["error"] for each in got if "error" in each]
     assert 1 <= len(refused) <= 16
