@@ -177,7 +177,7 @@ async def _listen_grpc(
     async def ask() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": model, "inputs": tensors}
 
-    # Without `triton_grpc_error`, with which an error would have a status: tritonserver 2.51 dies of one in some hundreds.
+    # Without `triton_grpc_error`, with which an error has a status: tritonserver 2.51 dies of one in some hundreds.
     headers = {name.lower(): value for name, value in said.items()}
     answers = client.stream_infer(ask(), headers=headers, compression_algorithm=options.compression)
     try:
