@@ -104,12 +104,16 @@ class ModelHealer:
             self._expected, self._missing_looks = len(living), 0
             if unknown := [stub for stub in living if stub.has_loaded and stub.limits is None]:
                 # Not here: a tritonserver that hangs would hold up the look that is to find that out.
-                self._start_worker(self._learn_limits, unknown)
+                self._start_worker(self._learn, unknown)
 
-    def _learn_limits(self, stubs: list[Stub]) -> None:
-        """Tell these processes how long one piece of their work may take, if that can be found out now."""
+    def _learn(self, stubs: list[Stub]) -> None:
+        """Find out, if that can be done now, how many processes there should be, and how long their work may take.
+
+        One that died before the first look is not counted by any look.
+        """
         try:
             parameters = self._control.read_parameters(self.model)
+            self._expected = max(self._expected, self._control.count_instances(self.model))
         except ControlError:
             return
         given = {}

@@ -25,7 +25,10 @@ from launcher import Running, running
 from tritonclient.utils import InferenceServerException
 
 from export.repository.config_file import parse_config
-from server.healing import MAX_STREAK
+from server.control import Control
+from server.control_key import open_key
+from server.healing import MAX_STREAK, Healer
+from server.status import Status
 
 KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
 
@@ -104,8 +107,13 @@ def repository(published: Published, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Running]:
-    with running(repository) as server:
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("key") / "key"
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, key_file: Path) -> Iterator[Running]:
+    with running(repository, "--key-file", str(key_file)) as server:
         server.read_until("serving HTTP")
         server.follow()
         yield server
@@ -230,6 +238,29 @@ def test_a_replaced_instance_does_not_stay_in_memory(server: Running) -> None:
     while len(server.find_stubs("sentence_embedding_model")) != 2:
         assert time.monotonic() < deadline, server.find_stubs("sentence_embedding_model")
         time.sleep(0.2)
+
+
+def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
+    server: Running, repository: Path, key_file: Path
+) -> None:
+    model = "sentence_embedding_model"
+    first, _ = find_settled(server, repository, model)
+    asked: list[str] = []
+    control = Control(f"http://127.0.0.1:{server.http}", open_key(key_file), None)
+    # The launcher does not see it; whoever looks now sees one process, and never that there were two.
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        os.kill(first, signal.SIGKILL)
+        healer = Healer(server.tritonserver, control, Status(), report, asked.append)
+        deadline = time.monotonic() + BACK_WITHIN_S
+        while not asked:
+            assert time.monotonic() < deadline
+            healer.look([model])
+            time.sleep(0.05)
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+    assert asked == [model]
+    server.wait_for_line("answers again", BACK_WITHIN_S)
 
 
 def test_a_model_that_blocks_inside_a_request_is_replaced(server: Running) -> None:
