@@ -142,8 +142,8 @@ def check_ragged(model: Model, _: Repository) -> Iterator[Problem]:
             yield Problem(
                 path=model.config_path,
                 line=model.line(kind, index, "allow_ragged_batch"),
-                what=f"the ragged input {tensor.name} is {dims} in {_tell(path)}, and its rows come one behind another, "
-                "[-1]",
+                what=f"the ragged input {tensor.name} is {dims} in {_tell(path)}, and its rows come one behind "
+                "another, [-1]",
                 instead="remove `allow_ragged_batch`, or export the graph with `--batching ragged`",
             )
 
@@ -183,7 +183,7 @@ def check_batch_inputs(model: Model, _: Repository) -> Iterator[Problem]:
                     yield Problem(
                         path=model.config_path,
                         line=model.line("batch_input", index, "data_type"),
-                        what=f"the batch_input {name} is {known[name].dtype} in {_tell(path)}, and declared {type_name}",
+                        what=f"the batch_input {name} is {known[name].dtype} in {_tell(path)}, and here {type_name}",
                         instead=f"write `data_type: {known[name].dtype}`, or cast it in the graph",
                     )
 
