@@ -13,6 +13,7 @@ from typing import Any
 from .engines import AUTO, ENGINES
 from .engines.engine import Form
 from .errors import SettingsError
+from .graph.batchings import BATCHINGS, EQUAL
 from .graph.precisions import FP32, PRECISIONS
 from .locations import REPOSITORY
 from .option_kinds import BOUNDS, COUNTS, FLAG, NUMBER, PATH, PATHS, TEXT, Needs, Option, declare
@@ -58,6 +59,7 @@ class ExportRequest:
         engine: Name of what runs it, or `auto`; None is the usual one of the task.
         steps: How the work around the graph is divided, one of `LAYOUTS`.
         lengths: What the tokens of a request are padded to, the smallest first; nothing for other requests where empty.
+        batching: Name of what is run together, one of `BATCHINGS`.
         tolerances: Error → another bound for the verification than the usual one.
         accept_worse: Why a wider bound is accepted.
         factory: Function that builds the module, where transformers does not.
@@ -193,6 +195,17 @@ class ExportRequest:
         default=(),
         group=_PROOF,
     )
+    batching: str = declare(
+        Option(
+            name="batching",
+            kind=TEXT,
+            choices=tuple(BATCHINGS),
+            help=f"which requests are run together (default: {EQUAL.name}); {_list_helps(BATCHINGS)}",
+            needs=Needs.ARCHITECTURE,
+        ),
+        default=EQUAL.name,
+        group=_PROOF,
+    )
     tolerances: Mapping[str, float] = declare(
         Option(
             name="tolerances",
@@ -256,15 +269,43 @@ class ExportRequest:
                 got=named.name,
                 remedy="leave it out",
             )
-        if self.steps == LEAN and self.lengths:
+        self._check_batching()
+        if self.factory is not None and self.inputs is None:
+            raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+
+    def _check_batching(self) -> None:
+        """Refuse ways of running requests together that have no effect.
+
+        Raises:
+            SettingsError: One of them.
+        """
+        joining = {"--lengths": bool(self.lengths), f"--batching {self.batching}": self.batching != EQUAL.name}
+        asked = [option for option, is_asked in joining.items() if is_asked]
+        if self.steps == LEAN and asked:
             raise SettingsError(
-                f"--lengths has no effect with --steps {LEAN}",
+                f"{asked[0]} has no effect with --steps {LEAN}",
                 expected=f"--steps {ENSEMBLE}, whose requests are joined",
                 got=LEAN,
                 remedy="leave it out",
             )
-        if self.factory is not None and self.inputs is None:
-            raise SettingsError("the factory's inputs are not described", expected="--inputs FILE", got="none")
+        if len(asked) > 1:
+            raise SettingsError(
+                f"--lengths has no effect with --batching {self.batching}",
+                expected="one way of running texts of different lengths together",
+                got=f"--lengths {' '.join(map(str, self.lengths))}",
+                remedy="leave it out",
+            )
+        if (
+            self.batching != EQUAL.name
+            and self.engine
+            and not (self.engine in ENGINES and ENGINES[self.engine].has_ragged)
+        ):
+            raise SettingsError(
+                f"--batching {self.batching} has no effect with --engine {self.engine}",
+                expected="one of " + ", ".join(name for name, engine in ENGINES.items() if engine.has_ragged),
+                got=self.engine,
+                remedy="leave it out, or pass --lengths, for which every engine will do",
+            )
 
     @property
     def form(self) -> Form:

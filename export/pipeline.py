@@ -11,6 +11,7 @@ from .engines import AUTO, Engine, list_engines
 from .engines.choice import EngineChoice, choose_fastest
 from .engines.vllm_engine import DTYPES, VLLM
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
+from .graph.batchings import BATCHINGS
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS, Precision
 from .identity import describe_options, hash_files, list_tools
@@ -150,7 +151,9 @@ def _plan(
     refused: dict[str, str] = {}
     for engine in engines:
         try:
-            stages = plan_stages(precision, engine, is_own_module=request.factory is not None)
+            stages = plan_stages(
+                precision, engine, is_own_module=request.factory is not None, batching=BATCHINGS[request.batching]
+            )
             for stage in reversed(stages):
                 stage.engine.check(precision.name, target)
         except ExportError as exc:

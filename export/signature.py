@@ -1,7 +1,7 @@
 """The one description of a model's tensors that graph, config and test inputs are all derived from."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import torch
@@ -16,6 +16,10 @@ PAST_LEN = "past_len"
 DECODER_LEN = "decoder_len"
 # How many answers one text has, such as entities; a dimension of the ensemble only.
 ANSWERS = "answers"
+
+# The tokens of a ragged batch, whose rows stand one behind another, and the shape of each row.
+TOKENS = "tokens"
+ROW_SHAPES = "row_shapes"
 
 # What a tensor holds that torch has no dtype for.
 STRING: Final = "string"
@@ -109,6 +113,8 @@ class ModelSignature:
         longest: Symbol → the largest size that is served, where whoever makes the inputs keeps to one.
         smallest: Symbol → the smallest size that the graph runs with, where that is not 1.
         contract: What clients see; None where they send the graph's own inputs.
+        is_ragged: Whether the graph that is published takes rows one behind another, as in `ragged`; clients send the
+            same as ever.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -116,6 +122,7 @@ class ModelSignature:
     longest: Mapping[str, int] = field(default_factory=dict)
     smallest: Mapping[str, int] = field(default_factory=dict)
     contract: Contract | None = None
+    is_ragged: bool = False
 
     def __iter__(self) -> Iterator[TensorSignature]:
         return iter(self.inputs + self.outputs)
@@ -124,6 +131,23 @@ class ModelSignature:
     def is_batched(self) -> bool:
         """Whether every tensor's first dimension is the batch, so that requests can be joined."""
         return all(tensor.dims[:1] == (BATCH,) for tensor in self)
+
+    @property
+    def can_be_ragged(self) -> bool:
+        """Whether rows of any lengths can be joined: each input is a row of tokens, and no output depends on it."""
+        return (
+            all(tensor.dims == (BATCH, SEQ_LEN) for tensor in self.inputs)
+            and "attention_mask" in {tensor.name for tensor in self.inputs}
+            and all(tensor.symbols == {BATCH} for tensor in self.outputs)
+        )
+
+    @property
+    def ragged(self) -> "ModelSignature":
+        """The tensors of a graph that takes rows one behind another, with their shapes [batch, 1] beside them."""
+        assert self.can_be_ragged, "Bug: rows of this graph cannot be told apart"
+        flat = tuple(replace(tensor, dims=(TOKENS,)) for tensor in self.inputs)
+        shapes = TensorSignature(name=ROW_SHAPES, dtype=torch.int32, dims=(BATCH, 1))
+        return ModelSignature(inputs=(*flat, shapes), outputs=self.outputs)
 
     @property
     def served(self) -> "ModelSignature":

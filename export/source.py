@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .errors import SettingsError, VocabularyError
+from .graph.batchings import BATCHINGS
 from .graph.precisions import PRECISIONS
 from .identity import list_asked, list_files
 from .options import ENSEMBLE, LEAN, ExportRequest, list_changed
@@ -114,6 +115,8 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
             _refuse_layout(f"--steps {LEAN}", f"--task {name}", "a task that answers texts, pictures or sounds at once")
         if request.lengths and not has_lengths(name):
             _refuse_layout("--lengths", f"--task {name}", "a task that answers texts at once")
+        if BATCHINGS[request.batching].is_ragged and not has_lengths(name):
+            _refuse_batching(request, f"--task {name}")
         if takes(name, PICTURES):
             _check_pictures(request)
         names = ModelNames(name=request.name, is_ensemble=is_ensemble(name) and request.steps == ENSEMBLE)
@@ -139,6 +142,11 @@ def _refuse_layout(option: str, got: str, expected: str) -> NoReturn:
     )
 
 
+def _refuse_batching(request: ExportRequest, got: str) -> NoReturn:
+    expected = "a task with one answer for each text, whose graph takes rows of tokens"
+    _refuse_layout(f"--batching {request.batching}", got, expected)
+
+
 def _check_pictures(request: ExportRequest) -> None:
     """Refuse a precision that is made for real inputs, and judged on them, where there are none."""
     if PRECISIONS[request.precision].real_inputs_only and not request.task_options["pictures"]:
@@ -158,6 +166,10 @@ def _lay_out(request: ExportRequest, task: Task) -> None:
         assert task.signature.contract, "Bug: a task with steps has a contract"
         contract = replace(task.signature.contract, is_lean=request.steps == LEAN, lengths=request.lengths)
         task.signature = replace(task.signature, contract=contract)
+    if BATCHINGS[request.batching].is_ragged:
+        if not task.signature.can_be_ragged:
+            _refuse_batching(request, f"--task {task.name}")
+        task.signature = replace(task.signature, is_ragged=True)
 
 
 def _check_lengths(lengths: Sequence[int], task: Task) -> None:

@@ -13,9 +13,12 @@ from .engines import ONNXRUNTIME, Engine
 from .engines.engine import AxisRange, VerifiedGraph
 from .engines.openvino_generation import OpenVINOGeneration
 from .engines.vllm_engine import DTYPES, VLLM
+from .graph.batchings import EQUAL, Batching
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import export_onnx
+from .graph.padding_free import export_padding_free
 from .graph.precisions import FP32, PRECISIONS, Precision
+from .graph.ragged import flatten_rows, write_ragged
 from .progress import Detail
 from .proof.generation import verify_generation
 from .proof.quality import build_measure, convert, list_quality_cases, list_quality_feeds
@@ -70,6 +73,9 @@ class Draft:
     notes: tuple[str, ...] = ()
 
 
+# Writes a module as ONNX; takes what `export_onnx` takes.
+Export = Callable[..., None]
+
 # Makes files of what the stage before left, in a folder that is there and empty.
 Make = Callable[[Job, Draft, Path, Detail], Draft]
 
@@ -108,13 +114,16 @@ class Stage:
     prove: Callable[..., VerificationReport] = verify
 
 
-def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) -> list[Stage]:
+def plan_stages(
+    precision: Precision, engine: Engine, *, is_own_module: bool, batching: Batching = EQUAL
+) -> list[Stage]:
     """Return the stages from a module to files in `precision` for `engine`.
 
     Args:
         precision: What was asked for.
         engine: What is to run the files.
         is_own_module: Whether the module is the user's own, so that more ways of exporting it are tried.
+        batching: Which requests are run together.
 
     Raises:
         EngineError: The engine cannot serve that precision.
@@ -124,8 +133,9 @@ def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) ->
     if isinstance(engine, VLLM):
         return [_plan_weights(precision, engine)]
     graph_precision = PRECISIONS[engine.find_graph_precision(precision.name)]
+    exports = _EXPORTS if is_own_module else _EXPORTS[:1]
     export = Stage(
-        ways=_EXPORTS if is_own_module else _EXPORTS[:1],
+        ways=(_EXPORT_PADDING_FREE, *exports) if not batching.computes_padding else exports,
         proving="verifying against the checkpoint",
         precision=FP32,
         engine=ONNXRUNTIME,
@@ -148,7 +158,25 @@ def plan_stages(precision: Precision, engine: Engine, *, is_own_module: bool) ->
         precision=precision,
         engine=engine,
     )
-    return [export, *([conversion] if graph_precision.converts else []), *([build] if engine.builds else [])]
+    stages = [export]
+    if graph_precision.converts:
+        stages.append(conversion)
+    if engine.builds:
+        stages.append(build)
+    if batching.is_ragged:
+        stages.append(_join_rows(graph_precision))
+    return stages
+
+
+def _join_rows(precision: Precision) -> Stage:
+    """Return the stage in which a graph is given rows of any lengths."""
+    return Stage(
+        ways=(Way(name="ragged", making="having rows of any lengths joined", make=_write_ragged),),
+        proving="verifying rows of different lengths against the checkpoint",
+        precision=precision,
+        engine=ONNXRUNTIME,
+        prove=partial(verify, arrange=flatten_rows),
+    )
 
 
 def _plan_decoder(precision: Precision, engine: OpenVINOGeneration) -> Stage:
@@ -187,7 +215,7 @@ def restored_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool = False) -> Artefacts:
+def write_files(task: Task, directory: Path, target: Target, *, export: Export = export_onnx) -> Artefacts:
     """Write everything that a version of `task` is made of into the empty folder `directory`; return what lies where.
 
     Raises:
@@ -195,7 +223,7 @@ def write_files(task: Task, directory: Path, target: Target, *, is_traced: bool 
     """
     model_file = directory / "model" / ONNXRUNTIME.model_file
     model_file.parent.mkdir(parents=True)
-    export_onnx(task.module, task.signature, task.build_example(), model_file, target, is_traced=is_traced)
+    export(task.module, task.signature, task.build_example(), model_file, target)
     steps: dict[str, tuple[Path, ...]] = {}
     for step, contents in task.step_files.items():
         folder = directory / "steps" / step
@@ -212,7 +240,7 @@ def _export(
     if not has_fast_path:
         # It stays off to the end: the rest of the export is then compared with the module without it.
         torch.backends.mha.set_fastpath_enabled(False)
-    files = write_files(job.task, directory, job.target, is_traced=is_traced)
+    files = write_files(job.task, directory, job.target, export=partial(export_onnx, is_traced=is_traced))
     return Draft(files=files, graph_sha256={path.name: hash_file(path) for path in files.model})
 
 
@@ -231,6 +259,22 @@ _EXPORTS = (
         make=partial(_export, is_traced=True, has_fast_path=False),
     ),
 )
+
+
+def _export_padding_free(job: Job, draft: Draft, directory: Path, tell: Detail) -> Draft:
+    files = write_files(job.task, directory, job.target, export=export_padding_free)
+    return Draft(files=files, graph_sha256={path.name: hash_file(path) for path in files.model})
+
+
+_EXPORT_PADDING_FREE = Way(
+    name="exported without padding", making="exporting to ONNX, without padding", make=_export_padding_free
+)
+
+
+def _write_ragged(job: Job, draft: Draft, directory: Path, tell: Detail) -> Draft:
+    path = directory / draft.files.graph.name
+    write_ragged(draft.files.graph, job.task.signature, job.task.padding_values, path, job.target)
+    return replace(draft, files=replace(draft.files, model=list_model(path)))
 
 
 def _convert(job: Job, draft: Draft, directory: Path, tell: Detail, *, precision: Precision) -> Draft:

@@ -353,6 +353,11 @@ SEEDS: dict[str, Seed] = {
     "graph-dims": _graph(f"max_batch_size: 8\n{ADD}".replace("[ 4 ]", "[ -1, 4 ]", 1)),
     "graph-outputs": _graph(f"max_batch_size: 8\n{ADD}", dims=("batch", "any")),
     "fixed-batch": _graph(dims=(1, 4)),
+    "ragged-input": _graph(f"max_batch_size: 8\n{ADD}".replace("[ 4 ]", "[ 4 ] allow_ragged_batch: true", 1)),
+    "batch-input": _graph(
+        f"max_batch_size: 8\n{ADD}\nbatch_input [ {{ kind: BATCH_ELEMENT_COUNT "
+        'target_name: "B" data_type: TYPE_INT64 source_input: "A" } ]'
+    ),
     "opset": _graph(opset=22),
     "ir-version": _graph(ir_version=11),
     "custom-operators": _graph(operator="Mystery", domain="my.domain"),

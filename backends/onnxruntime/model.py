@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 import triton_python_backend_utils as pb_utils
+from ragged import Joiner
 
 Array = npt.NDArray[Any]
 
@@ -50,24 +51,33 @@ class TritonPythonModel:
         self._session = onnxruntime.InferenceSession(
             str(path), build_session_options(config), providers=["CPUExecutionProvider"]
         )
+        self._joiner = Joiner(config)
         self._input_names = [tensor["name"] for tensor in config["input"]]
         self._output_names = [tensor["name"] for tensor in config["output"]]
         self._batched = config["max_batch_size"] > 0
-        check_names("input", self._input_names, [tensor.name for tensor in self._session.get_inputs()], exact=True)
+        inputs = {tensor.name: tensor.shape for tensor in self._session.get_inputs()}
+        check_names("input", [*self._input_names, *self._joiner.made], list(inputs), exact=True)
         check_names("output", self._output_names, [tensor.name for tensor in self._session.get_outputs()], exact=False)
+        for name in sorted(self._joiner.ragged):
+            if len(inputs[name]) != 1 or isinstance(inputs[name][0], int):
+                raise ValueError(
+                    f"the input {name} of {config['name']} is ragged: expected the graph to take rows one behind "
+                    f"another, [-1], got {inputs[name]}; leave out `allow_ragged_batch`"
+                )
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Run all requests as one batch and give each its own rows.
 
         Args:
-            requests: Requests of equal shapes but for the batch, as the dynamic batcher joins them.
+            requests: Requests of equal shapes but for the batch, and the lengths of ragged inputs, as the dynamic
+            batcher joins them.
 
         Returns:
             A response for each, in their order.
         """
         feeds = [self._read_inputs(request) for request in requests]
         try:
-            answers = self._run_joined(feeds) if self._batched else [self._run(feed) for feed in feeds]
+            answers = self._run_joined(feeds) if self._batched else [self._run_joined([feed])[0] for feed in feeds]
         # One request's values (an id outside the vocabulary) fail the whole run: find out whose, and answer the rest.
         except Exception:
             return [self._answer_alone(request, feed) for request, feed in zip(requests, feeds, strict=True)]
@@ -80,16 +90,16 @@ class TritonPythonModel:
         return dict(zip(self._output_names, self._session.run(self._output_names, dict(feed)), strict=True))
 
     def _run_joined(self, feeds: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
+        outputs = self._run(self._joiner.join(feeds))
         if len(feeds) == 1:
-            return [self._run(feeds[0])]
-        outputs = self._run({name: np.concatenate([feed[name] for feed in feeds]) for name in self._input_names})
+            return [outputs]
         ends = np.cumsum([len(feed[self._input_names[0]]) for feed in feeds])
         pieces = {name: np.split(array, ends[:-1]) for name, array in outputs.items()}
         return [{name: pieces[name][index] for name in pieces} for index in range(len(feeds))]
 
     def _answer_alone(self, request: Any, feed: Mapping[str, Array]) -> Any:
         try:
-            return self._respond(request, self._run(feed))
+            return self._respond(request, self._run_joined([feed])[0])
         # ONNX Runtime raises one class per kind of fault, without a common base of its own.
         except Exception as exc:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(exc), pb_utils.TritonError.INVALID_ARG))
@@ -105,11 +115,9 @@ def check_supported(config: Mapping[str, Any], instance_kind: str) -> None:
     Raises:
         ValueError: It does.
     """
-    ragged = [tensor["name"] for tensor in config["input"] if tensor.get("allow_ragged_batch")]
     accelerators = (config.get("optimization") or {}).get("execution_accelerators") or {}
     asked = {
-        f"ragged batches of {', '.join(ragged)}": bool(ragged),
-        "batch_input": bool(config.get("batch_input")),
+        "batch_output": bool(config.get("batch_output")),
         "execution accelerators": any(accelerators.values()),
         "an instance on a GPU": instance_kind == "GPU",
         "sequence batching": "sequence_batching" in config,

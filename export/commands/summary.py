@@ -62,6 +62,7 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "text": f"up to {signature.longest[SEQ_LEN]} tokens, longer is truncated"
         if SEQ_LEN in signature.longest
         else "",
+        "together": "requests of any lengths" if signature.is_ragged else "",
         "tried": source.task.tested_sizes,
         "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
         f"{result.engine} of Triton {result.target.release}",

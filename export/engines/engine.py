@@ -111,6 +111,7 @@ class Engine(ABC):
         graph_precisions: Precision that may be asked for → precision of the graph that it takes for that.
         builds: Whether `model_file` is built from the graph; otherwise it is the graph.
         has_lean: Whether `backends/python_lean` runs it too, in the process that tokenises.
+        has_ragged: Whether its backend runs rows of different lengths together, given a graph that takes them so.
         is_measured: Whether `--engine auto` measures it beside others, with `open_here`.
         idle_options: Names of the serving options that have no effect on what it runs.
         threads_parameter: Parameter of the backend that says how many threads a copy has; empty where none does.
@@ -127,6 +128,7 @@ class Engine(ABC):
     graph_precisions: ClassVar[Mapping[str, str]]
     builds: ClassVar[bool] = True
     has_lean: ClassVar[bool] = False
+    has_ragged: ClassVar[bool] = False
     is_measured: ClassVar[bool] = False
     idle_options: ClassVar[frozenset[str]] = frozenset()
     threads_parameter: ClassVar[str] = ""

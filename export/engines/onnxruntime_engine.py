@@ -26,6 +26,7 @@ class OnnxRuntime(Engine):
     graph_precisions: ClassVar[Mapping[str, str]] = {name: name for name in PRECISIONS}
     builds = False
     has_lean = True
+    has_ragged = True
     is_measured = True
     threads_parameter = "intra_op_thread_count"
 

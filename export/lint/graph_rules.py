@@ -10,6 +10,9 @@ from .model import Model, Repository
 from .onnx_file import Graph
 from .words import find_nearest
 
+# What native backends can make a batch_input of.
+_BATCH_INPUT_TYPES = ("TYPE_INT32", "TYPE_FP32")
+
 
 def check_readable(model: Model, _: Repository) -> Iterator[Problem]:
     """Find files that hold no graph."""
@@ -129,6 +132,60 @@ def check_batch(model: Model, _: Repository) -> Iterator[Problem]:
                 instead="write `max_batch_size: 0` and whole dims, or export it with a dynamic batch",
             )
             return
+
+
+def check_ragged(model: Model, _: Repository) -> Iterator[Problem]:
+    """Find ragged inputs that the graph does not take as rows one behind another."""
+    for path, graph, kind, index, tensor in _list_pairs(model):
+        dims = graph[tensor.name].dims
+        if isinstance(tensor, pb.ModelInput) and tensor.allow_ragged_batch and dims not in ([], [-1]):
+            yield Problem(
+                path=model.config_path,
+                line=model.line(kind, index, "allow_ragged_batch"),
+                what=f"the ragged input {tensor.name} is {dims} in {_tell(path)}, and its rows come one behind "
+                "another, [-1]",
+                instead="remove `allow_ragged_batch`, or export the graph with `--batching ragged`",
+            )
+
+
+def check_batch_inputs(model: Model, _: Repository) -> Iterator[Problem]:
+    """Find inputs that a backend is to make of a batch and cannot, or that the graph takes otherwise."""
+    declared = {tensor.name for tensor in model.config.input}
+    for index, batch_input in enumerate(model.config.batch_input):
+        sources, type_name = list(batch_input.source_input), pb.DataType.Name(batch_input.data_type)
+        if len(sources) != 1 or sources[0] not in declared:
+            yield Problem(
+                path=model.config_path,
+                line=model.line("batch_input", index, "source_input"),
+                what=f"a batch_input is made of one input, and its source_input is {', '.join(sources) or 'none'}",
+                instead=f'write `source_input: [ "{find_nearest("".join(sources), declared) or min(declared)}" ]`'
+                if declared
+                else "declare the input",
+            )
+        if type_name not in _BATCH_INPUT_TYPES:
+            yield Problem(
+                path=model.config_path,
+                line=model.line("batch_input", index, "data_type"),
+                what=f"a batch_input is {type_name}, and backends make {' or '.join(_BATCH_INPUT_TYPES)}",
+                instead=f"write `data_type: {_BATCH_INPUT_TYPES[0]}`",
+            )
+        for path, graph in _list_graphs(model):
+            known = {tensor.name: tensor for tensor in graph.inputs}
+            for name in batch_input.target_name:
+                if name not in known:
+                    yield Problem(
+                        path=model.config_path,
+                        line=model.line("batch_input", index, "target_name"),
+                        what=f"{_tell(path)} has no input {name} for the batch_input",
+                        instead=f'write `target_name: [ "{find_nearest(name, known) or min(known, default="")}" ]`',
+                    )
+                elif type_name in _BATCH_INPUT_TYPES and known[name].dtype != type_name:
+                    yield Problem(
+                        path=model.config_path,
+                        line=model.line("batch_input", index, "data_type"),
+                        what=f"the batch_input {name} is {known[name].dtype} in {_tell(path)}, and here {type_name}",
+                        instead=f"write `data_type: {known[name].dtype}`, or cast it in the graph",
+                    )
 
 
 def check_opset(model: Model, _: Repository) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from ..artefacts import Artefacts, hash_file
 from ..engines import ONNXRUNTIME, Engine
-from ..engines.engine import Runner
+from ..engines.engine import Run, Runner
 from ..errors import EngineError, RuntimeFailure, VerificationError
+from ..graph.files import Feed
 from ..targets import Target
 from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
@@ -129,6 +131,7 @@ def verify(
     tolerances: Tolerances | None = None,
     engine: Engine = ONNXRUNTIME,
     on_case: Callable[[str], None] = lambda name: None,
+    arrange: Callable[[Feed], Feed] = lambda feed: feed,
 ) -> VerificationReport:
     """Compare the ONNX file with the task's module, at every shape that matters. Does not judge.
 
@@ -144,6 +147,7 @@ def verify(
             least be finite.
         engine: What runs the file.
         on_case: Called with the name of each case before it runs.
+        arrange: Makes the file's inputs of a padded batch, where it takes others than the module.
 
     Raises:
         VerificationError: The server's tokenizer makes other ids than transformers', or the graph fails on a case.
@@ -162,7 +166,8 @@ def verify(
         for case in cases:
             on_case(case.name)
             applied = bounds if case.is_real or not real_inputs_only else {}
-            results.append(_run_case(case, reference, runner, bounds, applied, distribution))
+            run = partial(_run_arranged, runner, arrange)
+            results.append(_run_case(case, reference, run, bounds, applied, distribution))
             if applied:
                 kept.append(results[-1])
         peak_bytes = runner.peak_bytes
@@ -251,10 +256,14 @@ class Reference:
         return [output.numpy() for output in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
 
+def _run_arranged(runner: Runner, arrange: Callable[[Feed], Feed], names: Sequence[str], feed: Feed) -> list[Any]:
+    return runner.run(names, arrange(feed))
+
+
 def _run_case(
     case: Case,
     reference: Reference,
-    runner: Runner,
+    run: Run,
     bounds: Mapping[str, float],
     applied: Mapping[str, float],
     distribution: Mapping[str, Distribution],
@@ -266,7 +275,7 @@ def _run_case(
     for rows in case.batches:
         batch = join_rows(rows, task.signature, task.padding_values, case.padding_side)
         try:
-            outputs = runner.run(names, batch.feeds)
+            outputs = run(names, batch.feeds)
         except (RuntimeFailure, EngineError) as exc:
             raise VerificationError(
                 f"the graph fails on the case {case.name!r}",

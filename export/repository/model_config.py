@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..engines import ONNXRUNTIME, Engine
 from ..engines.limits import INSTANCES, MAX_BATCH_SIZE
 from ..serving_options import ServingOptions
-from ..signature import BATCH, PAST_LEN, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from ..signature import BATCH, PAST_LEN, ROW_SHAPES, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from . import intent
 from .names import OWNER_PARAMETER, ModelNames
 
@@ -142,8 +142,22 @@ def _build_model(
     )
     if signature.is_batched:
         config.dynamic_batching.CopyFrom(_batching(0))
+    if signature.is_ragged:
+        _join_any_lengths(config)
     engine.configure(config)
     return config
+
+
+def _join_any_lengths(config: pb.ModelConfig) -> None:
+    """Have requests of any lengths joined, for a graph that takes rows one behind another and their shapes."""
+    for tensor in config.input:
+        tensor.allow_ragged_batch = True
+    config.batch_input.add(
+        kind=pb.BatchInput.BATCH_ITEM_SHAPE,
+        target_name=[ROW_SHAPES],
+        data_type=pb.TYPE_INT32,
+        source_input=[config.input[0].name],
+    )
 
 
 def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine) -> pb.ModelConfig:

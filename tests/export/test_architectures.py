@@ -1,8 +1,10 @@
 """Every architecture, exported and proven: the table in docs/architectures.md is written by this file."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,20 @@ from harness import CHECKOUT
 from rich.console import Console
 from trainers.architectures import ARCHITECTURES, WITH_PAST, save_model
 
+from export.artefacts import list_model
 from export.engines.onnxruntime_process import open_runtime
+from export.errors import GraphError
+from export.graph.batchings import PADDING_FREE, RAGGED
+from export.graph.onnx_export import export_onnx
+from export.graph.padding_free import export_padding_free
+from export.graph.ragged import flatten_rows, write_ragged
 from export.options import ExportRequest
 from export.progress import Progress
 from export.proof.verify import verify
 from export.source import Source, load_source
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET
+from export.tasks.base import Task
 
 LOGITS, PAST = "text-generation-logits", "text-generation-logits-with-past"
 # Decoders are served as text where they have a tokenizer; that is proven elsewhere.
@@ -48,10 +57,10 @@ HEAD = """# Architectures
 Small random models of these architectures, saved by transformers, exported, and compared with torch at every shape:
 `make architectures` does it again and writes this page. The error is the worst of all cases, of logits and vectors in
 parts of the largest value; the bound is 1e-4 for tensors and logits, 1e-5 for vectors. The seconds are of two cores,
-and grow with whatever else they have to do.
+and grow with whatever else they have to do. The last column is what `--batching` reaches, where a text has one answer.
 
-| architecture | task | nodes | cases | worst error | export s | verify s |
-|---|---|---|---|---|---|---|
+| architecture | task | nodes | cases | worst error | export s | verify s | together |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -94,8 +103,24 @@ def test_an_architecture_is_exported_and_proven(name: str, task: str | None, row
         assert value.type.tensor_type.shape.dim[0].dim_param == "batch"
     rows.append(
         f"| {name} | {source.task.name} | {len(graph.node)} | {len(report.cases)} | {report.worst.error:.1e} "
-        f"| {exported - start:.1f} | {verified - exported:.1f} |"
+        f"| {exported - start:.1f} | {verified - exported:.1f} | {find_batching(source.task, tmp_path)} |"
     )
+
+
+def find_batching(task: Task, folder: Path) -> str:
+    """Return how far rows of different lengths can be run together, the whole gate passed; empty where they cannot."""
+    if not task.signature.can_be_ragged:
+        return ""
+    for batching, export in ((PADDING_FREE, export_padding_free), (RAGGED, export_onnx)):
+        with contextlib.suppress(GraphError):
+            files = write_files(task, folder / batching.name, DEFAULT_TARGET, export=export)
+            path = folder / f"{batching.name}.joined" / files.graph.name
+            path.parent.mkdir()
+            write_ragged(files.graph, task.signature, task.padding_values, path, DEFAULT_TARGET)
+            files = replace(files, model=list_model(path))
+            if verify(task=task, files=files, target=DEFAULT_TARGET, arrange=flatten_rows).passed:
+                return batching.name
+    raise AssertionError(f"rows of {task.name} cannot be joined")
 
 
 def test_the_table_names_every_architecture() -> None:

@@ -30,6 +30,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "engine": (["--engine", "tensorrt"], "tensorrt"),
     "steps": (["--steps", "lean"], "lean"),
     "lengths": (["--lengths", "64", "32"], [32, 64]),
+    "batching": (["--batching", "ragged"], "ragged"),
     "tolerances": (["--tolerance", "max_abs_error=1e-6"], {"max_abs_error": 1e-6}),
     "accept_worse": (["--accept-worse", "a demo"], "a demo"),
     "factory": (["--factory", "model.py:build"], "model.py:build"),
@@ -215,7 +216,7 @@ def test_these_are_all_that_a_factory_takes_no_notice_of() -> None:
     assert {option.name for option in IDLE} == {
         *("task", "adapter", "base", "lora_scaling", "top_k", "threshold", "aggregation", "pooling", "normalize"),
         *("add_special_tokens", "add_tokens", "pad_vocab_to_multiple_of", "unused_rows", "seed"),
-        *("allow_other_tokenizer", "lengths"),
+        *("allow_other_tokenizer", "lengths", "batching"),
     }
 
 

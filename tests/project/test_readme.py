@@ -45,6 +45,7 @@ PRINTS = {
     "--precision int8": "times as fast on CPU",
     "--name brisk": "OpenVINO 2026.4.1 against torch",
     "--name lean": "published  lean in my_models, version 1, new",
+    "--name packed": "together  requests of any lengths",
     "--name entities": "30524 rows (30522 before; added [ENT_START], [ENT_END])",
     "--name configured": "added [ENT_START], [USER], modelyard",
     '"A kitten naps." --json': '"results": [{"text": "A cat sleeps.", "EMBEDDING": [',
