@@ -43,7 +43,11 @@ class ServingOptions:
         **_COMMON,
     )
     threads: int | None = declare(
-        Option(name="threads", kind=COUNT, help="threads of one copy of the graph, in ONNX Runtime (default: 1)"),
+        Option(
+            name="threads",
+            kind=COUNT,
+            help="threads of one copy of the graph, in ONNX Runtime or --steps lean (default: 1)",
+        ),
         default=None,
         **_COMMON,
     )

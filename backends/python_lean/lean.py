@@ -24,12 +24,15 @@ class LeanModel:
         engine_file: Name of the file that the engine loads.
         described: What `lean.json` beside them holds.
         step: Makes tensors of rows (`python_preprocess/steps.py`).
+        threads: What the engine computes with.
 
     Raises:
         ValueError: There is no engine for that file, or it was proven on another kind of machine.
     """
 
-    def __init__(self, folder: Path, engine_file: str, described: Mapping[str, Any], step: Any) -> None:
+    def __init__(
+        self, folder: Path, engine_file: str, described: Mapping[str, Any], step: Any, threads: int = 1
+    ) -> None:
         if engine_file not in ENGINES:
             raise ValueError(f"no engine reads {engine_file}: expected one of {', '.join(ENGINES)}")
         self._step = step
@@ -38,7 +41,7 @@ class LeanModel:
         self._answers: list[str] = described["answers"]
         path = folder / "postprocess.json"
         self._postprocess = build_postprocess(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-        self._run = ENGINES[engine_file](folder / engine_file)
+        self._run = ENGINES[engine_file](folder / engine_file, threads)
         # What is allocated at a first run is allocated now.
         for row in step.list_samples():
             for made in step.encode([row]):

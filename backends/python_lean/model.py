@@ -1,8 +1,8 @@
 """Triton Python-based backend `python_lean`: texts, encoded pictures or sounds to answers, in one process.
 
 It does what the steps of an ensemble do, with their own code: no tensor passes between processes, and no row is padded.
-Each instance answers one request at a time on one thread; the queue in front of them is tritonserver's, and so are its
-bound, its timeouts and what becomes of a request that nobody waits for any more.
+Each instance answers one request at a time, on one thread if it is not told otherwise; the queue in front of them is
+tritonserver's, and so are its bound, its timeouts and what becomes of a request that nobody waits for any more.
 
 `execute` returns with the answers. Where it returns at once and sends them later (`get_response_sender`), tritonserver
 2.51 never ends the requests of a process that died, and counts refusals as answers.
@@ -19,11 +19,14 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+# How many threads an instance computes with.
+_THREADS = "modelyard_threads"
+
 # What the steps of an ensemble are made of lies beside this folder.
 _BACKENDS = Path(__file__).resolve().parent.parent
 sys.path += [str(_BACKENDS / name) for name in ("python_preprocess", "python_postprocess", "python_openvino")]
 
-# One thread an instance: its neighbours use the other cores.
+# One thread an instance for what it makes of texts: its neighbours use the other cores.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from answers import AnswerError  # noqa: E402
@@ -39,12 +42,17 @@ class TritonPythonModel:
 
         Args:
             args: Triton's arguments, with the path of the model and its configuration as JSON.
+
+        Raises:
+            ValueError: A parameter is not what it must be.
         """
         config = json.loads(args["model_config"])
         folder = Path(args["model_repository"], args["model_version"])
         described = json.loads((folder / "lean.json").read_text(encoding="utf-8"))
         self._step = open_step(folder, config, [*described["inputs"], *described["carried"]], described)
-        self._model = LeanModel(folder, config["default_model_filename"], described, self._step)
+        self._model = LeanModel(
+            folder, config["default_model_filename"], described, self._step, threads=_read_threads(config)
+        )
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer every request on its own.
@@ -67,3 +75,10 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=error)
         wanted = request.requested_output_names()
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, answers[name]) for name in answers if name in wanted])
+
+
+def _read_threads(config: Mapping[str, Any]) -> int:
+    text = config.get("parameters", {}).get(_THREADS, {}).get("string_value", "1")
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{config['name']}: expected a number of threads in the parameter {_THREADS}, got {text!r}")
+    return int(text)

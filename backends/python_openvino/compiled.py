@@ -11,12 +11,13 @@ sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 import openvino  # noqa: E402
 
 
-def compile_model(path: Path, *, streams: int) -> Any:
+def compile_model(path: Path, *, streams: int, threads: int = 1) -> Any:
     """Return the model that `openvino.json` describes, compiled for so many requests side by side.
 
     Args:
         path: The `openvino.json`.
-        streams: Requests that run at a time, a thread each.
+        streams: Requests that run at a time.
+        threads: What each of them has.
 
     Raises:
         ValueError: This is not what it was proven with.
@@ -32,7 +33,7 @@ def compile_model(path: Path, *, streams: int) -> Any:
     options = {
         "INFERENCE_PRECISION_HINT": described["hint"],
         "NUM_STREAMS": str(streams),
-        "INFERENCE_NUM_THREADS": str(streams),
+        "INFERENCE_NUM_THREADS": str(streams * threads),
         # Two processes would pin their threads to the same core.
         "ENABLE_CPU_PINNING": "NO",
     }

@@ -7,3 +7,6 @@ MAX_BATCH_SIZE = 32
 # them do not hold up the other.
 INSTANCES = 2
 INTRA_OP_THREADS = 1
+
+# The parameter of a lean step that says how many threads its engine has, whichever it is.
+LEAN_THREADS_PARAMETER = "modelyard_threads"

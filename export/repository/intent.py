@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines import Engine
+from ..engines.limits import LEAN_THREADS_PARAMETER
 from ..errors import SettingsError
 from ..serving_options import ServingOptions
 from ..signature import SEQ_LEN, ModelSignature
@@ -40,9 +41,9 @@ def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignat
     has_lengths = SEQ_LEN in signature.longest
     own_queue = {"max_queue_size"} if engine.queue_parameter else set()
     reasons = (
-        (asked & (engine.idle_options | _find_idle(engine)), f"where {engine.title} runs the model"),
+        (asked & (engine.idle_options | _find_idle(engine, signature)), f"where {engine.title} runs the model"),
         (asked & _QUEUE - own_queue if not signature.is_batched else set(), "where Triton joins no requests"),
-        (asked & {"max_queue_delay_microseconds", "threads", "warmup"} if is_lean else set(), "with --steps lean"),
+        (asked & {"max_queue_delay_microseconds", "warmup"} if is_lean else set(), "with --steps lean"),
         (asked & {"warmup"} if not has_lengths else set(), "where the graph takes no tokens of texts"),
     )
     for names, where in reasons:
@@ -64,11 +65,23 @@ def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignat
         )
 
 
-def _find_idle(engine: Engine) -> set[str]:
-    return set() if engine.threads_parameter else {"threads"}
+def _find_idle(engine: Engine, signature: ModelSignature) -> set[str]:
+    return set() if _find_threads_parameter(engine, signature) else {"threads"}
 
 
-def apply(serving: ServingOptions, configs: Mapping[str, pb.ModelConfig], names: ModelNames, engine: Engine) -> None:
+def _find_threads_parameter(engine: Engine, signature: ModelSignature) -> str:
+    """Return the parameter that says how many threads a copy of the graph has; empty where none does."""
+    is_lean = signature.contract is not None and signature.contract.is_lean
+    return LEAN_THREADS_PARAMETER if is_lean else engine.threads_parameter
+
+
+def apply(
+    serving: ServingOptions,
+    configs: Mapping[str, pb.ModelConfig],
+    names: ModelNames,
+    engine: Engine,
+    signature: ModelSignature,
+) -> None:
     """Write what was asked for into the configurations of a version, in place; `check_effect` has let it pass.
 
     Queues and priorities are those of every step, for a request waits in front of each; copies and resources those of
@@ -81,7 +94,7 @@ def apply(serving: ServingOptions, configs: Mapping[str, pb.ModelConfig], names:
     if engine.queue_parameter and serving.max_queue_size is not None:
         graph.parameters[engine.queue_parameter].string_value = str(serving.max_queue_size)
     if serving.threads is not None:
-        graph.parameters[engine.threads_parameter].string_value = str(serving.threads)
+        graph.parameters[_find_threads_parameter(engine, signature)].string_value = str(serving.threads)
     if serving.max_queue_delay_microseconds is not None:
         graph.dynamic_batching.max_queue_delay_microseconds = serving.max_queue_delay_microseconds
     for group in graph.instance_group:

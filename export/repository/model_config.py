@@ -9,7 +9,7 @@ import torch
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines import ONNXRUNTIME, Engine
-from ..engines.limits import INSTANCES, MAX_BATCH_SIZE
+from ..engines.limits import INSTANCES, INTRA_OP_THREADS, LEAN_THREADS_PARAMETER, MAX_BATCH_SIZE
 from ..serving_options import ServingOptions
 from ..signature import BATCH, PAST_LEN, ROW_SHAPES, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from . import intent
@@ -85,7 +85,7 @@ def build_configs(
         if contract.postprocess is not None:
             configs[names.postprocess] = _build_postprocess(names.postprocess, signature, contract, served)
         configs[names.name] = _build_ensemble(names, signature, contract, version)
-    intent.apply(serving, configs, names, engine)
+    intent.apply(serving, configs, names, engine, signature)
     for config in configs.values():
         config.parameters[OWNER_PARAMETER].string_value = names.name
     return configs
@@ -165,7 +165,7 @@ def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine
     # One request at a time: nothing is gained by joining rows that run one after another, and a free instance takes
     # the next request.
     batching.preferred_batch_size.append(1)
-    return pb.ModelConfig(
+    config = pb.ModelConfig(
         name=name,
         backend=LEAN_BACKEND,
         max_batch_size=MAX_BATCH_SIZE,
@@ -176,6 +176,8 @@ def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=INSTANCES)],
         dynamic_batching=batching,
     )
+    config.parameters[LEAN_THREADS_PARAMETER].string_value = str(INTRA_OP_THREADS)
+    return config
 
 
 def _build_ensemble(names: ModelNames, signature: ModelSignature, contract: Contract, version: int) -> pb.ModelConfig:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines import ENGINES
+from ..engines.limits import LEAN_THREADS_PARAMETER
 from ..errors import SettingsError
+from ..repository.model_config import LEAN_BACKEND
 
 # Microseconds that a graph waits for requests to join.
 _DELAYS = (0, 500, 2000)
@@ -44,7 +46,7 @@ def find_graph(configs: Mapping[str, pb.ModelConfig], name: str) -> str:
     backends = {engine.backend: engine for engine in ENGINES.values()}
     for model_name, config in configs.items():
         engine = backends.get(config.backend)
-        is_lean = model_name == name and config.backend == "python_lean"
+        is_lean = model_name == name and config.backend == LEAN_BACKEND
         if is_lean or (engine and "instances" not in engine.idle_options):
             return model_name
     found = sorted({config.backend for config in configs.values() if config.backend})
@@ -100,6 +102,8 @@ def write_way(graph: pb.ModelConfig, way: Way) -> pb.ModelConfig:
 
 def _find_threads_parameter(graph: pb.ModelConfig) -> str:
     """Return the parameter that says how many threads a copy has; empty where none does."""
+    if graph.backend == LEAN_BACKEND:
+        return LEAN_THREADS_PARAMETER
     return next((each.threads_parameter for each in ENGINES.values() if each.backend == graph.backend), "")
 
 

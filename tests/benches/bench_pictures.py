@@ -36,11 +36,13 @@ REFERENCE = "FastAPI + Pillow + ONNX Runtime"
 # Name → engine, precision, layout and copies of the graph. A lean copy waits while its picture comes and its answer
 # goes, so more of them than cores are at work.
 OURS = {
-    "plain": ("onnxruntime", "fp32", "ensemble", 2),
-    "lean": ("onnxruntime", "fp32", "lean", 4),
-    "brisk": ("openvino", "fp32", "lean", 4),
-    "half": ("openvino", "bf16", "lean", 4),
-    "bytes": ("openvino", "int8", "lean", 4),
+    "plain": ("onnxruntime", "fp32", "ensemble", 2, 1),
+    "lean": ("onnxruntime", "fp32", "lean", 4, 1),
+    "wide": ("onnxruntime", "fp32", "lean", 2, 2),
+    "brisk": ("openvino", "fp32", "lean", 2, 2),
+    "half": ("openvino", "bf16", "lean", 4, 1),
+    "wide_half": ("openvino", "bf16", "lean", 2, 2),
+    "bytes": ("openvino", "int8", "lean", 2, 2),
 }
 
 _START_LIMIT_S = 60.0
@@ -81,8 +83,9 @@ def publish(folder: Path) -> Path:
     module = CHECKOUT / "tests" / "trainers" / "mobilenet.py"
     what = [str(weights), "--factory", f"{module}:build", "--inputs", str(folder / "inputs.json")]
     what += ["--pictures", str(fetch_photographs(folder / "photographs"))]
-    for name, (engine, precision, steps, copies) in OURS.items():
+    for name, (engine, precision, steps, copies, threads) in OURS.items():
         how = ["--engine", engine, "--precision", precision, "--steps", steps, "--instances", str(copies)]
+        how += ["--threads", str(threads)]
         how += ["--preprocess", "imagenet"]
         how += ["--name", name, "--repository", str(folder / "models")]
         done = run("-m", "export", "run", *what, *how)
@@ -181,7 +184,7 @@ def main() -> int:
         server.follow()
         contenders = {REFERENCE: stack.enter_context(serving_script(repository / "plain_model/1/model.onnx"))}
         for name, way in OURS.items():
-            contenders[f"ours: {', '.join(way[:3])}"] = Contender(
+            contenders[f"ours: {', '.join(way[:3])}, {way[3]} x {way[4]} threads"] = Contender(
                 url=f"http://127.0.0.1:{server.http}/v2/models/{name}/infer",
                 headers={_HEADER: "0", "Content-Type": "application/octet-stream"},
             )

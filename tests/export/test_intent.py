@@ -116,6 +116,7 @@ def test_what_has_no_effect_on_a_graph_is_refused(exported: Exported, tensors: M
     signature = exported.source.task.signature
     assert signature.contract is not None
     lean = replace(signature, contract=replace(signature.contract, is_lean=True))
+    check_effect(ServingOptions(threads=2), ENGINES["openvino"], lean)
     with pytest.raises(
         SettingsError, match="--max-queue-delay-microseconds, --warmup have no effect with --steps lean"
     ):

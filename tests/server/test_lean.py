@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from harness import Finished
+from harness import Finished, load_backend
 from launcher import Running, running
 from rich.console import Console
 from trainers.task_checkpoints import BUILDERS, SENTENCES
@@ -28,6 +29,7 @@ from export.engines.engine import VerifiedGraph
 from export.options import ExportRequest
 from export.progress import Progress
 from export.proof.verify import VerificationReport
+from export.repository.config_file import parse_config, render_config
 from export.repository.model_config import name_models
 from export.repository.publication import publish
 from export.source import load_source
@@ -328,6 +330,30 @@ def wait_for(is_reached: Callable[[], bool]) -> None:
     while not is_reached():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_an_engine_computes_with_as_many_threads_as_it_is_told(served: Served) -> None:
+    graph = served.models["lean_sentence_embedding"].files.graph
+    open_onnxruntime = load_backend("python_lean", "engines").open_onnxruntime
+    kept, counts = [], []
+    for threads in (1, 3):
+        before = len([*Path("/proc/self/task").iterdir()])
+        kept.append(open_onnxruntime(graph, threads))
+        counts.append(len([*Path("/proc/self/task").iterdir()]) - before)
+    # The caller's own thread is one of them.
+    assert counts == [0, 2]
+
+
+def test_a_number_of_threads_that_is_none_is_refused(served: Served, tmp_path: Path) -> None:
+    folder = served.repository / "lean_sentence_embedding"
+    shutil.copytree(folder, tmp_path / "models" / folder.name)
+    config = parse_config((folder / "config.pbtxt").read_text())
+    config.parameters["modelyard_threads"].string_value = "two"
+    (tmp_path / "models" / folder.name / "config.pbtxt").write_text(render_config(config))
+    with running(tmp_path / "models") as server:
+        assert server.finish() != 0
+    said = "\n".join(server.lines)
+    assert "expected a number of threads in the parameter modelyard_threads, got 'two'" in said
 
 
 def test_a_task_or_an_engine_without_such_a_process_is_refused(export_cli: Callable[..., Finished]) -> None:
