@@ -52,8 +52,9 @@ def test_what_nobody_reads_is_dropped_and_told_of() -> None:
     os.close(writing)
     reader.join()
     lines = b"".join(texts).decode().splitlines()
-    assert lines[0] == "line 0 " + "x" * 100
-    # Told of whenever a line finds room again, which may be more than once.
+    # Told of whenever a line finds room again: before the first one as well, where its thread came late, and more than
+    # once.
+    assert "line 0 " + "x" * 100 in lines[:2]
     told = [line for line in lines if line.startswith("warning: ")]
     counts = [int(line.split()[1]) for line in told]
     assert told == [f"warning: {count} lines of the log were lost: nobody reads them" for count in counts] != []
