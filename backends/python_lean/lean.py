@@ -75,6 +75,8 @@ class LeanModel:
                 parts.append((places, self._answer_alike([made[place] for place in places])))
             except AnswerError as exc:
                 errors.append(AnswerError(places[exc.row], exc.fault))
+        if self._postprocess is None:
+            errors += find_unlike(parts, self._step.name)
         if errors:
             raise min(errors, key=lambda error: error.row)
         return parts[0][1] if len(parts) == 1 else join(parts)
@@ -94,6 +96,20 @@ class LeanModel:
 
 class CancelledError(Exception):
     """Nobody waits for the answers any more."""
+
+
+def find_unlike(parts: Sequence[tuple[Sequence[int], Mapping[str, Array]]], name: str) -> list[AnswerError]:
+    """Return an error for rows whose tensors have another shape than the first: they are no answers to fill up."""
+    shapes = [{name: list(array.shape[1:]) for name, array in tensors.items()} for _, tensors in parts]
+    return [
+        AnswerError(
+            places[0],
+            f"has answers of another shape than row 0: expected {shapes[0]}, got {shape}; send it in its own request",
+            name,
+        )
+        for (places, _), shape in zip(parts, shapes, strict=True)
+        if shape != shapes[0]
+    ]
 
 
 def join(parts: Sequence[tuple[Sequence[int], Mapping[str, Array]]]) -> dict[str, Array]:

@@ -24,10 +24,11 @@ class AnswerError(ValueError):
     Args:
         row: Its place in the request.
         fault: What is wrong with it.
+        name: Name of the input.
     """
 
-    def __init__(self, row: int, fault: str) -> None:
-        super().__init__(f"TEXT row {row} {fault}")
+    def __init__(self, row: int, fault: str, name: str = "TEXT") -> None:
+        super().__init__(f"{name} row {row} {fault}")
         self.row = row
         self.fault = fault
 
@@ -244,15 +245,14 @@ def find_keypoints(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, A
     """
     heatmaps = tensors["heatmaps"].astype(np.float64)
     geometry = tensors["geometry"].astype(np.float64)
-    rows, count, height, width = heatmaps.shape
+    rows, count, _, width = heatmaps.shape
     best = heatmaps.reshape(rows, count, -1).argmax(axis=2)
     y, x = np.divmod(best, width)
     row, point = np.ogrid[:rows, :count]
     down = refine(heatmaps[row, point, :, x], y)
     right = refine(heatmaps[row, point, y], x)
-    places = np.stack(
-        [(x + 0.5 + right) * settings["size"][1] / width, (y + 0.5 + down) * settings["size"][0] / height], axis=2
-    )
+    down_stride, right_stride = settings["stride"]
+    places = np.stack([(x + 0.5 + right) * right_stride, (y + 0.5 + down) * down_stride], axis=2)
     scale, offset = geometry[:, None, 0:2], geometry[:, None, 2:4]
     labels = np.array(settings["labels"], dtype=np.object_)
     return {

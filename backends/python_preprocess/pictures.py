@@ -6,6 +6,7 @@ Every step is Pillow's, which transformers' own image processors are written on,
 import ctypes
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,11 +71,13 @@ class MadePicture:
             picture is the place in the pixels times the scale, plus the offset, both counted from the upper left corner
             in widths of a pixel.
         pixel_mask: [height, width], whether a pixel is the picture's; the others are padding.
+        sent: What it was made of.
     """
 
     pixels: Float32Array
     geometry: Float32Array
     pixel_mask: npt.NDArray[np.bool_]
+    sent: SentFile
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class PictureReader:
     """
 
     def __init__(self, path: Path, tensor_names: Sequence[str], *, max_threads: int = _MAX_THREADS) -> None:
-        recipe = json.loads(path.read_text(encoding="utf-8"))
+        recipe = {"buckets": None} | json.loads(path.read_text(encoding="utf-8"))
         if recipe["mode"] not in MODES or recipe["filter"] not in FILTERS or recipe["channels"] not in CHANNELS:
             raise ValueError(
                 f"{path} asks for {recipe['mode']}, {recipe['filter']} and {recipe['channels']}: expected one of "
@@ -114,6 +117,8 @@ class PictureReader:
             raise ValueError(f"no picture makes {', '.join(unknown)}: expected {', '.join(TENSORS)}")
         self._plan = MODES[recipe["mode"]]
         self._recipe = recipe
+        # Width and height of pictures that between them become everything that there is.
+        self.samples = [(width, height) for height, width in recipe["buckets"] or [(64, 64)]]
         self._filter = FILTERS[recipe["filter"]]
         self._order = CHANNELS[recipe["channels"]]
         # In the order of transformers' own arithmetic, so that the last bit is the same.
@@ -131,7 +136,18 @@ class PictureReader:
         return made
 
     def stack(self, rows: "Sequence[MadePicture]") -> "dict[str, Float32Array]":
-        """Return the wanted tensors of one request: pixels [rows, 3, height, width], pixel_mask, geometry."""
+        """Return the wanted tensors of one request: pixels [rows, 3, height, width], pixel_mask, geometry.
+
+        Raises:
+            FileError: A picture went into another bucket than the first, and a tensor has one height and one width.
+        """
+        for row in rows:
+            if row.pixels.shape != rows[0].pixels.shape:
+                (_, height, width), (_, first_height, first_width) = row.pixels.shape, rows[0].pixels.shape
+                raise row.sent.refuse(
+                    f"is of another shape than row {rows[0].sent.row}: expected one that becomes {first_height} x "
+                    f"{first_width}, got one that becomes {height} x {width}; send it in a request of its own"
+                )
         pixels, *others = self._tensor_names
         made = {pixels: np.stack([row.pixels for row in rows])}
         return made | {name: np.stack([getattr(row, name) for row in rows]) for name in others}
@@ -144,7 +160,8 @@ class PictureReader:
 
     def _make(self, sent: SentFile) -> MadePicture:
         image = decode_picture(sent)
-        plan = self._plan(image.size, self._recipe)
+        recipe = choose_bucket(image.size, self._recipe)
+        plan = self._plan(image.size, recipe)
         if plan.size[0] * plan.size[1] > MAX_PIXELS:
             raise sent.refuse(
                 f"is too long and narrow: expected at most {MAX_PIXELS} pixels once it is resized, got "
@@ -153,10 +170,10 @@ class PictureReader:
         small = image if plan.size == image.size else image.resize(plan.size, self._filter)
         left, top = plan.box[:2]
         if plan.box != (0, 0, *plan.size):
-            small = crop(small, plan.box, self._recipe["fill"])
+            small = crop(small, plan.box, recipe["fill"])
         # One look-up a value in place of three passes of arithmetic.
         levels = np.asarray(small)
-        height, width = self._recipe.get("pad") or levels.shape[:2]
+        height, width = recipe.get("pad") or levels.shape[:2]
         # What is not the picture's stays 0.
         pixels = np.zeros((3, height, width), dtype=np.float32)
         inside = (slice(levels.shape[0]), slice(levels.shape[1]))
@@ -166,7 +183,7 @@ class PictureReader:
         mask[inside] = True
         scale_x, scale_y = image.width / plan.size[0], image.height / plan.size[1]
         geometry = (scale_x, scale_y, left * scale_x, top * scale_y, image.width, image.height)
-        return MadePicture(pixels, np.array(geometry, dtype=np.float32), mask)
+        return MadePicture(pixels, np.array(geometry, dtype=np.float32), mask, sent)
 
 
 def decode_picture(sent: SentFile) -> Image.Image:
@@ -278,6 +295,14 @@ def crop(image: Image.Image, box: "tuple[int, int, int, int]", fill: int) -> Ima
     filled = Image.new("RGB", (right - left, bottom - top), (fill,) * 3)
     filled.paste(image, (-left, -top))
     return filled
+
+
+def choose_bucket(size: "tuple[int, int]", recipe: "dict[str, Any]") -> "dict[str, Any]":
+    """Return the recipe with the height and width whose shape is most like that of a picture of `size`, width first."""
+    if not recipe["buckets"]:
+        return recipe
+    shape = math.log(size[1] / size[0])
+    return recipe | {"size": min(recipe["buckets"], key=lambda bucket: abs(math.log(bucket[0] / bucket[1]) - shape))}
 
 
 def plan_exact(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:

@@ -31,6 +31,7 @@ class TextStep:
         encode: Rows to what each became, or its refusal.
         stack: What rows became to tensors.
         read_rows: A request to its rows.
+        name: Name of the input, or of the first one, for messages.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class TextStep:
         texts = RequestTexts(config, has_windows=has_windows)
         self.encode, self.stack, self.read_rows = tokenizer.encode, tokenizer.stack, texts.read_rows
         self._input_names = texts.names
+        self.name = texts.names[0]
         self._longest = described.get("longest", 1)
 
     def measure(self, made: Any) -> Hashable:
@@ -74,7 +76,7 @@ class FileStep:
     refusal = FileError
 
     def __init__(self, reader: Any, config: Mapping[str, Any]) -> None:
-        (self._input,) = (tensor["name"] for tensor in config["input"])
+        (self.name,) = (tensor["name"] for tensor in config["input"])
         self.encode, self.stack = reader.encode, reader.stack
 
     def read_rows(self, request: Any) -> list[SentFile]:
@@ -83,12 +85,12 @@ class FileStep:
         Raises:
             FileError: There is none.
         """
-        values = read_values(request, self._input, self.refusal)
+        values = read_values(request, self.name, self.refusal)
         return [self.send(bytes(value), row) for row, value in enumerate(values)]
 
     def send(self, content: bytes, row: int = 0) -> SentFile:
         """Return a file as if a client had sent it."""
-        return SentFile(content, self._input, row)
+        return SentFile(content, self.name, row)
 
     def recall(self, made: Sequence[Any]) -> dict[str, Array]:
         """See `TextStep`. No answer is made of the file itself."""
@@ -104,10 +106,12 @@ class PictureStep(FileStep):
         # As above.
         from pictures import PictureReader
 
-        super().__init__(PictureReader(path, tensor_names, max_threads=count_threads(config)), config)
+        reader = PictureReader(path, tensor_names, max_threads=count_threads(config))
+        super().__init__(reader, config)
+        self._samples = reader.samples
 
     def measure(self, made: Any) -> Hashable:
-        """See `TextStep`. All are made as large as the network takes them."""
+        """See `TextStep`. Pictures of one bucket are of one size."""
         shape: Hashable = made.pixels.shape
         return shape
 
@@ -115,9 +119,10 @@ class PictureStep(FileStep):
         """See `TextStep`."""
         from PIL import Image
 
-        file = io.BytesIO()
-        Image.new("RGB", (64, 64)).save(file, "JPEG")
-        return [self.send(file.getvalue())]
+        files = [io.BytesIO() for _ in self._samples]
+        for file, size in zip(files, self._samples, strict=True):
+            Image.new("RGB", size).save(file, "JPEG")
+        return [self.send(file.getvalue()) for file in files]
 
 
 class SoundStep(FileStep):

@@ -225,8 +225,8 @@ class PictureTask(TensorTask):
     @property
     def description(self) -> str:
         """See `Task`."""
-        height, width = self.preparation.recipe.height_and_width
-        return f"{self.answers.description}; pictures by {self.preparation.origin} at {height} x {width}{self.tried_on}"
+        sizes = " or ".join(f"{height} x {width}" for height, width in self.preparation.recipe.sizes)
+        return f"{self.answers.description}; pictures by {self.preparation.origin} at {sizes}{self.tried_on}"
 
     @property
     def postprocess(self) -> Mapping[str, Any] | None:

@@ -6,10 +6,13 @@ What is answered stands in the file that describes the module's inputs, under `a
     {"answers": "keypoints", "labels": ["nose", "left eye"]}
 
 and without it the module's outputs are the answers. `labels` is a list, or a file beside that one with a name a line.
+
+A recipe with `buckets` wants an input whose height and width have names, such as `["batch", 3, "height", "width"]`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from .classification import LABEL, SCORE
 from .comparison import TENSOR_TOLERANCES
 from .images import FUNCTIONS, GEOMETRY, TOP_K, Answers, LabelAnswers, PictureTask
 from .own_module import FactoryTask, InputSpec
-from .picture_recipe import Geometry, Preparation
+from .picture_recipe import Geometry, Preparation, Recipe
+from .tensors import SizeRange
 
 KEYPOINT = "KEYPOINT"
 
@@ -55,11 +59,11 @@ class KeypointAnswers(Answers):
 
     Attributes:
         labels: Names of the heatmaps.
-        size: Height and width of what the graph is given.
+        stride: Pixels of what the graph is given from one place of a heatmap to the next, down and to the right.
     """
 
     labels: Sequence[str]
-    size: tuple[int, int]
+    stride: tuple[float, float]
 
     carried = GEOMETRY
     tolerances = _KEYPOINT_TOLERANCES
@@ -77,7 +81,7 @@ class KeypointAnswers(Answers):
     @property
     def postprocess(self) -> Mapping[str, Any]:  # type: ignore[override]
         """See `Answers`."""
-        return {"answers": "keypoints", "labels": [*self.labels], "size": [*self.size]}
+        return {"answers": "keypoints", "labels": [*self.labels], "stride": [*self.stride]}
 
     @property
     def description(self) -> str:
@@ -89,8 +93,8 @@ class KeypointAnswers(Answers):
         points, scores = [], []
         for heatmap in outputs[0][0].double():
             row, column = divmod(int(heatmap.argmax()), heatmap.shape[1])
-            y = (row + 0.5 + _refine(heatmap[:, column], row)) * self.size[0] / heatmap.shape[0]
-            x = (column + 0.5 + _refine(heatmap[row], column)) * self.size[1] / heatmap.shape[1]
+            y = (row + 0.5 + _refine(heatmap[:, column], row)) * self.stride[0]
+            x = (column + 0.5 + _refine(heatmap[row], column)) * self.stride[1]
             points.append([x * geometry[0] + geometry[2], y * geometry[1] + geometry[3]])
             scores.append(float(heatmap[row, column]))
         return {LABEL: [*self.labels], SCORE: scores, KEYPOINT: points}
@@ -125,8 +129,8 @@ class FactoryPictures(PictureTask, FactoryTask):
     def __init__(
         self, module: nn.Module, spec: InputSpec, *, preparation: Preparation, pictures: Sequence[Path] | None = None
     ) -> None:
-        size = preparation.recipe.height_and_width
-        wanted = TensorSignature(name=spec.inputs[0].name, dtype=torch.float32, dims=(BATCH, 3, *size))
+        recipe = preparation.recipe
+        wanted = _sign_pixels(spec, recipe)
         if spec.inputs != (wanted,):
             raise ModelError(
                 f"pictures by {preparation.origin} are not what the module takes",
@@ -134,14 +138,65 @@ class FactoryPictures(PictureTask, FactoryTask):
                 got=", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.dims)}" for tensor in spec.inputs),
                 remedy="correct the inputs or --preprocess",
             )
-        FactoryTask.__init__(self, module, spec)
+        FactoryTask.__init__(self, module, _limit_sizes(spec, recipe))
         if not self.signature.is_batched:
             raise ModelError("the module cannot be asked in batches", expected="rows of their own", got=self.notes[0])
-        self.serve_pictures(preparation, _build_answers(spec, self.signature, size), pictures)
+        self.serve_pictures(preparation, _build_answers(spec, self.signature, self._find_strides(recipe)), pictures)
+
+    def _find_strides(self, recipe: Recipe) -> set[tuple[float, float]]:
+        """Return how far apart places of the first output lie in the pixels, at every size; nothing without any."""
+        strides = set()
+        for height, width in recipe.sizes:
+            with torch.no_grad():
+                made = self.module(torch.zeros(1, 3, height, width))[0]
+            if made.dim() == _KINDS["keypoints"].rank and made.numel():
+                strides.add((height / made.shape[2], width / made.shape[3]))
+        return strides
 
 
-def _build_answers(spec: InputSpec, signature: ModelSignature, size: tuple[int, int]) -> Answers:
+def _sign_pixels(spec: InputSpec, recipe: Recipe) -> TensorSignature:
+    """Return the one input that takes pictures by a recipe, with the file's own names of what varies."""
+    given = spec.inputs[0].dims[2:]
+    dims = []
+    for axis, (name, sizes) in enumerate(zip(("height", "width"), zip(*recipe.sizes, strict=True), strict=True)):
+        if len({*sizes}) == 1:
+            dims.append(sizes[0])
+        else:
+            is_named = len(given) == 2 and isinstance(given[axis], str) and given[0] != given[1]
+            dims.append(given[axis] if is_named else name)
+    return TensorSignature(name=spec.inputs[0].name, dtype=torch.float32, dims=(BATCH, 3, *dims))
+
+
+def _limit_sizes(spec: InputSpec, recipe: Recipe) -> InputSpec:
+    """Return the description of a module with the sizes that its recipe makes.
+
+    Raises:
+        SettingsError: The file says others.
+    """
+    if spec.tensors.sizes and any(limits != SizeRange() for limits in spec.tensors.sizes.values()):
+        raise SettingsError(
+            "the sizes under dims have no effect on a module that is given pictures",
+            expected="those of the recipe's buckets",
+            got=", ".join(
+                f"{symbol} from {limits.smallest} to {limits.largest}" for symbol, limits in spec.tensors.sizes.items()
+            ),
+            remedy="take dims out of the file",
+        )
+    limited = {
+        symbol: SizeRange(smallest=min(sizes), largest=max(sizes), multiple_of=math.gcd(*sizes))
+        for symbol, sizes in zip(spec.inputs[0].dims[2:], zip(*recipe.sizes, strict=True), strict=True)
+        if isinstance(symbol, str)
+    }
+    return replace(spec, tensors=replace(spec.tensors, sizes=limited))
+
+
+def _build_answers(spec: InputSpec, signature: ModelSignature, strides: set[tuple[float, float]]) -> Answers:
     """Return what the module's file asks for under `answers`.
+
+    Args:
+        spec: What the file says.
+        signature: The graph's.
+        strides: How far apart places of heatmaps lie in the pixels; several, where it depends on the picture's size.
 
     Raises:
         SettingsError: It cannot be used, or not with these outputs.
@@ -157,7 +212,7 @@ def _build_answers(spec: InputSpec, signature: ModelSignature, size: tuple[int, 
         (output,) = signature.outputs
         if output.name != build.output or len(output.dims) != build.rank or output.dims[1] != len(labels):
             raise ValueError(f"{len(labels)} labels for {output.name} {list(output.dims)}")
-        return build.make(labels, size, given)
+        return build.make(labels, strides, given)
     except (OSError, ValueError, TypeError) as exc:
         raise SettingsError(
             "what the module's file says under answers cannot be used",
@@ -182,26 +237,29 @@ class _Kind:
     Attributes:
         output: Name of the output that the postprocess step takes.
         rank: How many dimensions that has.
-        make: Makes it of labels, the graph's size, and what else was given.
+        make: Makes it of labels, the strides of heatmaps, and what else was given.
     """
 
     output: str
     rank: int
-    make: Callable[[list[str], tuple[int, int], dict[str, Any]], Answers]
+    make: Callable[[list[str], set[tuple[float, float]], dict[str, Any]], Answers]
 
 
-def _make_labels(labels: list[str], size: tuple[int, int], given: dict[str, Any]) -> Answers:
-    del size
+def _make_labels(labels: list[str], strides: set[tuple[float, float]], given: dict[str, Any]) -> Answers:
+    del strides
     function, top_k = given.pop("function", "softmax"), given.pop("top_k", TOP_K)
     if function not in FUNCTIONS or not isinstance(top_k, int) or top_k < 1 or given:
         raise ValueError(f"function {function!r}, top_k {top_k!r}{''.join(f', {key}' for key in given)}")
     return LabelAnswers(labels, function, min(top_k, len(labels)))
 
 
-def _make_keypoints(labels: list[str], size: tuple[int, int], given: dict[str, Any]) -> Answers:
+def _make_keypoints(labels: list[str], strides: set[tuple[float, float]], given: dict[str, Any]) -> Answers:
     if given:
         raise ValueError(", ".join(given))
-    return KeypointAnswers(labels, size)
+    if len(strides) != 1:
+        raise ValueError(f"heatmaps with a place for every {' or '.join(map(str, sorted(strides)))} pixels")
+    (stride,) = strides
+    return KeypointAnswers(labels, stride)
 
 
 _KINDS = {"labels": _Kind("logits", 2, _make_labels), "keypoints": _Kind("heatmaps", 4, _make_keypoints)}

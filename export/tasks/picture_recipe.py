@@ -6,6 +6,7 @@ is the reference, by transformers' own image processor wherever the checkpoint n
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class Recipe:
         mode: `exact` resizes to `size` whatever the shape, `shortest_edge` makes the shorter edge that long and keeps
             the shape, `letterbox` fits the picture into `size`, in the middle, and fills the rest, `edges` makes the
             shorter edge as long as the first of `size` unless the longer one were then beyond the second.
-        size: Height and width, or the one edge, or the shorter and the longer one.
+        size: Height and width, or the one edge, or the shorter and the longer one; nothing where there are buckets.
         filter: Pillow's name of it.
         crop: Height and width that are cut out of the middle, or None.
         rounding: Which of the two pixels in the middle: `down` as transformers, `even` as torchvision.
@@ -64,10 +65,12 @@ class Recipe:
         std: What it is then divided by, by channel.
         channels: Their order in the tensor, `rgb` or `bgr`.
         pad: With `edges`, height and width of the tensor: the picture lies in its upper left, the rest is 0.
+        buckets: With `exact` and `letterbox`, several heights and widths: a picture gets the one whose shape is most
+            like its own, of two the first.
     """
 
     mode: str
-    size: tuple[int, ...]
+    size: tuple[int, ...] = ()
     filter: str = "bilinear"
     crop: tuple[int, int] | None = None
     rounding: str = "down"
@@ -77,11 +80,12 @@ class Recipe:
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
     channels: str = "rgb"
     pad: tuple[int, int] | None = None
+    buckets: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         checks = {
             "mode": self.mode in _MODES,
-            "size": len(self.size) == _MODES.get(self.mode) and _are_sizes(self.size),
+            "size": len(self.size) == (0 if self.buckets else _MODES.get(self.mode)) and _are_sizes(self.size),
             "filter": self.filter in _FILTERS.values(),
             "crop": self.crop is None
             or (self.mode in ("exact", "shortest_edge") and len(self.crop) == 2 and _are_sizes(self.crop)),
@@ -92,6 +96,7 @@ class Recipe:
             "std": len(self.std) == 3 and all(self.std),
             "channels": self.channels in ("rgb", "bgr"),
             "pad": self._is_padded_well(),
+            "buckets": self.buckets is None or self._has_good_buckets(self.buckets),
         }
         wrong = [name for name, is_right in checks.items() if not is_right]
         if wrong:
@@ -105,11 +110,33 @@ class Recipe:
             return (self.mode == "edges") == (self.pad is not None)
         return len(self.pad) == 2 and _are_sizes(self.pad) and self.size[0] <= self.size[1] <= min(self.pad)
 
+    def _has_good_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
+        """Tell whether there are several sizes, each once, in a mode that makes pictures of one size."""
+        return (
+            self.mode in ("exact", "letterbox")
+            and self.crop is None
+            and len({*buckets}) == len(buckets) > 1
+            and all(len(bucket) == 2 and _are_sizes(bucket) for bucket in buckets)
+        )
+
     @property
     def height_and_width(self) -> tuple[int, int]:
-        """The size of what the graph is given."""
-        height, width = self.pad or self.crop or self.size
+        """The size of what the graph is given; of several the largest."""
+        height, width = max(self.sizes, key=math.prod)
         return height, width
+
+    @property
+    def sizes(self) -> Sequence[tuple[int, int]]:
+        """Every height and width that the graph may be given."""
+        if self.buckets:
+            return self.buckets
+        height, width = self.pad or self.crop or self.size
+        return [(height, width)]
+
+    def choose(self, image: Image.Image) -> tuple[int, int]:
+        """Return height and width of what the graph is given of a picture."""
+        shape = math.log(image.height / image.width)
+        return min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - shape))
 
     def to_json(self) -> bytes:
         """Return the content of `picture.json`."""
@@ -119,7 +146,7 @@ class Recipe:
         """Return what the graph is given of an upright picture in RGB."""
         height, width = self._find_size(image)
         levels = np.asarray(image.resize((width, height), Image.Resampling[self.filter.upper()]))
-        want_height, want_width = (height, width) if self.pad else self.height_and_width
+        want_height, want_width = (height, width) if self.pad else self.choose(image)
         top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
         canvas = np.full((want_height, want_width, 3), self.fill, dtype=np.uint8)
         inside = levels[max(top, 0) : top + want_height, max(left, 0) : left + want_width]
@@ -136,7 +163,7 @@ class Recipe:
 
     def find_mask(self, image: Image.Image) -> npt.NDArray[np.bool_]:
         """Return which pixels of the graph's input are the picture's and which are padding, [height, width]."""
-        mask = np.zeros(self.height_and_width, dtype=bool)
+        mask = np.zeros(self.choose(image), dtype=bool)
         height, width = self._find_size(image) if self.pad else mask.shape
         mask[:height, :width] = True
         return mask
@@ -144,24 +171,25 @@ class Recipe:
     def find_geometry(self, image: Image.Image) -> Geometry:
         """Return where the pixels lie in an upright picture."""
         height, width = self._find_size(image)
-        want_height, want_width = (height, width) if self.pad else self.height_and_width
+        want_height, want_width = (height, width) if self.pad else self.choose(image)
         top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
         x, y = image.width / width, image.height / height
         return (x, y, left * x, top * y, float(image.width), float(image.height))
 
     def _find_size(self, image: Image.Image) -> tuple[int, int]:
         if self.mode == "exact":
-            return self.size[0], self.size[1]
+            return self.choose(image) if self.buckets else (self.size[0], self.size[1])
         if self.mode == "shortest_edge":
             long = int(self.size[0] * max(image.size) / min(image.size))
             return (long, self.size[0]) if image.height >= image.width else (self.size[0], long)
         if self.mode == "edges":
             height, width = get_size_with_aspect_ratio((image.height, image.width), *self.size)
             return max(1, height), max(1, width)
-        scale = min(self.size[1] / image.width, self.size[0] / image.height)
+        most_height, most_width = self.choose(image)
+        scale = min(most_width / image.width, most_height / image.height)
         height, width = (
             max(1, min(most, round(edge * scale)))
-            for edge, most in ((image.height, self.size[0]), (image.width, self.size[1]))
+            for edge, most in ((image.height, most_height), (image.width, most_width))
         )
         return height, width
 
@@ -244,7 +272,15 @@ def find_preparation(directory: Path, chosen: str | None) -> Preparation:
         ModelError: There is no recipe, or none that the server can follow.
     """
     if chosen is not None:
-        return read_preparation(chosen)
+        preparation = read_preparation(chosen)
+        if preparation.recipe.buckets:
+            raise ModelError(
+                f"{chosen} makes pictures of several sizes",
+                expected="one, which the checkpoint's configuration was trained to",
+                got=" and ".join(f"{height} x {width}" for height, width in preparation.recipe.buckets),
+                remedy="give it a size in place of buckets, or build the network with --factory",
+            )
+        return preparation
     if not (directory / PROCESSOR_FILE).is_file():
         raise ModelError(
             f"nothing says what is done to pictures before the model of {directory} sees them",
@@ -373,4 +409,4 @@ def _read_crop_pct(edge: int, share: float) -> tuple[str, tuple[int, ...], tuple
 
 
 def _to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value

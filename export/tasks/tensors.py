@@ -1,5 +1,6 @@
 """Tasks that are served as they are: tensors in, tensors out, nothing in front of the graph and nothing behind it."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -141,9 +142,7 @@ class TensorTask(Task):
 
     def build_example(self) -> tuple[Tensor, ...]:
         """See `Task`."""
-        symbols = list(self.tensors.sizes)
-        preferred = dict(zip(symbols, _EXAMPLE_SIZES * len(symbols), strict=False))
-        sizes = {symbol: self.tensors.sizes[symbol].choose_example(preferred[symbol]) for symbol in symbols}
+        sizes = {symbol: pair[0] for symbol, pair in _choose_pairs(self.tensors.sizes).items()}
         random = np.random.default_rng(0)
         rows = [self._make_row(sizes, random) for _ in range(_EXAMPLE_BATCH if self.signature.is_batched else 1)]
         feeds = join_rows(rows, self.signature, self.padding_values).feeds
@@ -242,11 +241,9 @@ def infer_outputs(
     """
     random = np.random.default_rng(0)
     runs = []
-    for batch, shift in ((2, 0), (3, 1)):
-        sizes = {
-            symbol: limits.choose_example(_EXAMPLE_SIZES[place % len(_EXAMPLE_SIZES)] + shift * (6 + limits.smallest))
-            for place, (symbol, limits) in enumerate(tensors.sizes.items())
-        }
+    pairs = _choose_pairs(tensors.sizes)
+    for run, batch in enumerate((2, 3)):
+        sizes = {symbol: pair[run] for symbol, pair in pairs.items()}
         signature = ModelSignature(inputs=inputs, outputs=())
         rows = [
             make_row(inputs, tensors, sizes, random, is_batched=signature.is_batched)
@@ -279,6 +276,18 @@ def infer_outputs(
             dims.append(pair[0] if pair[0] == pair[1] else symbol)
         signatures.append(TensorSignature(name=name, dtype=one.dtype, dims=tuple(dims)))
     return tuple(signatures)
+
+
+def _choose_pairs(ranges: Mapping[str, SizeRange]) -> dict[str, tuple[int, int]]:
+    """Return two sizes of each axis, which differ, and from those of the other axes, wherever the ranges allow it."""
+    pairs: dict[str, tuple[int, int]] = {}
+    for place, (symbol, limits) in enumerate(ranges.items()):
+        size = _EXAMPLE_SIZES[place % len(_EXAMPLE_SIZES)]
+        first = (limits.choose_example(size), limits.choose_example(size + 6 + limits.smallest))
+        others = itertools.permutations(limits.list_sizes(), 2)
+        good = (pair for pair in (first, *others) if pair[0] != pair[1] and pair not in pairs.values())
+        pairs[symbol] = next(good, first)
+    return pairs
 
 
 def _choose_batch_size(rows: Sequence[Row]) -> int:

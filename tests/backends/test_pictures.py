@@ -106,8 +106,10 @@ def test_pixels_are_those_of_transformers(name: str, photographs: list[bytes], t
         RECIPES["imagenet"],
         Recipe(mode="letterbox", size=(64, 96), filter="bicubic", fill=114, channels="bgr"),
         Recipe(mode="exact", size=(50, 40), filter="lanczos", crop=(31, 33), scale=1.0),
+        Recipe(mode="letterbox", buckets=((64, 96), (96, 64), (64, 64)), fill=7),
+        Recipe(mode="exact", buckets=((48, 96), (64, 64))),
     ],
-    ids=lambda recipe: recipe.mode,
+    ids=lambda recipe: f"{recipe.mode}, buckets" if recipe.buckets else recipe.mode,
 )
 def test_a_recipe_without_a_processor_is_followed_alike_in_export_and_server(
     recipe: Recipe, photographs: list[bytes], tmp_path: Path
@@ -120,11 +122,70 @@ def test_a_recipe_without_a_processor_is_followed_alike_in_export_and_server(
         # The middle of the pixels is the middle of the picture, up to the rounding of a crop.
         scale_x, scale_y, left, top, width, height = made.geometry.tolist()
         assert (width, height) == image.size
-        tall, wide = recipe.height_and_width
+        tall, wide = recipe.choose(image)
+        assert made.pixels.shape == (3, tall, wide)
         assert abs(left + scale_x * wide / 2 - width / 2) <= scale_x
         assert abs(top + scale_y * tall / 2 - height / 2) <= scale_y
-    tensors = reader.stack(make(reader, *contents[:2]))
+    tensors = reader.stack(make(reader, contents[0], contents[0]))
     assert [tensors["pixel_values"].shape[0], tensors["geometry"].shape] == [2, (2, 6)]
+
+
+def test_a_picture_gets_the_bucket_whose_shape_is_most_like_its_own(tmp_path: Path) -> None:
+    recipe = Recipe(mode="exact", buckets=((8, 8), (8, 16), (16, 8), (8, 24)))
+    reader = open_reader(recipe, tmp_path)
+    for (width, height), bucket in {
+        (50, 50): (8, 8),
+        (100, 71): (8, 8),
+        (100, 70): (8, 16),
+        (70, 100): (16, 8),
+        (1000, 10): (8, 24),
+        (10, 1000): (16, 8),
+    }.items():
+        image = Image.new("RGB", (width, height))
+        (made,) = make(reader, encode(image, "PNG"))
+        assert made.pixels.shape[1:] == recipe.choose(image) == bucket
+    # As far from one as from the other.
+    assert Recipe(mode="exact", buckets=((8, 32), (8, 8))).choose(Image.new("RGB", (20, 10))) == (8, 32)
+
+
+def test_pictures_of_several_buckets_make_no_tensor(tmp_path: Path) -> None:
+    reader = open_reader(Recipe(mode="exact", buckets=((8, 8), (8, 16))), tmp_path)
+    square, wide = (encode(Image.new("RGB", size), "PNG") for size in ((40, 40), (80, 40)))
+    assert reader.stack(make(reader, wide, wide))["pixel_values"].shape == (2, 3, 8, 16)
+    with pytest.raises(
+        pictures.FileError, match=r"IMAGE row 1 is of another shape than row 0: expected one that becomes"
+    ):
+        reader.stack(make(reader, wide, square))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"buckets": []},
+        {"buckets": [[8, 8]]},
+        {"buckets": [[8, 8], [8, 8]]},
+        {"buckets": [[8, 8], [8, 9000]]},
+        {"buckets": [[8, 8], [8]]},
+        {"buckets": [8, 16]},
+        {"size": [8, 8]},
+        {"mode": "shortest_edge", "crop": [8, 8]},
+        {"crop": [4, 4]},
+    ],
+    ids=str,
+)
+def test_buckets_that_are_none_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"mode": "exact", "buckets": [[8, 8], [8, 16]]} | changed))
+    with pytest.raises(SettingsError, match="is not a recipe for pictures"):
+        read_preparation(str(path))
+
+
+def test_buckets_are_for_modules_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text('{"mode": "exact", "buckets": [[8, 8], [8, 16]]}')
+    assert read_preparation(str(path)).recipe.buckets == ((8, 8), (8, 16))
+    with pytest.raises(ModelError, match="makes pictures of several sizes: .* got 8 x 8 and 8 x 16; give it a size"):
+        find_preparation(tmp_path, str(path))
 
 
 def test_torchvisions_arguments_are_a_recipe_and_what_cannot_be_done_is_refused(tmp_path: Path) -> None:

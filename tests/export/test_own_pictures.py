@@ -51,10 +51,17 @@ def build():
 LABELS = {"answers": "labels", "labels": "names.txt", "top_k": 2}
 
 
-def build(folder: Path, pictures: Sequence[Path] | None = None, **changed: Any) -> FactoryPictures:
-    (folder / "model.py").write_text(MODULE)
+def build(
+    folder: Path,
+    pictures: Sequence[Path] | None = None,
+    *,
+    recipe: Recipe = Recipe(mode="exact", size=(8, 8)),  # noqa: B008
+    module: str = MODULE,
+    **changed: Any,
+) -> FactoryPictures:
+    (folder / "model.py").write_text(module)
     (folder / "names.txt").write_text("red\ngreen\nblue\n")
-    (folder / "recipe.json").write_text(Recipe(mode="exact", size=(8, 8)).to_json().decode())
+    (folder / "recipe.json").write_text(recipe.to_json().decode())
     spec = {"inputs": {"pixels": {"shape": ["batch", 3, 8, 8]}}, "outputs": ["logits"], "answers": LABELS} | changed
     (folder / "inputs.json").write_text(json.dumps({key: value for key, value in spec.items() if value is not None}))
     preparation = read_preparation(str(folder / "recipe.json"))
@@ -72,11 +79,12 @@ def test_keypoints_are_the_same_by_the_definition_and_in_the_server() -> None:
     """Tops in the middle, at edges and in corners, flat ones, and heatmaps of one row."""
     random = np.random.default_rng(0)
     for height, width in ((16, 12), (3, 3), (2, 5), (1, 4), (1, 1)):
+        stride = (64 / height, 48 / width)
         heatmaps = random.standard_normal((6, 4, height, width)).astype(np.float32)
         heatmaps[0, 0] = 0
         heatmaps[1, 0, 0, 0] = heatmaps[1, 1, -1, -1] = heatmaps[1, 2, 0, -1] = 9
         geometry = random.uniform(0.5, 4, (6, 6)).astype(np.float32)
-        kind = KeypointAnswers(["a", "b", "c", "d"], (64, 48))
+        kind = KeypointAnswers(["a", "b", "c", "d"], stride)
         made = answers.build_postprocess(kind.postprocess)({"heatmaps": heatmaps, "geometry": geometry})
         for row in range(6):
             expected = kind.answer([torch.from_numpy(heatmaps[row : row + 1])], tuple(geometry[row].tolist()))
@@ -89,13 +97,13 @@ def test_a_parabola_is_found_to_a_fraction_of_a_cell() -> None:
     y, x = np.mgrid[0:16, 0:12]
     heatmap = (10 - (x - 5.3) ** 2 - (y - 8.7) ** 2).astype(np.float32)[None, None]
     geometry = np.array([[1, 1, 0, 0, 48, 64]], dtype=np.float32)
-    settings = {"answers": "keypoints", "labels": ["a"], "size": [64, 48]}
+    settings = {"answers": "keypoints", "labels": ["a"], "stride": [4.0, 4.0]}
     place = answers.build_postprocess(settings)({"heatmaps": heatmap, "geometry": geometry})["KEYPOINT"][0, 0]
     np.testing.assert_allclose(place, [(5.3 + 0.5) * 4, (8.7 + 0.5) * 4], atol=1e-3)
 
 
 def test_places_that_hang_on_the_last_digits_are_not_recorded() -> None:
-    kind = KeypointAnswers(["a"], (64, 48))
+    kind = KeypointAnswers(["a"], (4.0, 4.0))
     geometry = (1.0, 1.0, 0.0, 0.0, 48.0, 64.0)
     heatmaps = torch.zeros(1, 1, 16, 12)
     heatmaps[0, 0, 4, 4] = heatmaps[0, 0, 9, 9] = 1.0
@@ -135,6 +143,62 @@ def test_without_answers_clients_get_the_outputs(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=sentence):
         build(tmp_path, **changed)
+
+
+BUCKETS = Recipe(mode="letterbox", buckets=((16, 8), (8, 16), (8, 8)))
+NAMED = {"pixels": {"shape": ["batch", 3, "height", "width"]}}
+POOLED = """
+import torch
+
+
+class Pooled(torch.nn.Module):
+    def forward(self, pixels):
+        return torch.nn.functional.{}(pixels, {})
+
+
+def build():
+    return Pooled()
+"""
+
+
+def test_pictures_of_several_shapes_are_tried_in_all_of_them(tmp_path: Path) -> None:
+    task = build(tmp_path, recipe=BUCKETS, inputs=NAMED)
+    assert task.description.endswith(" at 16 x 8 or 8 x 16 or 8 x 8")
+    assert task.tested_sizes == "height from 8 to 16, width from 8 to 16"
+    assert {row["pixels"].shape for row in task.tensors.samples} == {(3, 16, 8), (3, 8, 16), (3, 8, 8)}
+    assert task.signature.inputs[0].dims == ("batch", 3, "height", "width")
+    assert task.signature.outputs[0].dims == ("batch", 3)
+    assert len(task.build_golden()["samples"]) == 12
+
+
+def test_an_edge_that_all_buckets_share_is_a_number(tmp_path: Path) -> None:
+    inputs = {"pixels": {"shape": ["batch", 3, 8, "wide"]}}
+    task = build(tmp_path, recipe=Recipe(mode="exact", buckets=((8, 8), (8, 24))), inputs=inputs)
+    assert task.signature.inputs[0].dims == ("batch", 3, 8, "wide")
+    with pytest.raises(
+        ExportError, match=r"shape \['batch', 3, 8, 'width'\], got pixels torch.float32 \['batch', 3, 8, 8"
+    ):
+        build(tmp_path, recipe=Recipe(mode="exact", buckets=((8, 8), (8, 24))))
+
+
+def test_keypoints_of_several_shapes_want_heatmaps_of_one_scale(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {
+        "recipe": BUCKETS,
+        "inputs": NAMED,
+        "outputs": ["heatmaps"],
+        "answers": {"answers": "keypoints", "labels": "names.txt"},
+    }
+    task = build(tmp_path, module=POOLED.format("avg_pool2d", 4), **asked)
+    assert isinstance(task.answers, KeypointAnswers) and task.answers.stride == (4.0, 4.0)
+    with pytest.raises(ExportError, match=r"got heatmaps with a place for every \(2.0, 2.0\) or \(2.0, 4.0\) or"):
+        build(tmp_path, module=POOLED.format("adaptive_avg_pool2d", 4), **asked)
+
+
+def test_sizes_beside_those_of_the_buckets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="the sizes under dims have no effect on a module .* got height from 1 to 64"):
+        build(tmp_path, recipe=BUCKETS, inputs=NAMED, dims={"height": {"max": 64}})
+    with pytest.raises(ExportError, match=r"expected one input of float32 and shape \['batch', 3, 'height', 'width'\]"):
+        build(tmp_path, recipe=BUCKETS, inputs={"pixels": {"shape": ["batch", 3, "edge", "edge"]}})
 
 
 def test_answers_are_refused_where_clients_send_tensors(tmp_path: Path) -> None:

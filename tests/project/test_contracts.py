@@ -244,7 +244,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"top_log_probabilities": np.zeros((1, 2, 2)), "top_token_ids": np.array([[[-1, -1], [1, 0]]])},
     ),
     "keypoints": (
-        {"labels": ["nose"], "size": [16, 16]},
+        {"labels": ["nose"], "stride": [4.0, 4.0]},
         {"heatmaps": np.eye(4)[None, None], "geometry": np.array([[1.0, 1.0, 0.0, 0.0, 16.0, 16.0]])},
     ),
     "boxes": (

@@ -61,6 +61,11 @@ POSE_INPUTS = {
 }
 
 
+# The same network, given pictures in whichever of three shapes is most like their own.
+BUCKETS = [[64, 48], [48, 64], [40, 80]]
+SHAPES_INPUTS = {"inputs": {"image": {"shape": ["batch", 3, "height", "width"]}}}
+
+
 @dataclass(frozen=True)
 class Served:
     """The checkpoint, and the server that answers for it."""
@@ -85,7 +90,7 @@ def launched(models: Path) -> Iterator[Running]:
     with running(models / "models") as server:
         server.read_until("serving HTTP")
         proven = [line.split()[0] for line in server.lines if "ready, answers as verified" in line]
-        assert proven == [NAME, "pose"]
+        assert proven == [NAME, "lean_shapes", "pose", "shapes"]
         server.follow()
         yield server
 
@@ -109,6 +114,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     what = ["run", "--factory", f"{directory / 'pose.py'}:build", "--inputs", str(directory / "pose.json")]
     what += ["--preprocess", str(directory / "recipe.json"), "--name", "pose"]
     assert run_export_cli([*what, "--repository", str(directory / "models"), "--json"]) == 0
+    (directory / "shapes.json").write_text(json.dumps(POSE_INPUTS | SHAPES_INPUTS))
+    (directory / "buckets.json").write_text(json.dumps({"mode": "letterbox", "buckets": BUCKETS, "scale": 1.0}))
+    what = ["run", "--factory", f"{directory / 'pose.py'}:build", "--inputs", str(directory / "shapes.json")]
+    what += ["--preprocess", str(directory / "buckets.json"), "--repository", str(directory / "models"), "--json"]
+    assert run_export_cli([*what, "--name", "shapes"]) == 0
+    assert run_export_cli([*what, "--name", "lean_shapes", "--steps", "lean"]) == 0
     return directory
 
 
@@ -189,6 +200,27 @@ def test_keypoints_lie_where_they_are_in_the_original_picture(served: Served) ->
         assert answers["LABEL"].tolist() == [[b"reddest", b"greenest", b"bluest"]] * 2
         # One pixel of what the graph sees is 8 of the picture, and one of its heatmaps 33.
         assert np.abs(answers["KEYPOINT"] - np.array(places)).max() < 4
+
+
+@pytest.mark.parametrize("name", ["shapes", "lean_shapes"])
+def test_keypoints_lie_where_they_are_in_pictures_of_every_shape(served: Served, name: str) -> None:
+    places = [(40.0, 40.0), (150.0, 60.0), (100.0, 75.0)]
+    files = []
+    for width, height in ((240, 180), (180, 240), (320, 130)):
+        y, x = np.mgrid[0:height, 0:width] + 0.5
+        levels = [250 * np.exp(-((x - left) ** 2 + (y - top) ** 2) / 800) for left, top in places]
+        files.append(io.BytesIO())
+        Image.fromarray(np.stack(levels, axis=2).astype(np.uint8)).save(files[-1], "PNG")
+    contents = [file.getvalue() for file in files]
+    # Whatever shapes are asked about at once.
+    with ThreadPoolExecutor(8) as pool:
+        for answers in pool.map(lambda content: served.ask(content, name=name), contents * 8):
+            assert np.abs(answers["KEYPOINT"] - np.array(places)).max() < 3
+    if name == "lean_shapes":
+        assert np.abs(served.ask(*contents, name=name)["KEYPOINT"] - np.array(places)).max() < 3
+    else:
+        with pytest.raises(ClientError, match="IMAGE row 1 is of another shape than row 0: .* send it in a request of"):
+            served.ask(*contents, name=name)
 
 
 def test_parity_holds_over_the_transports_that_carry_bytes(served: Served) -> None:
