@@ -155,6 +155,12 @@ failing-disk: setup ## Fail every single write, rename and sync of a publication
 pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
 	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
 
+growth: setup ## Measure how export, memory, start and speed grow with model, texts and callers, and plot it
+	@$(BENCH)bench_growth $(BENCH_OPTIONS)
+
+memory: setup ## Measure what an export and an instance hold, by engine and precision, beside what inspect says
+	@$(BENCH)measure_memory $(BENCH_OPTIONS)
+
 bench-pictures: setup ## Measure photo in, labels out beside FastAPI, Pillow and ONNX Runtime, at 1 and 8 connections
 	@$(BENCH)bench_pictures $(BENCH_OPTIONS)
 

@@ -59,6 +59,7 @@ class Running:
         )
         self.lines: list[str] = []
         self.read = 0
+        self._reader: threading.Thread | None = None
 
     def read_until(self, text: str) -> None:
         """Read what it says until `text` is among it; whatever takes longer than five minutes is ended."""
@@ -82,7 +83,8 @@ class Running:
             for line in self.process.stderr:
                 self.lines.append(line.rstrip("\n"))
 
-        threading.Thread(target=read, daemon=True).start()
+        self._reader = threading.Thread(target=read, daemon=True)
+        self._reader.start()
 
     def wait_for_line(self, texts: str | tuple[str, ...], limit_s: float) -> None:
         """Wait until it says one of `texts`, after whatever this has already found; `follow` comes first."""
@@ -104,6 +106,18 @@ class Running:
         assert self.process.stderr is not None
         self.lines += self.process.stderr.read().splitlines()
         return self.process.wait()
+
+    def close(self) -> None:
+        """End it, if it has not ended, and leave no descriptor open."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(timeout=30)
+        assert self.process.stderr is not None
+        if self._reader:
+            # What it left behind may hold the other end.
+            self._reader.join(timeout=2)
+        if not self._reader or not self._reader.is_alive():
+            self.process.stderr.close()
 
     def check(self, *options: str) -> Finished:
         """Run the check that a deployment is judged by, and with `--any-version` a container's health."""
@@ -133,9 +147,7 @@ def running(repository: Path, *arguments: str, **options: object) -> Iterator[Ru
     try:
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.terminate()
-            server.process.wait(timeout=30)
+        server.close()
 
 
 def read_golden_texts(repository: Path, name: str) -> tuple[list[tuple[str, np.ndarray]], float]:

@@ -1,0 +1,156 @@
+"""What an export and an instance hold in memory, by engine and precision, beside what `inspect` says: `make memory`.
+
+    python -m benches.measure_memory [--sizes 6x384 12x768 24x1024] [--ways onnxruntime:fp32 openvino:int8]
+
+Random BERTs of the layers and widths that are asked for, with the vocabulary of the demo's checkpoint. Of an export all
+processes are counted together, at most; of a server the process of the one instance, once it is ready and has answered
+what was verified. Both are resident memory, in MB. A line says how far the formula of `inspect` is off; at the end
+stand base and share of the weights in fp32 that fit each way best.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from harness import CHECKOUT
+from launcher import running
+from transformers import BertConfig, BertModel
+
+from demo.checkpoint import fetch_checkpoint
+from export.commands.inspect_checkpoint import inspect_checkpoint
+from server.processes import list_children
+
+WAYS = (
+    "onnxruntime:fp32",
+    "onnxruntime:fp16",
+    "onnxruntime:bf16",
+    "onnxruntime:int8",
+    "openvino:fp32",
+    "openvino:bf16",
+    "openvino:int8",
+)
+_LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one way of one size held, in bytes.
+
+    Attributes:
+        weights: Of the weights in fp32.
+        table: Of those, what belongs to the table of tokens.
+        export: All processes of the export together, at most.
+        instance: One instance, ready.
+    """
+
+    weights: int
+    table: int
+    export: int
+    instance: int
+
+
+def build_checkpoint(size: str, folder: Path) -> Path:
+    """Save a random BERT of `LAYERSxWIDTH` in `folder`."""
+    layers, width = map(int, size.split("x"))
+    source = fetch_checkpoint()
+    config = BertConfig.from_pretrained(source)
+    config.update({"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 4 * width})
+    config.num_attention_heads = width // 64
+    torch.manual_seed(0)
+    BertModel(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder)
+    return folder
+
+
+def measure(checkpoint: Path, way: str, repository: Path) -> Held:
+    """Export and serve a checkpoint in one way."""
+    engine, precision = way.split(":")
+    command = [sys.executable, "-m", "export", "run", str(checkpoint), "--name", "m", "--repository", str(repository)]
+    command += ["--engine", engine, "--precision", precision, "--task", "feature-extraction", "--json"]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log)
+        most = 0
+        while process.poll() is None:
+            most = max(most, sum(map(read_resident, list_tree(process.pid))))
+            time.sleep(_LOOK_S)
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(f"{way} of {checkpoint.name} failed: {log.read().decode()[-2000:]}")
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        (stub,) = server.find_stubs("m_model")[:1]
+        instance = read_resident(stub.pid)
+    weights = sum(tensor.numel() for tensor in BertModel.from_pretrained(checkpoint).parameters()) * 4
+    config = BertConfig.from_pretrained(checkpoint)
+    return Held(weights, config.vocab_size * config.hidden_size * 4, most, instance)
+
+
+def list_tree(pid: int) -> list[int]:
+    """Return a process and all below it."""
+    return [pid, *(below for child in list_children(pid) for below in list_tree(child))]
+
+
+def read_resident(pid: int) -> int:
+    """Return the resident memory of a process in bytes; 0 of one that is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def describe(size: str, way: str, held: Held, checkpoint: Path) -> str:
+    """Return a line of what was measured, beside what `inspect` says."""
+    told = inspect_checkpoint(checkpoint).memory[way]
+    export, serving = told["export"], told["instance"]
+    return (
+        f"{way:18} {size:8} {held.weights / 1e6:8.0f}"
+        f" {held.export / 1e6:8.0f} {export / 1e6:8.0f} {export / held.export - 1:+6.0%}"
+        f" {held.instance / 1e6:8.0f} {serving / 1e6:8.0f} {serving / held.instance - 1:+6.0%}"
+    )
+
+
+def fit(values: list[tuple[int, int]]) -> str:
+    """Return the line through weights and what was held whose largest error, as a share, is least."""
+    weights, held = np.array(values, dtype=float).T
+    # Of relative errors: each equation is divided by what was held.
+    matrix = np.stack([1 / held, weights / held], axis=1)
+    (base, share), *_ = np.linalg.lstsq(matrix, np.ones(len(held)), rcond=None)
+    worst = np.abs(matrix @ [base, share] - 1).max()
+    return f"{base / 1e6:.0f} MB + {share:.2f} x weights, off by at most {worst:.0%}"
+
+
+def main() -> None:
+    """Measure, and print as it goes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["6x384", "12x768", "24x1024"], help="layers x width")
+    parser.add_argument("--ways", nargs="+", default=WAYS, help="engine:precision")
+    args = parser.parse_args()
+    sys.stdout.write(f"{'':27} {'weights':>8} {'export':>8} {'formula':>8} {'':6} {'instance':>8} {'formula':>8}\n")
+    found: dict[str, list[Held]] = {way: [] for way in args.ways}
+    for size in args.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = build_checkpoint(size, Path(folder, size))
+            for way in args.ways:
+                held = measure(checkpoint, way, Path(folder, way.replace(":", "_")))
+                found[way].append(held)
+                sys.stdout.write(describe(size, way, held, checkpoint) + "\n")
+                sys.stdout.flush()
+    for way, several in found.items():
+        if len(several) > 2:
+            sys.stdout.write(f"{way:18} export   {fit([(held.weights, held.export) for held in several])}\n")
+            rest = [(held.weights - held.table, held.instance) for held in several]
+            sys.stdout.write(f"{'':18} instance {fit(rest)} without the table of tokens\n")
+
+
+if __name__ == "__main__":
+    main()
