@@ -1,9 +1,9 @@
-"""How export, memory, start and speed grow with the model, the length of texts and the callers: `make growth`.
+"""How export, memory, start and speed grow with the model, texts and callers: `make growth`.
 
     python -m benches.bench_growth [--sizes 6x384 12x768 24x1024] [--seconds 4]
 
-Random BERTs of the layers and widths that are asked for, in fp32 on ONNX Runtime, with lean steps. A line is printed for
-every figure, with the power by which it grows from the least to the greatest: 1 is in proportion. The plots are written
+Random BERTs of the layers and widths that are asked for, in fp32 on ONNX Runtime, with lean steps. Each figure is told
+with the power by which it grows from the least to the greatest: 1 is in proportion. The plots are written
 to `.cache/bench/growth.html`, a page of its own.
 """
 
