@@ -158,7 +158,7 @@ pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photog
 growth: setup ## Measure how export, memory, start and speed grow with model, texts and callers, and plot it
 	@$(BENCH)bench_growth $(BENCH_OPTIONS)
 
-memory: setup ## Measure what an export and an instance hold, by engine and precision, beside what inspect says
+memory: setup ## Measure what an export and an instance hold, by engine and precision
 	@$(BENCH)measure_memory $(BENCH_OPTIONS)
 
 bench-pictures: setup ## Measure photo in, labels out beside FastAPI, Pillow and ONNX Runtime, at 1 and 8 connections

@@ -73,16 +73,22 @@ def count_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in find_files(path))
 
 
-def open_session(path: Path) -> onnxruntime.InferenceSession:
+def open_session(path: Path, *, is_in_order: bool = False) -> onnxruntime.InferenceSession:
     """Return the file in ONNX Runtime, on one thread: sums in the same order on every machine, and comparable times.
 
     Of a model whose weights lie in other files, no second copy in the order of multiplication is held.
+
+    Args:
+        path: The graph.
+        is_in_order: Whether nodes run in the order in which they stand, as far as they can, and not in ONNX Runtime's.
 
     Raises:
         PrecisionError: ONNX Runtime refuses the file.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
+    if is_in_order:
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
     # Only errors are logged, and it raises those as well.
     options.log_severity_level = 3
     if len(find_files(path)) > 1:
@@ -109,8 +115,9 @@ def measure_ranges(
 ) -> dict[str, float]:
     """Return value name → the largest magnitude of any fp32 value inside the graph, over all feeds.
 
-    Infinite where it is infinite or NaN. Each value is reduced inside the graph, so that no more memory is
-    needed than for an ordinary run.
+    Infinite where it is infinite or NaN. Each value is reduced inside the graph as soon as it is there, so that little
+    more memory is needed than for an ordinary run: reduced in the order of ONNX Runtime's own choice, after everything
+    else, those of 12 layers on 2,048 tokens took 5.5 GB in place of 0.9.
 
     Args:
         source: Plain fp32 graph.
@@ -134,12 +141,14 @@ def measure_ranges(
         largest = ir.node("ReduceMax", [padded.outputs[0]], attributes={"keepdims": 0})
         output = largest.outputs[0]
         output.name, output.dtype, output.shape = f"range_{index}", ir.DataType.FLOAT, ir.Shape([])
-        graph.extend([magnitude, row, padded, largest])
+        producer = value.producer()
+        assert producer is not None, "Bug: a node's output without a producer"
+        graph.insert_after(producer, [magnitude, row, padded, largest])
         graph.outputs.append(output)
     with TemporaryDirectory(prefix=".precision-", dir=folder) as workspace:
         path = Path(workspace) / "ranges.onnx"
         save_graph(model, path, external_above_bytes=external_above_bytes)
-        answers = run_feeds(open_session(path), feeds)
+        answers = run_feeds(open_session(path, is_in_order=True), feeds)
     largest_of = np.max(np.nan_to_num(np.array(answers, dtype=np.float64), nan=np.inf, posinf=np.inf), axis=0)
     return {str(value.name): float(most) for value, most in zip(values, largest_of, strict=True)}
 

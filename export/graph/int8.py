@@ -309,8 +309,10 @@ def _build_choices(source: Path, quantized: Path, nodes: Sequence[str]) -> ir.Mo
         integer = values[str(plain.name)]
         place = ir.Value(name=f"choice_{index}", const_value=ir.tensor(np.array(index), name=f"choice_{index}"))
         graph.register_initializer(place)
-        chosen = ir.node("Gather", [choice, place])
-        merged = ir.node("Where", [chosen.outputs[0], integer, plain])
+        # Named here: a name that is made up may be that of a constant which is put in later.
+        chosen = ir.node("Gather", [choice, place], name=f"choose_{index}")
+        chosen.outputs[0].name = f"chosen_{index}"
+        merged = ir.node("Where", [chosen.outputs[0], integer, plain], name=f"merge_{index}")
         integer.replace_all_uses_with(merged.outputs[0], replace_graph_outputs=True)
         merged.replace_input_with(1, integer)
         output = merged.outputs[0]

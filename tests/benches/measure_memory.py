@@ -1,11 +1,11 @@
-"""What an export and an instance hold in memory, by engine and precision, beside what `inspect` says: `make memory`.
+"""What an export and an instance hold in memory, by engine and precision: `make memory`.
 
     python -m benches.measure_memory [--sizes 6x384 12x768 24x1024] [--ways onnxruntime:fp32 openvino:int8]
 
 Random BERTs of the layers and widths that are asked for, with the vocabulary of the demo's checkpoint. Of an export all
 processes are counted together, at most; of a server the process of the one instance, once it is ready and has answered
-what was verified. Both are resident memory, in MB. A line says how far the formula of `inspect` is off; at the end
-stand base and share of the weights in fp32 that fit each way best.
+what was verified. Both are resident memory, in MB. At the end stand base and share of the weights in fp32 that fit each
+way best: where that is off by little, it is a formula for `inspect`.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from launcher import running
 from transformers import BertConfig, BertModel
 
 from demo.checkpoint import fetch_checkpoint
-from export.commands.inspect_checkpoint import inspect_checkpoint
 from server.processes import list_children
 
 WAYS = (
@@ -108,15 +107,9 @@ def read_resident(pid: int) -> int:
         return 0
 
 
-def describe(size: str, way: str, held: Held, checkpoint: Path) -> str:
-    """Return a line of what was measured, beside what `inspect` says."""
-    told = inspect_checkpoint(checkpoint).memory[way]
-    export, serving = told["export"], told["instance"]
-    return (
-        f"{way:18} {size:8} {held.weights / 1e6:8.0f}"
-        f" {held.export / 1e6:8.0f} {export / 1e6:8.0f} {export / held.export - 1:+6.0%}"
-        f" {held.instance / 1e6:8.0f} {serving / 1e6:8.0f} {serving / held.instance - 1:+6.0%}"
-    )
+def describe(size: str, way: str, held: Held) -> str:
+    """Return a line of what was measured."""
+    return f"{way:18} {size:8} {held.weights / 1e6:8.0f} {held.export / 1e6:8.0f} {held.instance / 1e6:8.0f}"
 
 
 def fit(values: list[tuple[int, int]]) -> str:
@@ -135,7 +128,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["6x384", "12x768", "24x1024"], help="layers x width")
     parser.add_argument("--ways", nargs="+", default=WAYS, help="engine:precision")
     args = parser.parse_args()
-    sys.stdout.write(f"{'':27} {'weights':>8} {'export':>8} {'formula':>8} {'':6} {'instance':>8} {'formula':>8}\n")
+    sys.stdout.write(f"{'':27} {'weights':>8} {'export':>8} {'instance':>8}\n")
     found: dict[str, list[Held]] = {way: [] for way in args.ways}
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +136,7 @@ def main() -> None:
             for way in args.ways:
                 held = measure(checkpoint, way, Path(folder, way.replace(":", "_")))
                 found[way].append(held)
-                sys.stdout.write(describe(size, way, held, checkpoint) + "\n")
+                sys.stdout.write(describe(size, way, held) + "\n")
                 sys.stdout.flush()
     for way, several in found.items():
         if len(several) > 2:

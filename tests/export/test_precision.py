@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from harness import Published
+from harness import Published, run
 from launcher import read_golden_texts
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.transformers.float16 import convert_float_to_float16
@@ -475,6 +475,65 @@ def test_the_converter_of_onnxruntime_loses_what_islands_are_for_and_this_one_do
     write_float16(source, path, islands)
     (want,), (got,) = (run_feeds(open_session(file), feeds) for file in (source, path))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-3)
+
+
+def test_constants_that_are_called_as_made_up_names_are_become_int8(tmp_path: Path) -> None:
+    """torch's exporter calls some of them val_0 and so on, as onnx_ir calls what has no name."""
+    random, width = np.random.default_rng(0), 64
+    names = [f"val_{index}" for index in range(12)]
+    values = ["x", *(f"h{index}" for index in range(len(names)))]
+    nodes = [
+        onnx.helper.make_node("MatMul", [values[index], name], [values[index + 1]], name=f"product_{index}")
+        for index, name in enumerate(names)
+    ]
+    made = [
+        onnx.numpy_helper.from_array(random.standard_normal((width, width)).astype(np.float32) / 8, name)
+        for name in names
+    ]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", width]) for name in ("x", values[-1])
+    ]
+    known = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", width]) for name in values[1:-1]
+    ]
+    graph = onnx.helper.make_graph(nodes, "main", ends[:1], ends[1:], made, value_info=known)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=9)
+    (tmp_path / "fp32").mkdir()
+    source = tmp_path / "fp32" / "model.onnx"
+    onnx.save(model, source)
+    feeds = [{"x": random.standard_normal((8, width)).astype(np.float32)}]
+    want = run_feeds(open_session(source), feeds)
+
+    def measure(path: Path) -> Quality:
+        return compare_rows([each[0] for each in want], [each[0] for each in run_feeds(open_session(path), feeds)])
+
+    report = convert("int8", source, tmp_path / "model.onnx", feeds=feeds, measure=measure, threshold=0.9)
+    assert report.quality.worst > 0.9
+
+
+def test_the_largest_values_are_found_without_holding_all_of_them(tmp_path: Path) -> None:
+    """60 values of 8 MB one after another: as many of them at once as a run holds, and not all."""
+    values = ["x", *(f"h{index}" for index in range(60))]
+    nodes = [
+        onnx.helper.make_node("Mul", [values[index], "half"], [values[index + 1]], name=f"mul_{index}")
+        for index in range(60)
+    ]
+    half = onnx.numpy_helper.from_array(np.array(1.01, np.float32), "half")
+    known = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["size"]) for name in values]
+    graph = onnx.helper.make_graph(nodes, "main", known[:1], known[-1:], [half], value_info=known[1:-1])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=9)
+    onnx.save(model, tmp_path / "source.onnx")
+    code = (
+        "import resource, sys, numpy as np; from pathlib import Path; from export.graph.files import measure_ranges; "
+        "folder = Path(sys.argv[1]); feed = {'x': np.ones(1 << 21, np.float32)}; "
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
+        "ranges = measure_ranges(folder / 'source.onnx', [feed], folder); "
+        "print(len(ranges), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = run("-c", code, tmp_path)
+    assert done.code == 0, done.err
+    count, kilobytes = map(int, done.out.split())
+    assert count == 60 and kilobytes < 200_000, kilobytes
 
 
 @pytest.mark.parametrize("precision", CONVERTING)
