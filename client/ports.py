@@ -28,7 +28,8 @@ def find_wrong_port(options: Options) -> ForeignError | None:
     remedy = (
         f"pass the {ours} port with {words.url} ({_USUAL_PORTS[options.protocol]} unless the server was told another)"
     )
-    if other:
+    # The gateway asks over gRPC alone, and has words but no option for it.
+    if other and words.protocol.endswith(("=", " ")):
         remedy += f", or ask with {words.protocol}{other}"
     return ForeignError(
         f"{options.address} is another port than the one meant",

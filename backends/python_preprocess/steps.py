@@ -162,6 +162,15 @@ STEPS: Mapping[str, Any] = {"tokenizer.json": TextStep, "picture.json": PictureS
 def open_step(
     folder: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
 ) -> Any:
-    """Return the step that a version folder holds the file of."""
-    file = next(name for name in STEPS if (folder / name).is_file())
+    """Return the step that a version folder holds the file of.
+
+    Raises:
+        ValueError: It holds none of them.
+    """
+    file = next((name for name in STEPS if (folder / name).is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"{folder} does not say what clients send: expected one of {', '.join(STEPS)} in it, got none; put it "
+            "back, or export the model again"
+        )
     return STEPS[file](folder / file, config, tensor_names, described)
