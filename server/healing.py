@@ -28,6 +28,9 @@ _MISSING_LOOKS = 3
 _FIRST_PAUSE_S = 0.25
 _LAST_PAUSE_S = 60.0
 
+# What tritonserver says where /dev/shm is full: what died leaves its part of it with tritonserver, see `_retire`.
+_NO_SHARED_MEMORY = "Unable to initialize shared memory"
+
 # What a replaced instance gets to answer what it still has, before it is taken for forgotten.
 _RETIREMENT_S = 5.0
 _RETIREMENT_LIMIT_S = 60.0
@@ -49,6 +52,9 @@ class ModelHealer:
         self.given_up = False
         # While it could not be loaded anew; what is left of it may answer all the same.
         self.cannot_load = False
+        # Whether that is for want of shared memory, and how often it was loaded anew before.
+        self.lacks_shared_memory = False
+        self.revivals = 0
         self._ended = False
         status.mark_given_up(model, False)
         self._control = control
@@ -190,13 +196,15 @@ class ModelHealer:
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
                 self.cannot_load = True
+                self.lacks_shared_memory = _NO_SHARED_MEMORY in str(exc)
                 if not self._ended and str(exc) != told:
                     told = str(exc)
                     self._say(f"{self.model}: cannot be loaded anew, and is tried again ever more rarely: {told}")
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
-            self.cannot_load = False
+            self.cannot_load = self.lacks_shared_memory = False
+            self.revivals += 1
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
@@ -225,7 +233,8 @@ class ModelHealer:
     def _retire(self) -> None:
         """End the instances that tritonserver replaced and then forgot.
 
-        2.51 never releases a model of which one request failed for a dead process, and keeps its other processes.
+        2.51 never releases a model of which one request failed for a dead process, and keeps its other processes, and
+        the shared memory of all of them until it ends itself.
         """
         now = time.monotonic()
         for stub, since in self._replaced:
@@ -273,6 +282,17 @@ class Healer:
         }
         for name, healer in self._models.items():
             healer.look([stub for stub in stubs if stub.model == name])
+
+    def find_exhaustion(self) -> str:
+        """Return why this tritonserver cannot be healed any more, or nothing: what the dead held is used up."""
+        revivals = sum(healer.revivals for healer in self._models.values())
+        lacking = [name for name, healer in self._models.items() if healer.lacks_shared_memory]
+        if not lacking or not revivals:
+            return ""
+        return (
+            f"keeps the shared memory of backend processes that were replaced {revivals} times, and has none left to "
+            f"load {lacking[0]} with"
+        )
 
     def end(self) -> None:
         """Clear away what a dead tritonserver left, and try nothing any more."""

@@ -278,6 +278,8 @@ class Supervisor:
         silent_for_s = self._pulse.silent_for_s
         if silent_for_s > _SILENT_S:
             return f"gave no sign of life for {_SILENT_S:g} s"
+        if exhaustion := self._healer.find_exhaustion():
+            return exhaustion
         self._tell_busy(silent_for_s)
         return None
 

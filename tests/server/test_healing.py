@@ -240,6 +240,32 @@ def test_a_replaced_instance_does_not_stay_in_memory(server: Running) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"),
+    reason="mounts a small /dev/shm of its own; run as root, with util-linux's unshare",
+)
+def test_shared_memory_that_the_dead_have_used_up_is_given_back(repository: Path, tmp_path: Path) -> None:
+    """tritonserver keeps the regions of what died under a request: two processes and theirs fit in, more do not."""
+    only = tmp_path / "models"
+    for part in ("", "_model", "_preprocess"):
+        shutil.copytree(repository / f"sentence_embedding{part}", only / f"sentence_embedding{part}")
+    script = 'mount -t tmpfs -o size=9m tmpfs /dev/shm && exec "$@"'
+    with running(only, under=("unshare", "--mount", "sh", "-c", script, "sh")) as small:
+        small.read_until("serving HTTP")
+        small.follow()
+        step, exhausted = STEPS[1], "keeps the shared memory of backend processes that were replaced"
+        with Load(small, only) as load:
+            for _ in range(12):
+                load.wait_for_answer(time.monotonic(), BACK_WITHIN_S)
+                small.find_stubs(step)[-1].kill()
+                small.wait_for_line((f"{step}: answers again", exhausted), BACK_WITHIN_S)
+                if exhausted in small.lines[small.read - 1]:
+                    break
+            small.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
+            load.wait_for_answer(time.monotonic(), BACK_WITHIN_S)
+        load.assert_sound()
+
+
 def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
     server: Running, repository: Path, key_file: Path
 ) -> None:
