@@ -119,6 +119,7 @@ class LinesTarget:
                 remedy="correct --output",
             )
         self._path, self._columns = path, columns
+        self._is_kept = path.exists()
         self._file = path.open("a+b")
         try:
             lock(self._file.fileno(), path)
@@ -128,7 +129,9 @@ class LinesTarget:
             raise
 
     def close(self) -> None:
-        """Close the file, and leave the lock to others."""
+        """Close the file, and leave the lock to others. One that was made here and holds nothing is removed."""
+        if not self._is_kept and not os.fstat(self._file.fileno()).st_size:
+            self._path.unlink(missing_ok=True)
         self._file.close()
 
     def read_last(self) -> str | None:
@@ -147,7 +150,8 @@ class LinesTarget:
         self.done += len(chunk.texts)
 
     def finish(self) -> None:
-        """Do nothing: what was appended is whole."""
+        """Keep the file, and be it empty: there were no rows."""
+        self._is_kept = True
 
 
 def _to_lines(chunk: Chunk, arrays: Arrays) -> Iterator[bytes]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from . import wishes
+from .absence import Absences
 from .control import Control
 from .control_key import hide_key
 from .draining import Retirement, drain
@@ -130,6 +131,7 @@ class Supervisor:
             if self._settings.follows:
                 self._follower.look()
             self._healer.look(self._follower.models)
+            self._absences.look(self._follower.models)
             self._count_models()
         except (OSError, MemoryError, RuntimeError) as exc:
             if not is_shortage(exc):
@@ -140,7 +142,8 @@ class Supervisor:
 
     def _count_models(self) -> None:
         """Tell the status how many models answer: all parts of each, as far as anything is known of them."""
-        served = [item for item in self._follower.published if not self._healer.down & item.configs.keys()]
+        away = self._healer.down | self._absences.names
+        served = [item for item in self._follower.published if not away & item.configs.keys()]
         self._status.count_models(len(served), self._follower.wanted)
 
     def _tell_shortage(self, shortage: str) -> None:
@@ -170,6 +173,7 @@ class Supervisor:
             raise ShortageError("tritonserver cannot be watched", expected="a thread for it", got=f"'{exc}'") from exc
         self._server, self._pulse = server, pulse
         self._healer = Healer(server.pid, self._control, self._status, self._say, self._roller.revive)
+        self._absences = Absences(self._control, self._say)
         self._cpu_ticks, self._idle_looks, self._is_busy = -1, 0, False
 
     def _end(self) -> None:

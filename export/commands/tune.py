@@ -137,6 +137,7 @@ def _say_next(arguments: argparse.Namespace, version: "Version", table: list[str
     """Write the table where that was asked for; return what to do next."""
     checkpoint = str(version.read_publication().get("checkpoint", "CHECKPOINT"))
     again = f"{name_command('run')} {checkpoint} --name {version.name} --repository {arguments.repository}"
+    again += "    (with the other options that it was exported with)"
     if not arguments.write:
         return [f"Next: put that into {OPTIONS_FILE}, or pass --write, and export it again: {again}"]
     path = Path(OPTIONS_FILE)

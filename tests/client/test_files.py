@@ -168,7 +168,10 @@ def test_what_a_file_cannot_be_answered_for_is_refused_in_one_sentence(client: C
     for sentence, source, target, columns in cases:
         with pytest.raises(UsageError, match=sentence):
             answer_file(client, source, tmp_path / target, columns=columns)
-    assert not (tmp_path / "o.parquet").exists()
+    assert not (tmp_path / "o.parquet").exists() and not (tmp_path / "o.jsonl").exists()
+    (tmp_path / "no_rows.jsonl").write_text("")
+    assert answer_file(client, tmp_path / "no_rows.jsonl", tmp_path / "none.jsonl") == 0
+    assert (tmp_path / "none.jsonl").read_bytes() == b""
     with pytest.raises(ModelError, match="nothing"):
         answer_file(client, good, tmp_path / "p.parquet", model="nothing")
     assert not list(tmp_path.glob("[op].parquet*")), "nothing is left of what was refused"

@@ -1,0 +1,50 @@
+"""A model that somebody unloads: it is not served, and whoever asks is told so."""
+
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from harness import Published
+from launcher import Running, running
+
+from server.control import Control
+from server.control_key import open_key
+
+
+def read_readiness(server: Running) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.status}/ready", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as exc:
+        return exc.code, exc.read().decode()
+
+
+def wait_for_readiness(server: Running, code: int) -> str:
+    deadline = time.monotonic() + 60
+    while (found := read_readiness(server))[0] != code:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    return found[1]
+
+
+def test_readiness_follows_what_is_unloaded_and_loaded(published: Published, tmp_path: Path) -> None:
+    key_file = tmp_path / "control.key"
+    public, step = "sentence_embedding", "sentence_embedding_preprocess"
+    with running(published.repository, "--key-file", str(key_file)) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert wait_for_readiness(server, 200) == "ready\n"
+        address = ("127.0.0.1", server.grpc)
+        control = Control(f"http://127.0.0.1:{server.http}", open_key(key_file), address)
+        # The public model alone; one of its steps, which takes the public one with it.
+        for unloaded, to_load in ((public, [public]), (step, [step, public])):
+            control.unload(unloaded)
+            assert wait_for_readiness(server, 503) == "not ready: none of 1 models is served\n"
+            server.wait_for_line(f"warning: {unloaded} is not loaded any more", limit_s=60)
+            assert server.read_metrics()["modelyard_ready"] == 0
+            for name in to_load:
+                control.load(name)
+            assert wait_for_readiness(server, 200) == "ready\n"
+            server.wait_for_line("is loaded again", limit_s=60)
+        assert not any("loading it anew" in line for line in server.lines)
