@@ -6,11 +6,11 @@ Every step is Pillow's, which transformers' own image processors are written on,
 import ctypes
 import io
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -301,8 +301,13 @@ def choose_bucket(size: "tuple[int, int]", recipe: "dict[str, Any]") -> "dict[st
     """Return the recipe with the height and width whose shape is most like that of a picture of `size`, width first."""
     if not recipe["buckets"]:
         return recipe
-    shape = math.log(size[1] / size[0])
-    return recipe | {"size": min(recipe["buckets"], key=lambda bucket: abs(math.log(bucket[0] / bucket[1]) - shape))}
+
+    def differ(bucket: "Sequence[int]") -> Fraction:
+        # How many times wider or narrower: of logarithms the rounding would decide between 3:4 and 4:3.
+        one, other = bucket[0] * size[0], bucket[1] * size[1]
+        return Fraction(max(one, other), min(one, other))
+
+    return recipe | {"size": min(recipe["buckets"], key=differ)}
 
 
 def plan_exact(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:

@@ -259,6 +259,12 @@ def read_spec(path: Path) -> InputSpec:
             expected="inputs and outputs, and if need be dims, arguments and samples",
             got=", ".join(unknown) or ", ".join(content),
         )
+    if not isinstance(content.get("answers"), dict | None):
+        raise SettingsError(
+            f"the answers in {path} are no object",
+            expected='such as {"answers": "labels", "labels": "names.txt"}',
+            got=json.dumps(content["answers"])[:80],
+        )
     inputs, rules = [], {}
     for name, given in content["inputs"].items():
         inputs.append(_read_input(path, name, given))

@@ -248,7 +248,7 @@ class _Kind:
 def _make_labels(labels: list[str], strides: set[tuple[float, float]], given: dict[str, Any]) -> Answers:
     del strides
     function, top_k = given.pop("function", "softmax"), given.pop("top_k", TOP_K)
-    if function not in FUNCTIONS or not isinstance(top_k, int) or top_k < 1 or given:
+    if function not in FUNCTIONS or type(top_k) is not int or top_k < 1 or given:
         raise ValueError(f"function {function!r}, top_k {top_k!r}{''.join(f', {key}' for key in given)}")
     return LabelAnswers(labels, function, min(top_k, len(labels)))
 

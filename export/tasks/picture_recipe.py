@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _MODES = {"exact": 2, "shortest_edge": 1, "letterbox": 2, "edges": 2}
 _TORCHVISION_KEYS = {"crop_size", "resize_size", "mean", "std", "interpolation", "antialias"}
+
+# What the server makes of a picture at most.
+_MOST_PIXELS = 50_000_000
 
 # transformers, image_processing_pil_convnext.py: from this size on the picture is not cropped.
 _CONVNEXT_UNCROPPED = 384
@@ -111,12 +115,12 @@ class Recipe:
         return len(self.pad) == 2 and _are_sizes(self.pad) and self.size[0] <= self.size[1] <= min(self.pad)
 
     def _has_good_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
-        """Tell whether there are several sizes, each once, in a mode that makes pictures of one size."""
+        """Tell whether there are several sizes, each of another shape, in a mode that makes pictures of one size."""
         return (
             self.mode in ("exact", "letterbox")
             and self.crop is None
-            and len({*buckets}) == len(buckets) > 1
-            and all(len(bucket) == 2 and _are_sizes(bucket) for bucket in buckets)
+            and all(len(bucket) == 2 and _are_sizes(bucket) and math.prod(bucket) <= _MOST_PIXELS for bucket in buckets)
+            and len({Fraction(*bucket) for bucket in buckets}) == len(buckets) > 1
         )
 
     @property
@@ -135,8 +139,13 @@ class Recipe:
 
     def choose(self, image: Image.Image) -> tuple[int, int]:
         """Return height and width of what the graph is given of a picture."""
-        shape = math.log(image.height / image.width)
-        return min(self.sizes, key=lambda size: abs(math.log(size[0] / size[1]) - shape))
+        shape = Fraction(image.height, image.width)
+
+        def differ(size: tuple[int, int]) -> Fraction:
+            ratio = Fraction(*size) / shape
+            return max(ratio, 1 / ratio)
+
+        return min(self.sizes, key=differ)
 
     def to_json(self) -> bytes:
         """Return the content of `picture.json`."""
@@ -310,7 +319,7 @@ def read_preparation(chosen: str) -> Preparation:
         if content.keys() <= _TORCHVISION_KEYS:
             return _stand_alone(_read_torchvision(content), chosen)
         return _stand_alone(Recipe(**{key: _to_tuple(value) for key, value in content.items()}), chosen)
-    except (OSError, ValueError, TypeError) as exc:
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise SettingsError(
             f"{chosen} is not a recipe for pictures",
             expected=f"one of {', '.join(RECIPES)}, a {PROCESSOR_FILE}, or JSON with "

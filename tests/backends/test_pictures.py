@@ -144,7 +144,11 @@ def test_a_picture_gets_the_bucket_whose_shape_is_most_like_its_own(tmp_path: Pa
         image = Image.new("RGB", (width, height))
         (made,) = make(reader, encode(image, "PNG"))
         assert made.pixels.shape[1:] == recipe.choose(image) == bucket
-    # As far from one as from the other.
+    # As far from one as from the other, whatever logarithms round to.
+    upright = Recipe(mode="exact", buckets=((96, 128), (128, 96)))
+    for size in ((1, 1), (100, 100), (257, 257)):
+        (made,) = make(open_reader(upright, tmp_path), encode(Image.new("RGB", size), "PNG"))
+        assert made.pixels.shape[1:] == upright.choose(Image.new("RGB", size)) == (96, 128)
     assert Recipe(mode="exact", buckets=((8, 32), (8, 8))).choose(Image.new("RGB", (20, 10))) == (8, 32)
 
 
@@ -164,6 +168,8 @@ def test_pictures_of_several_buckets_make_no_tensor(tmp_path: Path) -> None:
         {"buckets": []},
         {"buckets": [[8, 8]]},
         {"buckets": [[8, 8], [8, 8]]},
+        {"buckets": [[8, 16], [16, 32]]},
+        {"buckets": [[8000, 8000], [8, 16]]},
         {"buckets": [[8, 8], [8, 9000]]},
         {"buckets": [[8, 8], [8]]},
         {"buckets": [8, 16]},

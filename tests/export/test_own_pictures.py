@@ -136,6 +136,8 @@ def test_without_answers_clients_get_the_outputs(tmp_path: Path) -> None:
         ({"answers": LABELS | {"labels": ["a", "b"]}}, r"got 2 labels for logits \['batch', 3\]"),
         ({"answers": LABELS | {"labels": "missing.txt"}}, "No such file"),
         ({"answers": LABELS | {"function": "relu"}}, "got function 'relu', top_k 2"),
+        ({"answers": LABELS | {"top_k": True}}, "got function 'softmax', top_k True"),
+        ({"answers": "labels"}, 'are no object: expected such as .* got "labels"'),
         ({"answers": {"answers": "keypoints", "labels": "names.txt"}}, "got 3 labels for logits"),
         ({"outputs": ["scores"]}, "got 3 labels for scores"),
     ],
