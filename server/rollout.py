@@ -174,7 +174,19 @@ class Roller:
                 )
 
     def _load_steps(self, old: Published, new: Published) -> None:
-        """Serve both versions of each step that they share, and the new one alone of a step that only it has."""
+        """Serve both versions of each step that they share, and the new one alone of a step that only it has.
+
+        Raises:
+            ControlError: They cannot be served side by side.
+        """
+        for name in new.steps:
+            if name in old.configs and _joins_any_lengths(old.configs[name]) != _joins_any_lengths(new.configs[name]):
+                raise ControlError(
+                    f"versions {old.version} and {new.version} of {name} cannot be loaded side by side",
+                    expected="the same --batching, for both have one configuration",
+                    got="rows that are joined in another way",
+                    remedy="restart the server, which then loads the active version alone",
+                )
         for name in new.steps:
             if name not in old.configs:
                 self._load(new, [name], [new.version])
@@ -299,6 +311,11 @@ class Roller:
 def _is_alike(name: str, old: Published, new: Published) -> bool:
     """Tell whether two versions of a step have one configuration, but for their numbers."""
     return serve_versions(old.configs[name], [new.version]) == serve_versions(new.configs[name], [new.version])
+
+
+def _joins_any_lengths(config: str) -> bool:
+    """Tell whether a graph is given rows of any lengths one behind another."""
+    return "allow_ragged_batch" in config
 
 
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:

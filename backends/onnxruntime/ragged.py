@@ -51,6 +51,10 @@ class Joiner:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.ragged = {tensor["name"] for tensor in config["input"] if tensor.get("allow_ragged_batch")}
         self._batch_inputs = config.get("batch_input") or []
+        # Those of which nothing else tells how long their rows are: they are as long as those of one that is told.
+        told = {batch_input["source_input"][0] for batch_input in self._batch_inputs if batch_input["source_input"]}
+        self._source = min(told & self.ragged, default="")
+        self._untold = sorted(self.ragged - told) if self._source else []
         self.made = [name for batch_input in self._batch_inputs for name in batch_input["target_name"]]
         for batch_input in self._batch_inputs:
             if batch_input["data_type"] not in _DTYPES or len(batch_input["source_input"]) != 1:
@@ -65,7 +69,13 @@ class Joiner:
 
         Args:
             feeds: Input name → values of one request, the batch first; one mapping a request.
+
+        Raises:
+            ValueError: The rows of a request are longer or shorter in one input than in another: joined, they would
+                push the rows of its neighbours out of their places.
         """
+        for feed in feeds:
+            self._check_lengths(feed)
         joined = {}
         for name in feeds[0]:
             arrays = [feed[name] for feed in feeds]
@@ -75,3 +85,11 @@ class Joiner:
             values = _KINDS[batch_input["kind"]](arrays).astype(_DTYPES[batch_input["data_type"]])
             joined |= dict.fromkeys(batch_input["target_name"], values)
         return joined
+
+    def _check_lengths(self, feed: Mapping[str, Array]) -> None:
+        for name in self._untold:
+            if feed[name].shape != feed[self._source].shape:
+                raise ValueError(
+                    f"{name} has another shape than {self._source}: expected {list(feed[self._source].shape)}, got "
+                    f"{list(feed[name].shape)}"
+                )

@@ -17,6 +17,23 @@ _NOTICE_S = 90.0
 
 
 def wait_until_served(url: str, name: str, version: int, tell: Callable[[str], None]) -> None:
+    """Wait until a server serves a version; see `_wait`.
+
+    Raises:
+        ServingError: As there, or the wait was interrupted.
+    """
+    try:
+        _wait(url, name, version, tell)
+    except KeyboardInterrupt as exc:
+        raise ServingError(
+            f"the wait for {url} was interrupted, and version {version} of {name} is active in the repository",
+            expected="the server to serve it, as it may by now",
+            got="no word of it yet",
+            remedy="ask it with `curl URL/versions`",
+        ) from exc
+
+
+def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> None:
     """Wait until a server serves a version.
 
     Args:

@@ -162,3 +162,17 @@ def test_the_longest_is_told_by_a_shape_alone() -> None:
     config = {"name": "m", "input": [{"name": "X", "allow_ragged_batch": True}], "batch_input": [made]}
     feeds = [{"X": np.zeros((1, 5))}, {"X": np.zeros((1, 2))}]
     assert load_backend("onnxruntime", "ragged").Joiner(config).join(feeds)["M"].shape == (5,)
+
+
+def test_a_request_whose_inputs_differ_in_length_is_refused_before_it_moves_its_neighbours() -> None:
+    made = {"kind": "BATCH_ITEM_SHAPE", "target_name": ["S"], "data_type": "TYPE_INT32", "source_input": ["X"]}
+    inputs = [{"name": name, "allow_ragged_batch": True} for name in ("X", "MASK")]
+    joiner = load_backend("onnxruntime", "ragged").Joiner({"name": "m", "input": inputs, "batch_input": [made]})
+    good = {"X": np.zeros((1, 4)), "MASK": np.ones((1, 4))}
+    assert joiner.join([good, good])["MASK"].shape == (8,)
+    with pytest.raises(ValueError, match=r"MASK has another shape than X: expected \[1, 2\], got \[1, 3\]"):
+        joiner.join([good, {"X": np.zeros((1, 2)), "MASK": np.ones((1, 3))}])
+    # Each told for itself, they may differ.
+    own = made | {"target_name": ["T"], "source_input": ["MASK"]}
+    joiner = load_backend("onnxruntime", "ragged").Joiner({"name": "m", "input": inputs, "batch_input": [made, own]})
+    assert joiner.join([{"X": np.zeros((1, 2)), "MASK": np.ones((1, 3))}])["T"].tolist() == [[3]]
