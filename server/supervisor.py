@@ -131,7 +131,8 @@ class Supervisor:
             if self._settings.follows:
                 self._follower.look()
             self._healer.look(self._follower.models)
-            self._absences.look(self._follower.models)
+            # What was given up was said of louder.
+            self._absences.look(name for name in self._follower.models if name not in self._healer.down)
             self._count_models()
         except (OSError, MemoryError, RuntimeError) as exc:
             if not is_shortage(exc):

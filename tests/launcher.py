@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from harness import CHECKOUT, Finished, run
 
 from demo.serving import is_free
@@ -27,6 +29,13 @@ _FIRST_PORT, _PORTS = 12_000, 4_000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _CANDIDATES = itertools.cycle(
     random.sample(range(_FIRST_PORT + _WORKER * _PORTS, _FIRST_PORT + (_WORKER + 1) * _PORTS), _PORTS)
+)
+
+
+# For a test that gives a server a /dev/shm of its own.
+mounts = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"),
+    reason="mounts a small /dev/shm of its own; run as root, with util-linux's unshare",
 )
 
 

@@ -91,5 +91,5 @@ class Joiner:
             if feed[name].shape != feed[self._source].shape:
                 raise ValueError(
                     f"{name} has another shape than {self._source}: expected {list(feed[self._source].shape)}, got "
-                    f"{list(feed[name].shape)}"
+                    f"{list(feed[name].shape)}; send both of one length"
                 )

@@ -98,14 +98,14 @@ class CancelledError(Exception):
     """Nobody waits for the answers any more."""
 
 
-def find_unlike(parts: Sequence[tuple[Sequence[int], Mapping[str, Array]]], name: str) -> list[AnswerError]:
+def find_unlike(parts: Sequence[tuple[Sequence[int], Mapping[str, Array]]], input_name: str) -> list[AnswerError]:
     """Return an error for rows whose tensors have another shape than the first: they are no answers to fill up."""
     shapes = [{name: list(array.shape[1:]) for name, array in tensors.items()} for _, tensors in parts]
     return [
         AnswerError(
             places[0],
             f"has answers of another shape than row 0: expected {shapes[0]}, got {shape}; send it in its own request",
-            name,
+            input_name,
         )
         for (places, _), shape in zip(parts, shapes, strict=True)
         if shape != shapes[0]

@@ -137,15 +137,29 @@ def _say_next(arguments: argparse.Namespace, version: "Version", table: list[str
     """Write the table where that was asked for; return what to do next."""
     checkpoint = str(version.read_publication().get("checkpoint", "CHECKPOINT"))
     again = f"{name_command('run')} {checkpoint} --name {version.name} --repository {arguments.repository}"
-    again += "    (with the other options that it was exported with)"
+    given = _list_given(version)
+    also = [f"with what it was exported with beside the defaults: {', '.join(given)}"] if given else []
     if not arguments.write:
-        return [f"Next: put that into {OPTIONS_FILE}, or pass --write, and export it again: {again}"]
+        return [f"Next: put that into {OPTIONS_FILE}, or pass --write, and export it again: {again}", *also]
     path = Path(OPTIONS_FILE)
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     new = path.with_name(f"{path.name}.new")
     new.write_text((before.rstrip("\n") + "\n\n" if before.strip() else "") + "\n".join(table) + "\n", encoding="utf-8")
     new.replace(path)
-    return [f"written to {path}", f"Next: {again}"]
+    return [f"written to {path}", f"Next: {again}", *also]
+
+
+def _list_given(version: "Version") -> list[str]:
+    """Return what is to be given again besides; a lock holds no paths, so it is no command."""
+    from ..identity import describe_options
+    from ..options import ExportRequest
+    from ..repository.facts import flatten_options
+    from ..repository.lockfile import make_plain
+
+    usual = flatten_options(make_plain(describe_options(ExportRequest(checkpoint=Path(), name=version.name))))
+    given = flatten_options(version.read_lock().get("options", {}))
+    # How it is served is what was tuned.
+    return [f"{name} {text}" for name, text in given.items() if usual.get(name) != text and "serving " not in name]
 
 
 def _check_writable(path: Path, name: str) -> None:

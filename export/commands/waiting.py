@@ -29,7 +29,7 @@ def wait_until_served(url: str, name: str, version: int, tell: Callable[[str], N
             f"the wait for {url} was interrupted, and version {version} of {name} is active in the repository",
             expected="the server to serve it, as it may by now",
             got="no word of it yet",
-            remedy="ask it with `curl URL/versions`",
+            remedy=f"ask with `curl {url}/versions`",
         ) from exc
 
 

@@ -85,13 +85,15 @@ def _prepend_padding(graph: ir.Graph, signature: ModelSignature, padding: Mappin
     steps = add("Unsqueeze", add("Range", zero, longest, one), first)
     is_token = add("Less", steps, lengths)
     places = add("Where", is_token, add("Add", starts, steps), zero)
+    # Inputs that differ in length would move the rows behind them: ONNX Runtime refuses another number of values.
+    total = add("Unsqueeze", add("ReduceSum", lengths, keepdims=0), first)
     by_name = {value.name: value for value in graph.inputs}
     flat = signature.ragged
     for index, tensor in enumerate(signature.inputs):
         old = by_name[tensor.name]
         given = ir.Value(name=tensor.name, shape=ir.Shape(flat.inputs[index].dims), type=old.type)
         filled = constant(f"ragged_padding_{index}", padding.get(tensor.name, 0))
-        padded = add("Where", is_token, add("Gather", given, places), filled)
+        padded = add("Where", is_token, add("Gather", add("Reshape", given, total), places), filled)
         padded.shape, padded.type = old.shape, old.type
         old.name = None
         padded.name = _PADDED.format(tensor.name)

@@ -17,7 +17,7 @@ from .classification import LABEL, SCORE, read_labels
 from .comparison import TENSOR_TOLERANCES
 from .images import GEOMETRY, PIXEL_MASK, Answers, PictureTask
 from .picture_recipe import Geometry, find_preparation
-from .tensors import InputRules, ValueRule, infer_outputs
+from .tensors import InputRules, ValueRule
 
 BOX, COUNT = "BOX", "COUNT"
 _PIXELS = "pixel_values"
@@ -127,7 +127,7 @@ class ObjectDetection(PictureTask):
                 got=f"{threshold:g}",
                 remedy="correct --threshold",
             )
-        preparation = find_preparation(source.directory, source.options.get("preprocess"))
+        self.preparation = preparation = find_preparation(source.directory, source.options.get("preprocess"))
         model, self.unused_tensors = _load(source)
         size = preparation.recipe.height_and_width
         inputs = [TensorSignature(name=_PIXELS, dtype=torch.float32, dims=(BATCH, 3, *size))]
@@ -137,7 +137,7 @@ class ObjectDetection(PictureTask):
             rules[PIXEL_MASK] = ValueRule(kind="ones")
         self.module = DetectionModule(model, [tensor.name for tensor in inputs]).eval()
         self.tensors = InputRules(rules=rules, sizes={})
-        outputs = infer_outputs(self.module, tuple(inputs), ["logits", "pred_boxes"], self.tensors)
+        outputs = self.infer_outputs(tuple(inputs), ["logits", "pred_boxes"])
         self.signature = ModelSignature(inputs=tuple(inputs), outputs=outputs)
         queries = outputs[0].dims[1]
         assert isinstance(queries, int), "Bug: a detector has a number of queries of its own"

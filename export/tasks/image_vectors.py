@@ -17,7 +17,7 @@ from .cases import Outputs
 from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from .images import Answers, PictureTask
 from .picture_recipe import Geometry, find_preparation
-from .tensors import InputRules, ValueRule, infer_outputs
+from .tensors import InputRules, ValueRule
 
 EMBEDDING = "EMBEDDING"
 _PIXELS = "pixel_values"
@@ -61,14 +61,14 @@ class ImageEmbedding(PictureTask):
     tolerances: ClassVar[Mapping[str, float]] = EMBEDDING_TOLERANCES
 
     def __init__(self, source: TaskSource) -> None:
-        preparation = find_preparation(source.directory, source.options.get("preprocess"))
+        self.preparation = preparation = find_preparation(source.directory, source.options.get("preprocess"))
         model, self.unused_tensors = load_model(source.config, source.weights, AutoModel)
         is_normalized = bool(source.options.get("normalize"))
         self.module = VectorModule(model, is_normalized=is_normalized).eval()
         dims = (BATCH, 3, *preparation.recipe.height_and_width)
         inputs = (TensorSignature(name=_PIXELS, dtype=torch.float32, dims=dims),)
         self.tensors = InputRules(rules={_PIXELS: ValueRule()}, sizes={})
-        outputs = infer_outputs(self.module, inputs, ["embedding"], self.tensors)
+        outputs = self.infer_outputs(inputs, ["embedding"])
         self.signature = ModelSignature(inputs=inputs, outputs=outputs)
         hidden = outputs[0].dims[1]
         assert isinstance(hidden, int), "Bug: vectors of a model have one size"

@@ -181,6 +181,24 @@ class PictureTask(TensorTask):
     answers: Answers
     tried_on: str
 
+    def infer_outputs(self, inputs: tuple[TensorSignature, ...], names: Sequence[str]) -> tuple[TensorSignature, ...]:
+        """See `TensorTask`.
+
+        Raises:
+            ModelError: The model takes no pictures of the recipe's size.
+        """
+        try:
+            return super().infer_outputs(inputs, names)
+        # What transformers and torch raise where a picture has another size than the weights were trained on.
+        except (ValueError, RuntimeError) as exc:
+            height, width = self.preparation.recipe.height_and_width
+            raise ModelError(
+                f"the model takes no pictures of {height} x {width}, which {self.preparation.origin} makes",
+                expected="the size that it was trained on",
+                got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
+                remedy="correct --preprocess, or the preprocessor_config.json beside the weights",
+            ) from exc
+
     def serve_pictures(self, preparation: Preparation, answers: Answers, given: Sequence[Path] | None = None) -> None:
         """Stand the two steps around the graph, whose module and signature are there.
 

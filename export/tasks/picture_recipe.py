@@ -47,6 +47,24 @@ _MOST_PIXELS = 50_000_000
 _CONVNEXT_UNCROPPED = 384
 
 
+# What each key may be, for refusals.
+_RULES = {
+    "mode": f"one of {', '.join(_MODES)}",
+    "size": "a height and a width, the one edge of shortest_edge, or nothing beside buckets; each from 1 to 8192",
+    "filter": f"one of {', '.join(_FILTERS.values())}",
+    "crop": "a height and a width from 1 to 8192, with mode exact or shortest_edge",
+    "rounding": "down or even",
+    "fill": "a level from 0 to 255",
+    "scale": "a number above 0",
+    "mean": "three numbers",
+    "std": "three numbers other than 0",
+    "channels": "rgb or bgr",
+    "pad": "with mode edges alone, a height and a width that hold its longer edge",
+    "buckets": f"two or more pairs of height and width, each of another shape, from 1 to 8192 and of at most "
+    f"{_MOST_PIXELS:,} pixels, with mode exact or letterbox and no crop",
+}
+
+
 def _are_sizes(sizes: Sequence[Any]) -> bool:
     return all(isinstance(size, int) and 0 < size <= 8192 for size in sizes)
 
@@ -95,16 +113,19 @@ class Recipe:
             or (self.mode in ("exact", "shortest_edge") and len(self.crop) == 2 and _are_sizes(self.crop)),
             "rounding": self.rounding in ("down", "even"),
             "fill": isinstance(self.fill, int) and 0 <= self.fill <= 255,
-            "scale": isinstance(self.scale, float | int) and self.scale > 0,
-            "mean": len(self.mean) == 3,
-            "std": len(self.std) == 3 and all(self.std),
+            "scale": isinstance(self.scale, float | int) and 0 < self.scale < math.inf,
+            "mean": len(self.mean) == 3 and all(map(math.isfinite, self.mean)),
+            "std": len(self.std) == 3 and all(self.std) and all(map(math.isfinite, self.std)),
             "channels": self.channels in ("rgb", "bgr"),
             "pad": self._is_padded_well(),
             "buckets": self.buckets is None or self._has_good_buckets(self.buckets),
         }
         wrong = [name for name, is_right in checks.items() if not is_right]
+        if "mode" in wrong:
+            # The others hang on it.
+            wrong = ["mode"]
         if wrong:
-            raise ValueError(", ".join(f"{name} {getattr(self, name)!r}" for name in wrong))
+            raise ValueError("; ".join(f"{name} {getattr(self, name)!r} in place of {_RULES[name]}" for name in wrong))
         if self.mode == "shortest_edge" and self.crop is None:
             raise ValueError("pictures of every shape, since nothing crops them")
 
@@ -119,6 +140,7 @@ class Recipe:
         return (
             self.mode in ("exact", "letterbox")
             and self.crop is None
+            and all(isinstance(bucket, tuple) for bucket in buckets)
             and all(len(bucket) == 2 and _are_sizes(bucket) and math.prod(bucket) <= _MOST_PIXELS for bucket in buckets)
             and len({Fraction(*bucket) for bucket in buckets}) == len(buckets) > 1
         )
@@ -318,7 +340,7 @@ def read_preparation(chosen: str) -> Preparation:
             return _read_processor(path.parent)
         if content.keys() <= _TORCHVISION_KEYS:
             return _stand_alone(_read_torchvision(content), chosen)
-        return _stand_alone(Recipe(**{key: _to_tuple(value) for key, value in content.items()}), chosen)
+        return _stand_alone(_read_recipe(content), chosen)
     except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise SettingsError(
             f"{chosen} is not a recipe for pictures",
@@ -331,6 +353,18 @@ def read_preparation(chosen: str) -> Preparation:
 
 def _stand_alone(recipe: Recipe, origin: str) -> Preparation:
     return Preparation(recipe=recipe, origin=origin, reference=recipe.prepare)
+
+
+def _read_recipe(content: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a file with its keys."""
+    if unknown := sorted(content.keys() - Recipe.__dataclass_fields__.keys()):
+        raise ValueError(f"{', '.join(unknown)} besides")
+    if "mode" not in content:
+        raise ValueError("no mode")
+    for name in ("size", "crop", "mean", "std", "pad", "buckets"):
+        if not isinstance(content.get(name), list | None):
+            raise ValueError(f"{name} {content[name]!r} in place of {_RULES[name]}")
+    return Recipe(**{key: _to_tuple(value) for key, value in content.items()})
 
 
 def _read_torchvision(given: Mapping[str, Any]) -> Recipe:

@@ -16,11 +16,10 @@ from transformers import (
 )
 
 from ..checkpoints.storage.paths import read_json_if_any
-from ..errors import ModelError
 from ..signature import BATCH, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
 from .base import HeadModule, TaskSource
-from .tensors import InputRules, SizeRange, TensorTask, ValueRule, infer_outputs
+from .tensors import InputRules, SizeRange, TensorTask, ValueRule
 
 # The samples of a waveform.
 SAMPLES = "samples"
@@ -55,19 +54,9 @@ class SignalTask(TensorTask):
         inputs = (TensorSignature(name=name, dtype=torch.float32, dims=dims),)
         module: nn.Module = HeadModule(model, (name,)) if self.output == "logits" else FeatureModule(model, name)
         self.module = module.eval()
-        try:
-            outputs = infer_outputs(self.module, inputs, [self.output], self.tensors)
-        # What transformers and torch raise where a picture has another size than the weights were trained on.
-        except (ValueError, RuntimeError) as exc:
-            raise ModelError(
-                f"{type(model).__name__} cannot take {name} of {_format(dims)}",
-                expected="the size that it was trained on",
-                got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
-                remedy="let the checkpoint's own preprocessor_config.json say it, or correct --preprocess",
-            ) from exc
         self.signature = ModelSignature(
             inputs=inputs,
-            outputs=outputs,
+            outputs=self.infer_outputs(inputs, [self.output]),
             smallest={symbol: limits.smallest for symbol, limits in self.tensors.sizes.items()},
         )
 

@@ -140,6 +140,10 @@ class TensorTask(Task):
         """See `Task`."""
         return compare_tensors(expected, got)
 
+    def infer_outputs(self, inputs: tuple[TensorSignature, ...], names: Sequence[str]) -> tuple[TensorSignature, ...]:
+        """Return the signature of what the task's module makes of these inputs, see the function of this name."""
+        return infer_outputs(self.module, inputs, names, self.tensors)
+
     def build_example(self) -> tuple[Tensor, ...]:
         """See `Task`."""
         sizes = {symbol: pair[0] for symbol, pair in _choose_pairs(self.tensors.sizes).items()}

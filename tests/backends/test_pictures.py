@@ -165,6 +165,7 @@ def test_pictures_of_several_buckets_make_no_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
+        {"buckets": 8},
         {"buckets": []},
         {"buckets": [[8, 8]]},
         {"buckets": [[8, 8], [8, 8]]},
@@ -182,8 +183,24 @@ def test_pictures_of_several_buckets_make_no_tensor(tmp_path: Path) -> None:
 def test_buckets_that_are_none_are_refused(changed: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"mode": "exact", "buckets": [[8, 8], [8, 16]]} | changed))
-    with pytest.raises(SettingsError, match="is not a recipe for pictures"):
+    with pytest.raises(SettingsError, match=r"is not a recipe for pictures: .* got .* in place of "):
         read_preparation(str(path))
+
+
+def test_a_recipe_that_is_none_is_refused_for_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    for text, sentence in {
+        '{"mode": "exakt", "buckets": [[8, 8], [8, 16]]}': "got mode 'exakt' in place of one of exact, shortest_edge, ",
+        '{"mode": "exact", "size": [8, 8], "mean": 0.5}': "got mean 0.5 in place of three numbers;",
+        '{"mode": "exact", "size": [8, 8], "mean": [NaN, 0, 0]}': "got mean .* in place of three numbers;",
+        '{"mode": "exact", "size": [8, 8], "scale": Infinity}': "got scale inf in place of a number above 0;",
+        '{"mode": "exact", "bucket": [8, 8]}': "got bucket besides;",
+        '{"size": [8, 8]}': "got no mode;",
+        "[" * 100_000: "got maximum recursion depth exceeded",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(SettingsError, match=sentence):
+            read_preparation(str(path))
 
 
 def test_buckets_are_for_modules_of_ones_own(tmp_path: Path) -> None:

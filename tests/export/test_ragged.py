@@ -14,6 +14,7 @@ import tritonclient.grpc.aio
 from harness import Finished, load_backend, run
 from launcher import running
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertForTokenClassification
+from tritonclient.utils import InferenceServerException
 
 from export.errors import SettingsError
 from export.options import ExportRequest
@@ -67,9 +68,20 @@ def test_32_requests_of_14_lengths_run_in_at_most_4_executions(joined: Path) -> 
                 statistics = await client.get_inference_statistics(f"{NAME}_model", as_json=True)
                 return int(statistics["model_stats"][0]["execution_count"])
 
+            async def ask_wrongly() -> None:
+                """One whose mask is longer than its ids, which would shift whoever is joined behind it."""
+                sizes = {"input_ids": 2, "attention_mask": 3, "token_type_ids": 2}
+                inputs = [tritonclient.grpc.InferInput(name, [1, size], "INT64") for name, size in sizes.items()]
+                for each, size in zip(inputs, sizes.values(), strict=True):
+                    each.set_data_from_numpy(np.ones((1, size), dtype=np.int64))
+                with pytest.raises(InferenceServerException, match="attention_mask has another shape than input_ids"):
+                    await client.infer(f"{NAME}_model", inputs)
+
             before = await count()
             together = await asyncio.gather(*map(ask, rows))
-            return await count() - before, together
+            runs = await count() - before
+            beside = await asyncio.gather(*map(ask, rows), *(ask_wrongly() for _ in range(8)))
+            return runs, [*together, *beside[: len(rows)]]
 
     with running(joined) as server:
         server.read_until("serving HTTP")
@@ -77,10 +89,34 @@ def test_32_requests_of_14_lengths_run_in_at_most_4_executions(joined: Path) -> 
         runs, together = asyncio.run(ask_all(f"127.0.0.1:{server.grpc}"))
     assert 1 <= runs <= 4
     session = onnxruntime.InferenceSession(joined / f"{NAME}_model" / "1" / "model.onnx")
-    for ids, vector in zip(rows, together, strict=True):
+    flat = {"input_ids": rows[0], "attention_mask": np.ones(len(rows[0]) + 1, np.int64)}
+    flat |= {"token_type_ids": np.zeros_like(rows[0]), "row_shapes": np.array([[len(rows[0])]], dtype=np.int32)}
+    # Whatever joins them: a native backend compares nothing.
+    with pytest.raises(Exception, match="Reshape"):
+        session.run(None, flat)
+    for ids, vector in zip([*rows, *rows], together, strict=True):
         values = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
         (alone,) = session.run(None, values | {"row_shapes": np.array([[len(ids)]], dtype=np.int32)})
         assert np.abs(vector - alone[0]).max() <= 1e-5
+
+
+def test_a_running_server_is_not_moved_to_another_batching_and_says_why(
+    joined: Path, tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
+) -> None:
+    models = Path(shutil.copytree(joined, tmp_path / "models"))
+    here = ["--repository", str(models)]
+    done = export_cli("run", str(tiny_checkpoint), "--name", NAME, *here, "--no-activate")
+    assert done.code == 0, done.err
+    with running(models) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        done = export_cli("activate", NAME, "2", *here, "--wait", f"localhost:{server.status}")
+        assert done.code == 3
+        assert f"versions 1 and 2 of {NAME}_model cannot be loaded side by side" in done.err
+        assert "restart the server" in done.err and "version 1 is served as before" in done.err
+    with running(models) as server:
+        server.read_until("ready, answers as verified")
+        assert f"{NAME}" in server.lines[-1] and "version 2" in server.lines[-1]
 
 
 def test_a_model_that_computes_its_own_attention_pads_and_says_why(

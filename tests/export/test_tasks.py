@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainers.architectures import ARCHITECTURES, save_model
 from trainers.task_checkpoints import build_reward_model
 from transformers import BertConfig, OPTConfig, OPTModel
 
+from export.__main__ import main
 from export.checkpoints import TensorSpec, open_checkpoint
 from export.errors import CheckpointError, ModelError
 from export.tasks.base import TaskSource
@@ -234,3 +236,16 @@ def test_a_dense_layer_with_an_unknown_activation_or_other_weights_is_refused(tm
     write(out_features=3)
     with pytest.raises(ModelError, match=r"expected linear.weight \[3, 4\], got \[2, 4\]"):
         load_dense(tmp_path)
+
+
+@pytest.mark.parametrize("task", ["image-classification", "image-embedding"])
+def test_pictures_of_another_size_than_the_model_takes_are_refused_in_a_sentence(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(ARCHITECTURES["vit classification"], tmp_path / "vit")
+    words = ["run", str(tmp_path / "vit"), "--task", task, "--preprocess", "imagenet", "--name", "seen"]
+    assert main([*words, "--repository", str(tmp_path / "models")]) == 1
+    refusal = capsys.readouterr().err
+    assert "the model takes no pictures of 224 x 224, which the recipe imagenet makes: expected the size" in refusal
+    assert "correct --preprocess, or the preprocessor_config.json beside the weights" in refusal
+    assert not (tmp_path / "models").exists()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from harness import CHECKOUT, run
 
+from export.commands.tune import _list_given
 from export.errors import SettingsError
 from export.repository.config_file import parse_config
-from export.repository.version import find_version
+from export.repository.version import Version, find_version
 from export.tuning.journal import Journal
 from export.tuning.search import Figures, plan_rounds, search
 from export.tuning.ways import Way, find_graph, list_ways, read_way, write_way
@@ -123,6 +124,17 @@ def test_the_best_is_told_and_what_cannot_be_done_is_refused(two_versions: Path,
     refused = run("-m", "export", *words, "--write", cwd=tmp_path, env=environment)
     assert refused.code == 1
     assert "modelyard.toml has a table of tickets already" in refused.err
+
+
+def test_what_is_to_be_given_again_is_told_from_the_lock(two_versions: Path, tmp_path: Path) -> None:
+    repository = Path(shutil.copytree(two_versions, tmp_path / "models"))
+    version = Version(repository=repository, name="tickets", number=1)
+    assert _list_given(version) == []
+    path = version.folder / "modelyard.lock.json"
+    content = json.loads(path.read_text())
+    content["options"] |= {"precision": "fp16", "base": "other", "serving": {"instances": 7}}
+    path.write_text(json.dumps(content))
+    assert _list_given(version) == ["base other", "precision fp16"]
 
 
 def test_a_model_of_tensors_and_one_that_there_is_not_are_refused(two_versions: Path) -> None:

@@ -113,6 +113,12 @@ def doors(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     collector.server_close()
 
 
+def test_another_port_of_the_server_is_named_without_an_option_that_there_is_not(doors: Doors) -> None:
+    with opened(f"127.0.0.1:{doors.server.http}", doors.folder) as gateway:
+        line = gateway.wait_for_line("is another port than the one meant")
+    assert line.endswith("pass the gRPC port with --server (8001 unless the server was told another).")
+
+
 def test_models_are_listed_as_openai_lists_them(doors: Doors) -> None:
     assert [model.id for model in doors.openai.models.list()] == ["embedder", "ranker", "writer"]
     assert doors.openai.models.retrieve("writer").owned_by == "modelyard"

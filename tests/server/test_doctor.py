@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import CHECKOUT, Published, run
-from launcher import find_ports
+from launcher import find_ports, mounts
 
 from server.doctor import examine_cpu
 
@@ -45,10 +45,7 @@ def test_what_keeps_it_from_serving_is_named_with_a_remedy(tmp_path: Path) -> No
         assert remedy in lines[index + 1]
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare"),
-    reason="mounts a small /dev/shm of its own; run as root, with util-linux's unshare",
-)
+@mounts
 def test_a_small_shared_memory_is_found(published: Published) -> None:
     script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -m server doctor "$@"'
     command = ["unshare", "--mount", "sh", "-c", script, sys.executable, "--repository", str(published.repository)]

@@ -21,7 +21,7 @@ import tritonclient.http
 from benches.load import Load
 from geventhttpclient.response import HTTPConnectionClosed
 from harness import Published
-from launcher import Running, running
+from launcher import Running, mounts, running
 from tritonclient.utils import InferenceServerException
 
 from export.repository.config_file import parse_config
@@ -240,10 +240,7 @@ def test_a_replaced_instance_does_not_stay_in_memory(server: Running) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare"),
-    reason="mounts a small /dev/shm of its own; run as root, with util-linux's unshare",
-)
+@mounts
 def test_shared_memory_that_the_dead_have_used_up_is_given_back(repository: Path, tmp_path: Path) -> None:
     """tritonserver keeps the regions of what died under a request: two processes and theirs fit in, more do not."""
     only = tmp_path / "models"

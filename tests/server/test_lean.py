@@ -332,6 +332,17 @@ def wait_for(is_reached: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def test_tensors_of_another_shape_are_refused_by_row_and_not_filled_up() -> None:
+    load_backend("python_postprocess", "answers")
+    load_backend("python_lean", "engines")
+    find_unlike = load_backend("python_lean", "lean").find_unlike
+    alike, other = {"maps": np.zeros((2, 1, 4))}, {"maps": np.zeros((1, 1, 3))}
+    assert find_unlike([([0, 2], alike), ([3], {"maps": np.zeros((1, 1, 4))})], "IMAGE") == []
+    (error,) = find_unlike([([0, 2], alike), ([1], other)], "IMAGE")
+    assert error.row == 1
+    assert str(error).startswith("IMAGE row 1 has answers of another shape than row 0: expected {'maps': [1, 4]}, got")
+
+
 def test_an_engine_computes_with_as_many_threads_as_it_is_told(served: Served) -> None:
     graph = served.models["lean_sentence_embedding"].files.graph
     open_onnxruntime = load_backend("python_lean", "engines").open_onnxruntime

@@ -181,11 +181,13 @@ def test_a_broken_model_is_named_and_its_neighbours_are_served(published: Publis
     config.write_text(config.read_text().replace('name: "broken"', 'name: "sentence_embedding"'))
     model = repository / "broken_model" / "1" / "model.onnx"
     model.write_bytes(model.read_bytes()[:1000])
+    (repository / "broken_preprocess" / "1" / "tokenizer.json").unlink()
     with running(repository) as server:
         server.read_until("serving HTTP")
         verdicts = {line.split()[0]: line for line in server.lines if line.startswith("  ")}
         assert "answers as verified" in verdicts["sentence_embedding"]
         assert "FAILED" in verdicts["broken_model"]
+        assert "does not say what clients send: expected one of tokenizer.json, " in verdicts["broken_preprocess"]
         assert "FAILED" in verdicts["broken"]
         assert server.stop() == 0
 

@@ -6,9 +6,12 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 from harness import Finished, run
 from launcher import running
 
+from export.commands.waiting import wait_until_served
+from export.errors import ServingError
 from server.overlay import Overlay
 
 
@@ -64,6 +67,19 @@ def test_a_server_is_waited_for_forth_and_back_and_tells_why_it_cannot_follow(
         assert call("remove", "tickets", *here).code == 0
         server.wait_for_line("is no longer in the repository; unloaded", 60)
     assert list(models.iterdir()) == []
+
+
+def test_a_wait_that_is_interrupted_does_not_say_that_nothing_was_done(two_versions: Path) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with running(two_versions) as server:
+        server.read_until("serving HTTP")
+        url = f"localhost:{server.status}"
+        with pytest.raises(
+            ServingError, match=f"version 9 of tickets is active in the repository: .* `curl {url}/vers"
+        ):
+            wait_until_served(url, "tickets", 9, interrupt)
 
 
 def test_a_version_that_is_served_is_not_pruned_and_check_tells_that_it_stays_behind(
