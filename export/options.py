@@ -10,8 +10,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .engines import AUTO, ENGINES
 from .engines.engine import Form
+from .engines.table import AUTO, ENGINES
 from .errors import SettingsError
 from .graph.batchings import BATCHINGS, EQUAL
 from .graph.precisions import FP32, PRECISIONS

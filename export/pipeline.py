@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
-from .engines import AUTO, Engine, list_engines
-from .engines.choice import EngineChoice, choose_fastest
+from .engines.fastest import EngineChoice, choose_fastest
+from .engines.table import AUTO, Engine, list_engines
 from .engines.vllm_engine import DTYPES, VLLM
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
 from .graph.batchings import BATCHINGS

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from .artefacts import Artefacts, hash_file, list_model
-from .engines import ONNXRUNTIME, Engine
 from .engines.engine import AxisRange, VerifiedGraph
 from .engines.openvino_generation import OpenVINOGeneration
+from .engines.table import ONNXRUNTIME, Engine
 from .engines.vllm_engine import DTYPES, VLLM
 from .graph.batchings import EQUAL, Batching
 from .graph.conversion import PrecisionReport

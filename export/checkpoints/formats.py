@@ -9,8 +9,8 @@ from typing import Protocol
 
 from ..errors import CheckpointError, list_some
 from .adapter_names import describe_missing_base
-from .deepspeed import zero as deepspeed_zero
-from .fsdp import folder as fsdp
+from .deepspeed import reader as deepspeed
+from .fsdp import reader as fsdp
 from .megatron import megatron_lm
 from .megatron import reader as megatron
 from .plain import huggingface, torch_file
@@ -38,7 +38,7 @@ class Reader(Protocol):
 
 # Trainers' own formats: they hold the fp32 weights and may have a gathered 16-bit copy in one of `_PLAIN` beside them.
 # A folder is of one trainer at most; of readers that look for the same files, the first that recognises it reads it.
-_SHARDED: tuple[Reader, ...] = (megatron, megatron_lm, deepspeed_zero, fsdp)
+_SHARDED: tuple[Reader, ...] = (megatron, megatron_lm, deepspeed, fsdp)
 # Formats of a whole model, the first that fits: a folder of Hugging Face often has a `.pt` of other things beside.
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 

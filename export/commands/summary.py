@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..engines import ENGINES
-from ..engines.choice import EngineChoice
+from ..engines.fastest import EngineChoice
+from ..engines.table import ENGINES
 from ..errors import list_some
 from ..graph.conversion import PrecisionReport
 from ..locations import name_command

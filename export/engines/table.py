@@ -1,4 +1,4 @@
-"""What runs a published graph: one line in the table here, and one file with its class."""
+"""Every engine by its name: one line here, and one file with its class."""
 
 from collections.abc import Mapping
 

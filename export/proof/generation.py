@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ..artefacts import Artefacts
-from ..engines import Engine
+from ..engines.engine import Engine
 from ..engines.openvino_generation import BLOCK_TOKENS, OpenVINOGeneration
 from ..targets import Target
 from ..tasks.base import Task

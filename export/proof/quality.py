@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..artefacts import Artefacts, list_model
-from ..engines import ONNXRUNTIME, Engine
+from ..engines.table import ONNXRUNTIME, Engine
 from ..graph.conversion import Conversion, Measure, PrecisionReport, Quality, convert_graph
 from ..graph.files import Feed
 from ..graph.precisions import Precision

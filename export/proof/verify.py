@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..artefacts import Artefacts, hash_file
-from ..engines import ONNXRUNTIME, Engine
 from ..engines.engine import Run, Runner
+from ..engines.table import ONNXRUNTIME, Engine
 from ..errors import EngineError, RuntimeFailure, VerificationError
 from ..graph.files import Feed
 from ..targets import Target

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer
 
 from ..artefacts import Artefacts, hash_file
-from ..engines import Engine
+from ..engines.engine import Engine
 from ..engines.vllm_engine import DTYPES
 from ..errors import VerificationError
 from ..targets import Target

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines import Engine
+from ..engines.engine import Engine
 from ..engines.limits import LEAN_THREADS_PARAMETER
 from ..errors import SettingsError
 from ..serving_options import ServingOptions

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines import ONNXRUNTIME, Engine
 from ..engines.limits import INSTANCES, INTRA_OP_THREADS, LEAN_THREADS_PARAMETER, MAX_BATCH_SIZE
+from ..engines.table import ONNXRUNTIME, Engine
 from ..serving_options import ServingOptions
 from ..signature import BATCH, PAST_LEN, ROW_SHAPES, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from . import intent

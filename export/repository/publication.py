@@ -24,7 +24,7 @@ from typing import Literal
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..artefacts import Artefacts, hash_file
-from ..engines import ONNXRUNTIME, Engine
+from ..engines.table import ONNXRUNTIME, Engine
 from ..errors import RepositoryError
 from ..proof.verify import VerificationReport
 from ..serving_options import ServingOptions

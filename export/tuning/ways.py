@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines import ENGINES
 from ..engines.limits import LEAN_THREADS_PARAMETER
+from ..engines.table import ENGINES
 from ..errors import SettingsError
 from ..repository.model_config import LEAN_BACKEND
 

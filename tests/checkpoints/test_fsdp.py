@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from transformers import GPT2Config
 
 from export.checkpoints import StoredCheckpoint, join_folders, open_checkpoint
-from export.checkpoints.fsdp import folder as fsdp
+from export.checkpoints.fsdp import reader as fsdp
 from export.checkpoints.fsdp.dcp_metadata import read_metadata
 from export.checkpoints.pickles.torch_zip import open_torch_zip
 from export.checkpoints.storage.assembled_tensor import Box, assemble, transpose

@@ -9,7 +9,7 @@ from harness import Exported
 from repositories import publish_files, read_config
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.engines import ENGINES
+from export.engines.table import ENGINES
 from export.errors import SettingsError
 from export.repository.activation import activate
 from export.repository.integrity import find_damage

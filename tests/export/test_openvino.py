@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from harness import CHECKOUT, Exported, load_backend
 
-from export.engines import ENGINES
 from export.engines.engine import VerifiedGraph
 from export.engines.openvino_model import ARITHMETICS, check_cpu, read_cpu_flags, read_model
+from export.engines.table import ENGINES
 from export.errors import EngineError
 from export.graph.precisions import PRECISIONS
 from export.proof.quality import build_measure, list_quality_cases, list_quality_feeds

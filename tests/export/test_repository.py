@@ -17,7 +17,7 @@ from launcher import write_older_golden
 from repositories import NAMES, is_consistent, make_other, publish_files, read_config, served
 
 from demo.serving import serve
-from export.engines import ONNXRUNTIME
+from export.engines.table import ONNXRUNTIME
 from export.errors import RepositoryError
 from export.repository.config_file import parse_config, render_config
 from export.repository.contents import check_owners, find_owner

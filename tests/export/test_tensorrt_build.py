@@ -19,9 +19,10 @@ from harness import CHECKOUT, Exported, Published
 from onnxruntime.quantization import quantize_dynamic
 from tritonclient.grpc import model_config_pb2 as pb
 
-from export.engines import ENGINES, ONNXRUNTIME, tensorrt_build, tensorrt_engine
+from export.engines import tensorrt_build, tensorrt_engine
 from export.engines.engine import AxisRange, VerifiedGraph
 from export.engines.limits import INSTANCES, MAX_BATCH_SIZE
+from export.engines.table import ENGINES, ONNXRUNTIME
 from export.engines.tensorrt_build import PlanRunner, build_engine, find_version
 from export.engines.tensorrt_plan import (
     ShapeRange,

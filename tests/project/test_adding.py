@@ -127,11 +127,11 @@ def test_an_engine_is_one_class_and_its_name_in_a_table_and_is_served(copied: Pa
     engines = copied / "export" / "engines"
     (engines / "ort_engine.py").write_text(read_code("An engine")[0], encoding="utf-8")
     insert_line(
-        engines / "__init__.py",
+        engines / "table.py",
         after="from .onnxruntime_engine import OnnxRuntime\n",
         line="from .ort_engine import OrtFormat\n",
     )
-    insert_line(engines / "__init__.py", after="for engine in (ONNXRUNTIME, ", line="OrtFormat(), ")
+    insert_line(engines / "table.py", after="for engine in (ONNXRUNTIME, ", line="OrtFormat(), ")
 
     assert "ort" in run_export(copied, "run", "--help")
     report = export_module(copied, tmp_path, "--engine", "ort")["report"]
@@ -229,7 +229,7 @@ def test_a_modality_is_a_task_a_backend_and_an_entry_in_a_table_and_is_served(co
 
 def test_the_tables_are_read_without_anything_heavy() -> None:
     code = (
-        "import sys; from export.engines import ENGINES; from export.graph.precisions import PRECISIONS; "
+        "import sys; from export.engines.table import ENGINES; from export.graph.precisions import PRECISIONS; "
         "from export.tasks.table import TASKS; "
         "print([entry.help for table in (ENGINES, PRECISIONS, TASKS) for entry in table.values()], "
         "sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxruntime', 'numpy', 'tritonclient'} & {*sys.modules}))"

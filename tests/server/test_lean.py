@@ -24,8 +24,8 @@ from trainers.task_checkpoints import BUILDERS, SENTENCES
 from tritonclient.utils import InferenceServerException
 
 from export.artefacts import Artefacts, hash_file, list_model
-from export.engines import ENGINES, ONNXRUNTIME, Engine
 from export.engines.engine import VerifiedGraph
+from export.engines.table import ENGINES, ONNXRUNTIME, Engine
 from export.options import ExportRequest
 from export.progress import Progress
 from export.proof.verify import VerificationReport

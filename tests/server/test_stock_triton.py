@@ -11,7 +11,7 @@ from pathlib import Path
 from harness import CHECKOUT, Published
 from launcher import find_ports
 
-from export.engines import ENGINES
+from export.engines.table import ENGINES
 from export.tasks.text import POSTPROCESS_BACKEND, PREPROCESS_BACKEND
 from server.installation import assemble_backends, build_environment, find_installation
 

@@ -23,8 +23,8 @@ from ..storage.paths import check_inside, read_small
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
+from .beside import check_config, find_vocab_size
 from .checks import describe_unproven, refuse_doubles
-from .folder import check_config, find_vocab_size
 from .parts import Tensors, canonical_name, flatten, join_tensor_ranks, list_replicas
 from .reader import check_shapes
 from .to_gpt2 import build_gpt2_config, convert_to_gpt2

@@ -24,15 +24,15 @@ from ...errors import CheckpointError, list_some
 from ..deepspeed.checks import check_model_states
 from ..deepspeed.files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from ..deepspeed.masters import name_masters
+from ..deepspeed.reader import read_trained
 from ..deepspeed.states import ModelStates, read_model_states
-from ..deepspeed.zero import read_trained
 from ..pickles.torch_zip import open_torch_zip
 from ..remedies import LOST_RANKS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
+from .beside import check_config, find_vocab_size
 from .checks import describe_unproven, refuse_doubles
-from .folder import check_config, find_vocab_size
 from .parts import (
     Tensors,
     canonical_name,
