@@ -251,12 +251,14 @@ def test_shared_memory_that_the_dead_have_used_up_is_given_back(repository: Path
         small.read_until("serving HTTP")
         small.follow()
         step, exhausted = STEPS[1], "keeps the shared memory of backend processes that were replaced"
+        # In one of a few runs the load that finds no room ends tritonserver 2.51 itself, which gives all of it back.
+        ends = (exhausted, f"tritonserver was killed by signal {signal.SIGSEGV:d}")
         with Load(small, only) as load:
             for _ in range(12):
                 load.wait_for_answer(time.monotonic(), BACK_WITHIN_S)
                 small.find_stubs(step)[-1].kill()
-                small.wait_for_line((f"{step}: answers again", exhausted), BACK_WITHIN_S)
-                if exhausted in small.lines[small.read - 1]:
+                small.wait_for_line((f"{step}: answers again", *ends), BACK_WITHIN_S)
+                if any(end in small.lines[small.read - 1] for end in ends):
                     break
             small.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
             load.wait_for_answer(time.monotonic(), BACK_WITHIN_S)
