@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import ModelError
 from ..signature import BATCH, ModelSignature, TensorSignature
@@ -18,9 +18,13 @@ from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from .images import Answers, PictureTask
 from .picture_recipe import Geometry, find_preparation
 from .tensors import InputRules, ValueRule
+from .towers import find_class
 
 EMBEDDING = "EMBEDDING"
 _PIXELS = "pixel_values"
+
+# [batch, vectors, hidden]; a pooled grid of one place is [batch, hidden, 1, 1].
+_RANK_OF_SEVERAL = 3
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,10 @@ class ImageEmbedding(PictureTask):
     tolerances: ClassVar[Mapping[str, float]] = EMBEDDING_TOLERANCES
 
     def __init__(self, source: TaskSource) -> None:
-        self.preparation = preparation = find_preparation(source.directory, source.options.get("preprocess"))
-        model, self.unused_tensors = load_model(source.config, source.weights, AutoModel)
+        self.preparation = preparation = find_preparation(
+            source.directory, source.options.get("preprocess"), "image-feature-extraction"
+        )
+        model, self.unused_tensors = load_model(source.config, source.weights, find_class(source.config))
         is_normalized = bool(source.options.get("normalize"))
         self.module = VectorModule(model, is_normalized=is_normalized).eval()
         dims = (BATCH, 3, *preparation.recipe.height_and_width)
@@ -97,12 +103,15 @@ class VectorModule(nn.Module):
         """
         # Beside a tower of texts: the vector that both are compared by.
         run: Any = getattr(self.model, "get_image_features", self.model)
-        vectors = getattr(run(pixel_values=pixels), "pooler_output", None)
+        made = run(pixel_values=pixels)
+        vectors = getattr(made, "image_embeds", None)
         if vectors is None:
+            vectors = getattr(made, "pooler_output", None)
+        if vectors is None or vectors.dim() == _RANK_OF_SEVERAL:
             raise ModelError(
                 f"{type(self.model).__name__} makes no one vector of a picture",
                 expected="a pooled output",
-                got="hidden states alone",
+                got="hidden states alone" if vectors is None else f"{vectors.shape[1]} vectors",
                 remedy="pass --task image-feature-extraction",
             )
         flat: Tensor = vectors.flatten(1)

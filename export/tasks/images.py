@@ -312,7 +312,9 @@ class ImageLabels(PictureTask, SignalTask):
     tolerances: ClassVar[Mapping[str, float]] = LOGIT_TOLERANCES
 
     def __init__(self, source: TaskSource) -> None:
-        self.preparation = find_preparation(source.directory, source.options.get("preprocess"))
+        self.preparation = find_preparation(
+            source.directory, source.options.get("preprocess"), "image-classification-tensors"
+        )
         super().__init__(source)
         labels = read_labels(source.config, must_differ=False)
         self.top_k = min(source.options.get("top_k") or TOP_K, len(labels))

@@ -290,13 +290,14 @@ class Preparation:
                 )
 
 
-def find_preparation(directory: Path, chosen: str | None) -> Preparation:
+def find_preparation(directory: Path, chosen: str | None, tensors_task: str | None = None) -> Preparation:
     """Return what is done to pictures: what `--preprocess` asks for, else what the checkpoint records.
 
     Args:
         directory: The checkpoint's folder.
         chosen: A name in `RECIPES`, or a file: a recipe of ours, the arguments of torchvision's preset, or a
             `preprocessor_config.json`.
+        tensors_task: What the checkpoint can be served as without a recipe, if anything.
 
     Raises:
         SettingsError: The file cannot be used.
@@ -317,7 +318,8 @@ def find_preparation(directory: Path, chosen: str | None) -> Preparation:
             f"nothing says what is done to pictures before the model of {directory} sees them",
             expected=f"a {PROCESSOR_FILE} beside the weights",
             got="none",
-            remedy="pass --preprocess " + " or ".join((*RECIPES, "FILE")) + ", or --task image-classification-tensors",
+            remedy=f"pass --preprocess {' or '.join((*RECIPES, 'FILE'))}"
+            + (f", or --task {tensors_task}" if tensors_task else ""),
         )
     return _read_processor(directory)
 

@@ -20,6 +20,7 @@ from ..signature import BATCH, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
 from .base import HeadModule, TaskSource
 from .tensors import InputRules, SizeRange, TensorTask, ValueRule
+from .towers import find_class
 
 # The samples of a waveform.
 SAMPLES = "samples"
@@ -40,7 +41,7 @@ class SignalTask(TensorTask):
     output: ClassVar[str]
 
     def __init__(self, source: TaskSource) -> None:
-        model, self.unused_tensors = load_model(source.config, source.weights, self.auto_class)
+        model, self.unused_tensors = load_model(source.config, source.weights, self.find_class(source.config))
         if self.auto_class is AutoModel and source.config.is_encoder_decoder:
             model = model.get_encoder()
         dims = self.find_dims(source)
@@ -59,6 +60,10 @@ class SignalTask(TensorTask):
             outputs=self.infer_outputs(inputs, [self.output]),
             smallest={symbol: limits.smallest for symbol, limits in self.tensors.sizes.items()},
         )
+
+    def find_class(self, config: PretrainedConfig) -> Any:
+        """Return the class of the model, as `load_model` takes it."""
+        return self.auto_class
 
     def find_dims(self, source: TaskSource) -> tuple[str | int, ...]:
         """Return the dimensions of the model's input, the batch first."""
@@ -83,6 +88,10 @@ class ImageFeatureExtraction(SignalTask):
 
     auto_class = AutoModel
     output = "last_hidden_state"
+
+    def find_class(self, config: PretrainedConfig) -> Any:
+        """See `SignalTask`."""
+        return find_class(config)
 
 
 class AudioClassification(SignalTask):

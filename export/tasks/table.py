@@ -174,6 +174,8 @@ TASKS: Mapping[str, TaskEntry] = {
             name="image-embedding",
             help="one vector a picture, sent as an encoded file",
             place="image_vectors:ImageEmbedding",
+            inputs=IMAGES,
+            architectures=("VisionModel", "VisionModelWithProjection"),
             options=(NORMALIZE, PREPROCESS, PICTURES),
         ),
         TaskEntry(

@@ -1,11 +1,18 @@
+import base64
+import io
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from trainers.architectures import ARCHITECTURES, save_model
+import transformers
+from PIL import Image
+from trainers.architectures import ARCHITECTURES, Architecture, save_model
 from trainers.task_checkpoints import build_reward_model
-from transformers import BertConfig, OPTConfig, OPTModel
+from transformers import AutoImageProcessor, BertConfig, OPTConfig, OPTModel
+from transformers.image_utils import load_image
 
 from export.__main__ import main
 from export.checkpoints import TensorSpec, open_checkpoint
@@ -249,3 +256,41 @@ def test_pictures_of_another_size_than_the_model_takes_are_refused_in_a_sentence
     assert "the model takes no pictures of 224 x 224, which the recipe imagenet makes: expected the size" in refusal
     assert "correct --preprocess, or the preprocessor_config.json beside the weights" in refusal
     assert not (tmp_path / "models").exists()
+
+
+_TOWER = ARCHITECTURES["clip vision features"].options
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("CLIPVisionModelWithProjection", "image_embeds"),
+        ("MetaClip2VisionModelWithProjection", "image_embeds"),
+        ("CLIPVisionModel", "pooler_output"),
+        ("SiglipVisionModel", "pooler_output"),
+    ],
+)
+def test_a_tower_of_pictures_is_served_with_its_own_vector(name: str, output: str, tmp_path: Path) -> None:
+    save_model(Architecture(name, _TOWER), tmp_path / "tower", projection_dim=48)
+    words = ["run", str(tmp_path / "tower"), "--name", "seen", "--repository", str(tmp_path / "models"), "--json"]
+    assert main(words) == 0
+    model = getattr(transformers, name).from_pretrained(tmp_path / "tower").eval()
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "tower", backend="pil")
+    (golden,) = (tmp_path / "models").glob("seen/1/golden.json")
+    for sample in json.loads(golden.read_text())["samples"]:
+        (sent,), (answered,) = sample["inputs"], sample["outputs"]
+        image = load_image(Image.open(io.BytesIO(base64.b64decode(sent["data"][0]))))
+        with torch.no_grad():
+            want = model(**processor(images=image, return_tensors="pt"))[output]
+        np.testing.assert_allclose(answered["data"], want[0], atol=1e-5)
+
+
+def test_a_tower_without_a_recipe_is_refused_with_a_task_that_takes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(Architecture("CLIPVisionModelWithProjection", _TOWER), tmp_path / "tower")
+    (tmp_path / "tower" / "preprocessor_config.json").unlink()
+    words = ["run", str(tmp_path / "tower"), "--name", "seen", "--repository", str(tmp_path / "models"), "--json"]
+    assert main(words) == 1
+    (task,) = re.findall(r"or --task ([a-z-]+)\.", capsys.readouterr().err)
+    assert main([*words, "--task", task]) == 0
