@@ -151,8 +151,9 @@ def write_derived_config(derived: Mapping[str, Any], target: Path, dtype_names: 
 
 def replace_files(fitted: Fitted, staged: Path) -> None:
     """Give the folder the tokenizer and the configuration that its weights have now."""
-    for name in fitted.superseded:
-        (staged / name).unlink(missing_ok=True)
+    for pattern in fitted.superseded:
+        for path in _find(staged, pattern):
+            path.unlink()
     for path in sorted(fitted.files.iterdir()):
         _copy_file(path, fitted.files, staged / path.name)
     config = read_json(staged / "config.json")

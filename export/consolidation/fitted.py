@@ -17,7 +17,7 @@ class Fitted:
     Attributes:
         checkpoint: The weights, some of them in files of our own.
         files: Folder with the files that replace the checkpoint's.
-        superseded: Names of files that go where `files` has none of that name.
+        superseded: Patterns of names of files that go where `files` has none of that name.
         config: Key of `config.json` → what it says now.
     """
 

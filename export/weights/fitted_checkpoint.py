@@ -19,8 +19,19 @@ from .vocabulary_rows import fit_vocabulary
 _ROWS_FILE = "rows.safetensors"
 # Whatever fits into fp32 comes back as it was.
 _MAX_BYTES = 4
-# Written by older releases of transformers beside what the tokenizer's own files say now.
-_SUPERSEDED = ("added_tokens.json", "special_tokens_map.json")
+# What older releases of transformers and slow tokenizers read: tokens that were added are in `tokenizer.json` alone.
+# LUKE's `entity_vocab.json` is no vocabulary of texts.
+_SUPERSEDED = (
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "vocab.json",
+    "*-vocab.json",
+    "*merges.txt",
+    "*.model",
+    "*.spm",
+    "bpe.codes",
+)
 
 
 def fit_checkpoint(options: VocabularyOptions, checkpoint: StoredCheckpoint, directory: Path, scratch: Path) -> Fitted:

@@ -71,10 +71,32 @@ def test_added_tokens_come_with_rows_tokenizer_and_configuration(saved: Path, tm
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == ROWS + 3
     assert config["vocabulary_sha256"] != "to be replaced"
-    assert not (out / "added_tokens.json").exists()
+    assert not (out / "added_tokens.json").exists() and not (out / "vocab.txt").exists()
     assert not [path for path in out.rglob("*") if path.name.startswith(".") or path.name == "rows.safetensors"]
     # What was written is read again, and its tokenizer is told to be its own.
     assert consolidate(out, tmp_path / "again", "--add-token", "another=mean") == 0
+
+
+def test_one_tokenizer_is_left_where_tokens_were_added(saved: Path, tmp_path: Path) -> None:
+    stale = (
+        "vocab.json",
+        "gpt2-vocab.json",
+        "merges.txt",
+        "gpt2-merges.txt",
+        "spiece.model",
+        "source.spm",
+        "bpe.codes",
+    )
+    for name in (*stale, "special_tokens_map.json", "entity_vocab.json"):
+        (saved / name).write_text("{}")
+    out = tmp_path / "out"
+    assert consolidate(saved, out, "--add-special-token", "[X]=mean", "--allow-other-tokenizer") == 0
+    kept = {path.name for path in out.iterdir()}
+    # LUKE's entities are no vocabulary of texts.
+    assert kept == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "entity_vocab.json"}
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("[X]") == ROWS
+    assert consolidate(saved, tmp_path / "as_it_was") == 0
+    assert {"vocab.txt", *stale} <= {path.name for path in (tmp_path / "as_it_was").iterdir()}
 
 
 def test_rows_are_cut_and_padded_as_run_does_it(saved: Path, tmp_path: Path) -> None:
