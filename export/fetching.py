@@ -30,7 +30,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 # The same weights for others.
 _FOREIGN_FOLDERS = {"onnx", "openvino", "coreml", "original", "runs"}
-_FOREIGN_FILES = (".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".gguf", ".tflite", ".mlmodel", ".pb", ".zip")
+_FOREIGN_FILES = (
+    *(".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".gguf", ".tflite", ".mlmodel", ".pb", ".zip"),
+    *(".html", ".htm"),
+)
 _SETTINGS = {".json", ".txt", ".model", ".spm", ".tiktoken", ".jinja"}
 _WEIGHTS = re.compile(r"(?:model|pytorch_model|adapter_model)(?:-\d+-of-\d+)?\.(?P<kind>safetensors|bin)")
 # What only a trainer's own checkpoint has, of which any file may be needed.
@@ -38,8 +41,13 @@ _TRAINERS = re.compile(
     r"(?:^|/)(?:global_step\d+/|mp_rank_|latest$|latest_checkpointed_iteration\.txt$|\.metadata$|[^/]*\.distcp$)"
 )
 
-# What stores say of a file, of which one changes with its bytes: S3, Google's, a disk, memory.
-_STATES = ("ETag", "etag", "LastModified", "md5Hash", "updated", "mtime", "created")
+# What stores say of a file, of which one changes with its bytes: S3, Google's, a disk, memory, web servers.
+_STATES = (
+    *("ETag", "etag", "LastModified", "md5Hash", "updated", "mtime", "created"),
+    *("Last-Modified", "Content-MD5", "Digest"),
+)
+
+_WEB = ("http", "https")
 
 # Fetched last, so that a copy that has it is whole.
 _LAST = "config.json"
@@ -213,34 +221,45 @@ def _fetch_folder(url: str, tell: Callable[[str], None]) -> Fetched:
         ) from exc
     # Each store has errors of its own.
     except Exception as exc:
-        raise CheckpointError(
+        told = _explain(exc, address) or CheckpointError(
             f"{address} cannot be fetched",
             expected="a folder that may be read",
             got=f"'{' '.join(str(exc).split()) or type(exc).__name__}'",
             remedy="correct the address or what lets you in, or fetch it with the store's own tool and name the folder",
-        ) from exc
+        )
+        raise told from exc
+
+
+def _explain(exc: Exception, address: str) -> CheckpointError | None:
+    if not _is_web(address):
+        return None
+    from .http_failures import explain
+
+    return explain(exc, address)
+
+
+def _is_web(address: str) -> bool:
+    return address.partition("://")[0] in _WEB
 
 
 def _copy(url: str, address: str, tell: Callable[[str], None]) -> Fetched:
     """Return a copy of what is at `url`; one that was made of the very same files is taken again."""
-    import fsspec
-
-    store, root = fsspec.core.url_to_fs(url)
-    found = store.find(root, detail=True)
+    store, root, found = _list_web(url, address) if _is_web(address) else _list_store(url)
     # Stores have no folders: their pages in the browser write an empty object with a slash at its end for one.
-    places = {_name_below(path, root): path for path in found if "?" not in path and not path.endswith("/")}
+    listed = (path for path in found if path == root or ("?" not in path and not path.endswith("/")))
+    places = {_name_below(path, root): path for path in listed}
     names = choose_files(places)
     if not names:
-        raise CheckpointError(
-            f"there is nothing at {address}", expected="a folder with a checkpoint", got="no file", remedy="correct it"
-        )
+        raise _refuse_empty(address)
     states = [_read_state(found[places[name]]) for name in names]
     digest = hashlib.sha256(repr((address, sorted(zip(names, states, strict=True)))).encode()).hexdigest()
     folder = CACHE / "fetched" / digest[:32]
     if not all(states):
         # Nothing tells whether the copy of yesterday is what is there today.
         shutil.rmtree(folder, ignore_errors=True)
-    if not folder.is_dir():
+    if folder.is_dir():
+        tell(f"{address}: {len(names)} of {len(places)} files, the copy that was fetched before")
+    else:
         tell(f"{address}: {len(names)} of {len(places)} files")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="staging-", dir=folder.parent) as staging:
@@ -254,13 +273,50 @@ def _copy(url: str, address: str, tell: Callable[[str], None]) -> Fetched:
     return Fetched(path=folder / names[0] if root in found else folder, address=address)
 
 
+def _list_store(url: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
+    """Return the store, the path in it, and each file there → what the store says of it."""
+    import fsspec
+
+    store, root = fsspec.core.url_to_fs(url)
+    return store, root, store.find(root, detail=True)
+
+
+def _list_web(url: str, address: str) -> tuple[Any, str, dict[str, dict[str, Any]]]:
+    """Return the same of a web server, whose lists say nothing of a file: each is asked for."""
+    import fsspec
+
+    from .http_failures import build_session, refuse_page
+
+    given = fsspec.config.conf.get("http", {}).get("client_kwargs", {})
+    store, root = fsspec.core.url_to_fs(url, client_kwargs=build_session(given))
+    # Otherwise what fails there is a folder without files.
+    found = store.find(root, detail=True, on_error="raise")
+    places = [path for path in found if path == root or choose_files([_name_below(path, root)])]
+    states = {path: store.info(path) for path in places}
+    if root in states and states[root].get("mimetype") == "text/html":
+        raise refuse_page(address)
+    return store, root, found | states
+
+
+def _refuse_empty(address: str) -> CheckpointError:
+    if _is_web(address):
+        from .http_failures import refuse_page
+
+        return refuse_page(address)
+    return CheckpointError(
+        f"there is nothing at {address}", expected="a folder with a checkpoint", got="no file", remedy="correct it"
+    )
+
+
 def _name_below(path: str, root: str) -> str:
     """Return the path of a file below the folder, or the name of the one file that is meant.
 
     Raises:
         CheckpointError: It leads out of the folder.
     """
-    below = PurePosixPath(PurePosixPath(path).name if path == root else path.removeprefix(root).lstrip("/"))
+    # What follows a question mark is not of a file's name; a store's own addresses of one file are signed there.
+    own = PurePosixPath(path.split("?", 1)[0]).name
+    below = PurePosixPath(own if path == root else path.removeprefix(root).lstrip("/"))
     if not below.parts or ".." in below.parts:
         raise CheckpointError(f"{path} is not a file below {root}", expected="names inside of it", got=str(below))
     return below.as_posix()

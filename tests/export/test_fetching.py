@@ -6,11 +6,16 @@ import os
 import pickle
 import re
 import shutil
+import socket
+import ssl
 import subprocess
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import fsspec
 import pytest
@@ -187,10 +192,11 @@ def test_folders_of_a_store_are_copied_once_for_what_they_hold(
     assert found.address == "memory://bucket/tiny"
     assert {path.name for path in found.path.iterdir()} == set(fetching.choose_files(list_names(model)))
     assert (found.path / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert fetching.fetch_all(["memory://bucket/tiny"], told.append) == [found] and len(told) == 1
+    assert fetching.fetch_all(["memory://bucket/tiny"], told.append) == [found]
+    assert told[1] == f"{told[0]}, the copy that was fetched before"
     store.pipe("/bucket/tiny/vocab.txt", b"other")
     (other,) = fetching.fetch_all(["memory://bucket/tiny"], told.append)
-    assert other.path != found.path and len(told) == 2
+    assert other.path != found.path and told[2] == "memory://bucket/tiny: 5 of 11 files"
     (local,) = fetching.fetch_all([f"file://{model}"], told.append)
     assert local.address == f"file://{model}" and (local.path / "config.json").is_file()
     (single,) = fetching.fetch_all([f"file://{model}/model.safetensors"], told.append)
@@ -202,6 +208,123 @@ def test_folders_of_a_store_are_copied_once_for_what_they_hold(
     }.items():
         with pytest.raises(CheckpointError, match=re.escape(sentence)):
             fetching.fetch_all([url], told.append)
+
+
+class Listing(SimpleHTTPRequestHandler):
+    """Python's own server of a folder, which fails where it is asked to, and counts what is fetched."""
+
+    fetched: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        if self.answers():
+            self.fetched.append(self.path)
+            super().do_GET()
+
+    def do_HEAD(self) -> None:
+        if self.answers():
+            super().do_HEAD()
+
+    def answers(self) -> bool:
+        first = self.path.split("/")[1]
+        if first == "private" and self.headers["Authorization"] in (
+            f"Basic {b64encode(b'me:word').decode()}",
+            "Bearer it",
+        ):
+            self.path = self.path.replace("/private", "/tiny", 1)
+        elif first.isdigit() or first == "private":
+            self.send_error(int(first) if first.isdigit() else 401)
+            return False
+        elif first == "page":
+            self.path = "/page.html"
+        return True
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def listing(model: Path) -> Iterator[str]:
+    (model.parent / "page.html").write_text("<html><body>Welcome.</body></html>")
+    Listing.fetched.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Listing, directory=str(model.parent))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_folders_of_a_web_server_are_fetched_once_for_what_it_says_of_them(
+    listing: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "CACHE", tmp_path)
+    told: list[str] = []
+    (found,) = fetching.fetch_all([f"{listing}/tiny/"], told.append)
+    assert {path.name for path in found.path.iterdir()} == set(fetching.choose_files(list_names(model)))
+    assert Listing.fetched.count("/tiny/model.safetensors") == 1
+    assert fetching.fetch_all([f"{listing}/tiny"], told.append) == [found]
+    assert told[1] == f"{told[0]}, the copy that was fetched before"
+    assert Listing.fetched.count("/tiny/model.safetensors") == 1
+    os.utime(model / "config.json", (1e9, 1e9))
+    (other,) = fetching.fetch_all([f"{listing}/tiny"], told.append)
+    assert other.path != found.path and told[2] == told[0]
+    (single,) = fetching.fetch_all([f"{listing}/tiny/model.safetensors?signed=so"], told.append)
+    assert single.path.read_bytes() == (model / "model.safetensors").read_bytes() and "?" not in single.address
+
+
+def test_what_a_web_server_refuses_is_told_with_what_to_do(listing: str, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{unused.getsockname()[1]}"
+        host = listing.partition("//")[2]
+        for url, sentence in {
+            f"http://{nobody}/x": f"http://{nobody}/x cannot be fetched: expected a server that answers at {nobody},",
+            f"{listing}/401": f"{listing}/401 may not be read: expected leave to read it, got 401 Unauthorized; write",
+            f"http://me:secret@{host}/403": f"{listing}/403 may not be read: expected leave to read it, got 403",
+            f"{listing}/nothing": f"there is nothing at {listing}/nothing: expected a folder with a checkpoint, got 4",
+            f"{listing}/500": f"{listing}/500 cannot be fetched: expected an answer of {host}, got 500 Internal Server",
+            f"{listing}/page": f"the page at {listing}/page lists no files of a checkpoint: expected the server's own",
+            f"https://{host}/tiny": f"https://{host}/tiny cannot be fetched: expected TLS at {host}, got '",
+        }.items():
+            done = ask("", tmp_path, "run", url, "--name", "tiny")
+            assert done.code == 1 and done.err.startswith(f"error: {sentence}"), done.err
+            assert len(done.err.splitlines()) == 1 and "secret" not in done.err
+
+
+FETCH = "import sys, pathlib; from export import fetching; fetching.CACHE = pathlib.Path(sys.argv[2])\n"
+FETCH += "fetching.fetch_all([sys.argv[1]], print)"
+
+
+def test_both_ways_of_being_let_in_that_a_refusal_names_do(listing: str, tmp_path: Path) -> None:
+    url = f"{listing}/private"
+    done = ask("", tmp_path, "inspect", url)
+    assert done.code == 1 and "got 401 Unauthorized" in done.err
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.parent.mkdir()
+    netrc.write_text("machine 127.0.0.1 login me password word\n")
+    netrc.chmod(0o600)
+    header = '{"headers": {"Authorization": "Bearer it"}}'
+    for variable in ({"HOME": str(netrc.parent)}, {"FSSPEC_HTTP": header}):
+        environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **variable}
+        done = run("-c", FETCH, url, str(tmp_path / "cache"), env=environment)
+        assert done.code == 0 and done.out.startswith(f"{url}: "), done.err
+
+
+def test_a_certificate_is_told_from_a_server_and_the_remedy_takes_it(model: Path, tmp_path: Path) -> None:
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(make, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Listing, directory=str(model.parent))) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://localhost:{server.server_address[1]}/tiny"
+        done = ask("", tmp_path, "inspect", url)
+        assert done.code == 1 and "that this machine trusts, got '" in done.err and "set SSL_CERT_FILE to" in done.err
+        environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "SSL_CERT_FILE": str(certificate)}
+        done = run("-c", FETCH, url, str(tmp_path / "cache"), env=environment)
+        assert done.code == 0, done.err
+        server.shutdown()
 
 
 @pytest.mark.skipif("MODELYARD_STORES" not in os.environ, reason="asks S3's and Google's protocols: `make test-stores`")
