@@ -106,7 +106,7 @@ class PictureReader:
     """
 
     def __init__(self, path: Path, tensor_names: Sequence[str], *, max_threads: int = _MAX_THREADS) -> None:
-        recipe = {"buckets": None} | json.loads(path.read_text(encoding="utf-8"))
+        recipe = {"buckets": None, "multiple_of": 1} | json.loads(path.read_text(encoding="utf-8"))
         if recipe["mode"] not in MODES or recipe["filter"] not in FILTERS or recipe["channels"] not in CHANNELS:
             raise ValueError(
                 f"{path} asks for {recipe['mode']}, {recipe['filter']} and {recipe['channels']}: expected one of "
@@ -166,6 +166,11 @@ class PictureReader:
             raise sent.refuse(
                 f"is too long and narrow: expected at most {MAX_PIXELS} pixels once it is resized, got "
                 f"{plan.size[0]} x {plan.size[1]} of {image.width} x {image.height}; cut it"
+            )
+        if not all(plan.size):
+            raise sent.refuse(
+                f"is too long and narrow: expected {recipe['multiple_of']} pixels on each edge once it is "
+                f"resized, got fewer of {image.width} x {image.height}; cut it"
             )
         small = image if plan.size == image.size else image.resize(plan.size, self._filter)
         left, top = plan.box[:2]
@@ -337,19 +342,21 @@ def plan_letterbox(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:
 def plan_edges(size: "tuple[int, int]", recipe: "dict[str, Any]") -> Plan:
     """Return the plan that makes the shorter edge as long as the recipe says, unless the longer one were too long.
 
-    Rounded as transformers does (image_transforms.py, `get_size_with_aspect_ratio`).
+    Rounded as transformers does (image_transforms.py, `get_size_with_aspect_ratio`), and where edges are cut down to
+    multiples as YOLOS does (image_processing_pil_yolos.py), which rounds a standing picture of the right edge as well.
     """
+    step = recipe["multiple_of"]
     edge, longest = recipe["size"]
     short, long = sorted(size)
     exact: float = edge
     if long / short * edge > longest:
         exact = longest * float(short) / float(long)
         edge = round(exact)
-    if short != edge:
+    if short != edge or (step > 1 and size[0] < size[1]):
         longer = int(exact * long / short)
         size = (edge, longer) if size[0] < size[1] else (longer, edge)
-    size = (max(1, size[0]), max(1, size[1]))
-    return Plan(size, (0, 0, *size))
+    width, height = (max(1, length) // step * step for length in size)
+    return Plan((width, height), (0, 0, width, height))
 
 
 def place(size: "tuple[int, int]", recipe: "dict[str, Any]") -> "tuple[int, int, int, int]":

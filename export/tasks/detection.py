@@ -16,8 +16,8 @@ from .base import TaskSource
 from .classification import LABEL, SCORE, read_labels
 from .comparison import TENSOR_TOLERANCES
 from .images import GEOMETRY, PIXEL_MASK, Answers, PictureTask
-from .picture_recipe import Geometry, find_preparation
-from .tensors import InputRules, ValueRule
+from .picture_recipe import Geometry, Recipe, find_preparation
+from .tensors import InputRules, SizeRange, ValueRule
 
 BOX, COUNT = "BOX", "COUNT"
 _PIXELS = "pixel_values"
@@ -127,18 +127,21 @@ class ObjectDetection(PictureTask):
                 got=f"{threshold:g}",
                 remedy="correct --threshold",
             )
-        self.preparation = preparation = find_preparation(source.directory, source.options.get("preprocess"))
+        self.preparation = preparation = find_preparation(
+            source.directory, source.options.get("preprocess"), may_keep_shape=True
+        )
         model, self.unused_tensors = _load(source)
-        size = preparation.recipe.height_and_width
+        size, sizes = _limit_sizes(preparation.recipe)
         inputs = [TensorSignature(name=_PIXELS, dtype=torch.float32, dims=(BATCH, 3, *size))]
         rules = {_PIXELS: ValueRule()}
         if preparation.recipe.pad and PIXEL_MASK in inspect.signature(model.forward).parameters:
             inputs.append(TensorSignature(name=PIXEL_MASK, dtype=torch.bool, dims=(BATCH, *size)))
             rules[PIXEL_MASK] = ValueRule(kind="ones")
         self.module = DetectionModule(model, [tensor.name for tensor in inputs]).eval()
-        self.tensors = InputRules(rules=rules, sizes={})
+        self.tensors = InputRules(rules=rules, sizes=sizes)
         outputs = self.infer_outputs(tuple(inputs), ["logits", "pred_boxes"])
-        self.signature = ModelSignature(inputs=tuple(inputs), outputs=outputs)
+        smallest = {symbol: limits.smallest for symbol, limits in sizes.items()}
+        self.signature = ModelSignature(inputs=tuple(inputs), outputs=outputs, smallest=smallest)
         queries = outputs[0].dims[1]
         assert isinstance(queries, int), "Bug: a detector has a number of queries of its own"
         self.top_k = min(source.options.get("top_k") or _MOST_BOXES, queries)
@@ -146,6 +149,26 @@ class ObjectDetection(PictureTask):
         self.serve_pictures(
             preparation, BoxAnswers(labels, self.top_k, THRESHOLD if threshold is None else float(threshold))
         )
+
+    def build_example(self) -> tuple[Tensor, ...]:
+        """See `Task`. Of pictures that keep their shape one that lies, as large as they become.
+
+        In a much smaller one the last layer sees 1 place, which the exporter takes for a constant.
+        """
+        recipe = self.preparation.recipe
+        if not recipe.keeps_shape:
+            return super().build_example()
+        step = recipe.multiple_of
+        height, more = (edge // step * step for edge in (recipe.size[0], recipe.size[0] // 2 + step))
+        return (torch.randn(2, 3, height, height + more, generator=torch.Generator().manual_seed(0)),)
+
+
+def _limit_sizes(recipe: Recipe) -> tuple[tuple[int | str, int | str], Mapping[str, SizeRange]]:
+    """Return height and width of the graph's pixels, and how large they may be where they have names."""
+    if not recipe.keeps_shape:
+        return recipe.height_and_width, {}
+    limits = SizeRange(smallest=recipe.multiple_of, largest=recipe.size[1], multiple_of=recipe.multiple_of)
+    return ("height", "width"), {"height": limits, "width": limits}
 
 
 class DetectionModule(nn.Module):

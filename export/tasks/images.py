@@ -191,9 +191,9 @@ class PictureTask(TensorTask):
             return super().infer_outputs(inputs, names)
         # What transformers and torch raise where a picture has another size than the weights were trained on.
         except (ValueError, RuntimeError) as exc:
-            height, width = self.preparation.recipe.height_and_width
+            sizes = self.preparation.recipe.described_sizes
             raise ModelError(
-                f"the model takes no pictures of {height} x {width}, which {self.preparation.origin} makes",
+                f"the model takes no pictures of {sizes}, which {self.preparation.origin} makes",
                 expected="the size that it was trained on",
                 got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
                 remedy="correct --preprocess, or the preprocessor_config.json beside the weights",
@@ -243,7 +243,7 @@ class PictureTask(TensorTask):
     @property
     def description(self) -> str:
         """See `Task`."""
-        sizes = " or ".join(f"{height} x {width}" for height, width in self.preparation.recipe.sizes)
+        sizes = self.preparation.recipe.described_sizes
         return f"{self.answers.description}; pictures by {self.preparation.origin} at {sizes}{self.tried_on}"
 
     @property

@@ -129,6 +129,7 @@ class FactoryPictures(PictureTask, FactoryTask):
     def __init__(
         self, module: nn.Module, spec: InputSpec, *, preparation: Preparation, pictures: Sequence[Path] | None = None
     ) -> None:
+        preparation.require_one_size()
         recipe = preparation.recipe
         wanted = _sign_pixels(spec, recipe)
         if spec.inputs != (wanted,):

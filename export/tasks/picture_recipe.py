@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.image_transforms import get_size_with_aspect_ratio
 from transformers.image_utils import load_image
+from transformers.models.yolos.image_processing_pil_yolos import get_size_with_aspect_ratio_yolos
 
 from ..errors import ModelError, SettingsError
 
@@ -43,6 +45,9 @@ _TORCHVISION_KEYS = {"crop_size", "resize_size", "mean", "std", "interpolation",
 # What the server makes of a picture at most.
 _MOST_PIXELS = 50_000_000
 
+# Processors that keep the shape of pictures and cut their edges down to multiples.
+_CUT = {"YolosImageProcessor": 16}
+
 # transformers, image_processing_pil_convnext.py: from this size on the picture is not cropped.
 _CONVNEXT_UNCROPPED = 384
 
@@ -60,6 +65,7 @@ _RULES = {
     "std": "three numbers other than 0",
     "channels": "rgb or bgr",
     "pad": "with mode edges alone, a height and a width that hold its longer edge",
+    "multiple_of": "1, or with mode edges a number up to its shorter edge",
     "buckets": f"two or more pairs of height and width, each of another shape, from 1 to 8192 and of at most "
     f"{_MOST_PIXELS:,} pixels, with mode exact or letterbox and no crop",
 }
@@ -86,7 +92,9 @@ class Recipe:
         mean: What is then taken off, by channel.
         std: What it is then divided by, by channel.
         channels: Their order in the tensor, `rgb` or `bgr`.
-        pad: With `edges`, height and width of the tensor: the picture lies in its upper left, the rest is 0.
+        pad: With `edges`, height and width of the tensor: the picture lies in its upper left, the rest is 0. Without,
+            the tensor is as large as the picture has become.
+        multiple_of: With `edges`, both edges are cut down to multiples of it.
         buckets: With `exact` and `letterbox`, several heights and widths: a picture gets the one whose shape is most
             like its own, of two the first.
     """
@@ -102,12 +110,15 @@ class Recipe:
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
     channels: str = "rgb"
     pad: tuple[int, int] | None = None
+    multiple_of: int = 1
     buckets: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         checks = {
             "mode": self.mode in _MODES,
-            "size": len(self.size) == (0 if self.buckets else _MODES.get(self.mode)) and _are_sizes(self.size),
+            "size": len(self.size) == (0 if self.buckets else _MODES.get(self.mode))
+            and _are_sizes(self.size)
+            and (self.mode != "edges" or self.size[0] <= self.size[1]),
             "filter": self.filter in _FILTERS.values(),
             "crop": self.crop is None
             or (self.mode in ("exact", "shortest_edge") and len(self.crop) == 2 and _are_sizes(self.crop)),
@@ -117,7 +128,8 @@ class Recipe:
             "mean": len(self.mean) == 3 and all(map(math.isfinite, self.mean)),
             "std": len(self.std) == 3 and all(self.std) and all(map(math.isfinite, self.std)),
             "channels": self.channels in ("rgb", "bgr"),
-            "pad": self._is_padded_well(),
+            "pad": self.pad is None or self._is_padded_well(self.pad),
+            "multiple_of": self._is_cut_well(),
             "buckets": self.buckets is None or self._has_good_buckets(self.buckets),
         }
         wrong = [name for name, is_right in checks.items() if not is_right]
@@ -129,11 +141,15 @@ class Recipe:
         if self.mode == "shortest_edge" and self.crop is None:
             raise ValueError("pictures of every shape, since nothing crops them")
 
-    def _is_padded_well(self) -> bool:
-        """Tell whether there is room for every picture, lying and standing, and whether room is made where it must."""
-        if self.mode != "edges" or self.pad is None:
-            return (self.mode == "edges") == (self.pad is not None)
-        return len(self.pad) == 2 and _are_sizes(self.pad) and self.size[0] <= self.size[1] <= min(self.pad)
+    def _is_padded_well(self, pad: Sequence[int]) -> bool:
+        """Tell whether there is room for every picture, lying and standing."""
+        return self.mode == "edges" and len(pad) == 2 and _are_sizes(pad) and self.size[1] <= min(pad)
+
+    def _is_cut_well(self) -> bool:
+        """Tell whether edges are cut in a mode that makes them, and whether something is left of them."""
+        if not isinstance(self.multiple_of, int) or self.mode != "edges":
+            return self.multiple_of == 1
+        return 1 <= self.multiple_of <= self.size[0]
 
     def _has_good_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
         """Tell whether there are several sizes, each of another shape, in a mode that makes pictures of one size."""
@@ -146,6 +162,18 @@ class Recipe:
         )
 
     @property
+    def keeps_shape(self) -> bool:
+        """Whether what the graph is given is of the picture's own shape."""
+        return self.mode == "edges" and self.pad is None
+
+    @property
+    def described_sizes(self) -> str:
+        """How large the graph's input is, in words."""
+        if self.keeps_shape:
+            return f"{self.size[0]} on the shorter edge and at most {self.size[1]} on the longer"
+        return " or ".join(f"{height} x {width}" for height, width in self.sizes)
+
+    @property
     def height_and_width(self) -> tuple[int, int]:
         """The size of what the graph is given; of several the largest."""
         height, width = max(self.sizes, key=math.prod)
@@ -153,7 +181,9 @@ class Recipe:
 
     @property
     def sizes(self) -> Sequence[tuple[int, int]]:
-        """Every height and width that the graph may be given."""
+        """Every height and width that the graph may be given; of those of any shape two that none is beyond."""
+        if self.keeps_shape:
+            return [(self.size[0], self.size[1]), (self.size[1], self.size[0])]
         if self.buckets:
             return self.buckets
         height, width = self.pad or self.crop or self.size
@@ -161,6 +191,8 @@ class Recipe:
 
     def choose(self, image: Image.Image) -> tuple[int, int]:
         """Return height and width of what the graph is given of a picture."""
+        if self.keeps_shape:
+            return self._find_size(image)
         shape = Fraction(image.height, image.width)
 
         def differ(size: tuple[int, int]) -> Fraction:
@@ -214,7 +246,7 @@ class Recipe:
             long = int(self.size[0] * max(image.size) / min(image.size))
             return (long, self.size[0]) if image.height >= image.width else (self.size[0], long)
         if self.mode == "edges":
-            height, width = get_size_with_aspect_ratio((image.height, image.width), *self.size)
+            height, width = self._find_edges(image)
             return max(1, height), max(1, width)
         most_height, most_width = self.choose(image)
         scale = min(most_width / image.width, most_height / image.height)
@@ -222,6 +254,14 @@ class Recipe:
             max(1, min(most, round(edge * scale)))
             for edge, most in ((image.height, most_height), (image.width, most_width))
         )
+        return height, width
+
+    def _find_edges(self, image: Image.Image) -> tuple[int, int]:
+        """Return height and width by transformers' rounding; of YOLOS, which alone cuts them, by its own."""
+        rounding = get_size_with_aspect_ratio
+        if self.multiple_of > 1:
+            rounding = partial(get_size_with_aspect_ratio_yolos, mod_size=self.multiple_of)
+        height, width = rounding((image.height, image.width), *self.size)
         return height, width
 
     def _find_middle(self, rest: int) -> int:
@@ -270,6 +310,21 @@ class Preparation:
         """Return which of these pixels are the picture's, [height, width]."""
         return self.recipe.find_mask(load_image(Image.open(io.BytesIO(content))))
 
+    def require_one_size(self) -> None:
+        """Refuse a recipe that gives pictures of every shape to a graph that takes one.
+
+        Raises:
+            ModelError: It does.
+        """
+        if self.recipe.keeps_shape:
+            raise ModelError(
+                f"{self.origin} keeps the shape of pictures, and the graph takes one",
+                expected="a recipe of one size",
+                got=self.recipe.described_sizes,
+                remedy='pass --preprocess FILE, such as {"mode": "exact", "size": [512, 864]} with the mean and '
+                "deviation of the processor",
+            )
+
     def check(self, contents: Sequence[bytes]) -> None:
         """Refuse a recipe that does not say what the reference does, tried on these pictures.
 
@@ -290,7 +345,9 @@ class Preparation:
                 )
 
 
-def find_preparation(directory: Path, chosen: str | None, tensors_task: str | None = None) -> Preparation:
+def find_preparation(
+    directory: Path, chosen: str | None, tensors_task: str | None = None, *, may_keep_shape: bool = False
+) -> Preparation:
     """Return what is done to pictures: what `--preprocess` asks for, else what the checkpoint records.
 
     Args:
@@ -298,6 +355,7 @@ def find_preparation(directory: Path, chosen: str | None, tensors_task: str | No
         chosen: A name in `RECIPES`, or a file: a recipe of ours, the arguments of torchvision's preset, or a
             `preprocessor_config.json`.
         tensors_task: What the checkpoint can be served as without a recipe, if anything.
+        may_keep_shape: Whether the graph takes pictures of every shape.
 
     Raises:
         SettingsError: The file cannot be used.
@@ -312,8 +370,9 @@ def find_preparation(directory: Path, chosen: str | None, tensors_task: str | No
                 got=" and ".join(f"{height} x {width}" for height, width in preparation.recipe.buckets),
                 remedy="give it a size in place of buckets, or build the network with --factory",
             )
-        return preparation
-    if not (directory / PROCESSOR_FILE).is_file():
+    elif (directory / PROCESSOR_FILE).is_file():
+        preparation = _read_processor(directory)
+    else:
         raise ModelError(
             f"nothing says what is done to pictures before the model of {directory} sees them",
             expected=f"a {PROCESSOR_FILE} beside the weights",
@@ -321,7 +380,9 @@ def find_preparation(directory: Path, chosen: str | None, tensors_task: str | No
             remedy=f"pass --preprocess {' or '.join((*RECIPES, 'FILE'))}"
             + (f", or --task {tensors_task}" if tensors_task else ""),
         )
-    return _read_processor(directory)
+    if not may_keep_shape:
+        preparation.require_one_size()
+    return preparation
 
 
 def read_preparation(chosen: str) -> Preparation:
@@ -402,11 +463,9 @@ def _read_processor(directory: Path) -> Preparation:
             remedy="pass a recipe with --preprocess",
         ) from exc
 
-    # Left to itself, transformers pads to the largest of a batch: an answer would depend on the neighbours.
-    padding = {"pad_size": dict(zip(("height", "width"), recipe.pad, strict=True))} if recipe.pad else {}
-
     def prepare(image: Image.Image) -> Pixels:
-        pixels: Pixels = processor(images=image, return_tensors="np", **padding)["pixel_values"][0]
+        # Alone: of several, transformers pads all to the largest, and an answer would depend on the neighbours.
+        pixels: Pixels = processor(images=image, return_tensors="np")["pixel_values"][0]
         return pixels.astype(np.float32)
 
     return Preparation(recipe=recipe, origin=str(processor.to_dict()["image_processor_type"]), reference=prepare)
@@ -425,10 +484,10 @@ def _read_attributes(processor: Any) -> Recipe:
         mode, edges = "shortest_edge", (int(size["shortest_edge"]),)
     elif set(size) == {"height", "width"}:
         mode, edges = "exact", (int(size["height"]), int(size["width"]))
-    elif set(size) == {"shortest_edge", "longest_edge"} and getattr(processor, "do_pad", False):
+    elif set(size) == {"shortest_edge", "longest_edge"}:
         mode, edges = "edges", (int(size["shortest_edge"]), int(size["longest_edge"]))
-        room = dict(getattr(processor, "pad_size", None) or {})
-        pad = (int(room.get("height") or edges[1]), int(room.get("width") or edges[1]))
+        room = getattr(processor, "do_pad", False) and getattr(processor, "pad_size", None)
+        pad = (int(room["height"]), int(room["width"])) if room else None
     else:
         raise ValueError(f"size {size}")
     if getattr(processor, "do_center_crop", False):
@@ -440,6 +499,7 @@ def _read_attributes(processor: Any) -> Recipe:
         filter=_FILTERS[int(processor.resample)],
         crop=crop,
         pad=pad,
+        multiple_of=_CUT.get(str(processor.to_dict()["image_processor_type"]), 1) if mode == "edges" else 1,
         scale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
         mean=tuple(processor.image_mean) if normalizes else (0.0, 0.0, 0.0),
         std=tuple(processor.image_std) if normalizes else (1.0, 1.0, 1.0),

@@ -13,7 +13,9 @@ import pytest
 from harness import load_backend
 from PIL import Image
 from sklearn.datasets import load_sample_images
+from transformers.image_transforms import get_size_with_aspect_ratio
 from transformers.image_utils import load_image
+from transformers.models.yolos.image_processing_pil_yolos import get_size_with_aspect_ratio_yolos
 
 from export.errors import ModelError, SettingsError
 from export.tasks.picture_recipe import PROCESSOR_FILE, RECIPES, Recipe, find_preparation, read_preparation
@@ -57,6 +59,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"shortest_edge": 256},
         "crop_size": {"height": 224, "width": 224},
     },
+    "detr": {"image_processor_type": "DetrImageProcessor", "size": {"shortest_edge": 200, "longest_edge": 333}},
+    "detr, padded": {
+        "image_processor_type": "DetrImageProcessor",
+        "size": {"shortest_edge": 48, "longest_edge": 80},
+        "pad_size": {"height": 80, "width": 88},
+    },
+    "yolos": {"image_processor_type": "YolosImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 333}},
     "not normalised": {
         "image_processor_type": "ViTImageProcessor",
         "size": {"height": 32, "width": 32},
@@ -90,7 +99,7 @@ def make(reader: Any, *contents: bytes) -> list[Any]:
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_pixels_are_those_of_transformers(name: str, photographs: list[bytes], tmp_path: Path) -> None:
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps(PROCESSORS[name]))
-    preparation = find_preparation(tmp_path, None)
+    preparation = find_preparation(tmp_path, None, may_keep_shape=True)
     preparation.check(build_pictures())
     contents = [*build_pictures()[:12], *photographs]
     for content, made in zip(contents, make(open_reader(preparation.recipe, tmp_path), *contents), strict=True):
@@ -223,11 +232,12 @@ def test_torchvisions_arguments_are_a_recipe_and_what_cannot_be_done_is_refused(
         ModelError, match=r"expected a preprocessor_config.json .* got none; pass --preprocess imagenet"
     ):
         find_preparation(tmp_path, None)
-    edges = {"shortest_edge": 800, "longest_edge": 1333}
-    (tmp_path / PROCESSOR_FILE).write_text(
-        json.dumps({"image_processor_type": "DetrImageProcessor", "size": edges, "do_pad": False})
-    )
-    with pytest.raises(ModelError, match="asks for something that is not done in the server: .*longest_edge"):
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(PROCESSORS["detr"]))
+    with pytest.raises(ModelError, match="keeps the shape of pictures, and the graph takes one: .* 200 on the shorter"):
+        find_preparation(tmp_path, None)
+    edges = {"max_height": 800, "max_width": 1333}
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_processor_type": "DetrImageProcessor", "size": edges}))
+    with pytest.raises(ModelError, match="asks for something that is not done in the server: .*max_width"):
         find_preparation(tmp_path, None)
     # A processor with a step of its own, which its attributes do not show.
     (tmp_path / PROCESSOR_FILE).write_text(
@@ -235,6 +245,18 @@ def test_torchvisions_arguments_are_a_recipe_and_what_cannot_be_done_is_refused(
     )
     with pytest.raises(ModelError, match=r"is not done by the server: expected \[3, 32, 32\] within 1 level of 255"):
         find_preparation(tmp_path, None).check(build_pictures())
+
+
+def test_edges_are_rounded_as_transformers_rounds_them() -> None:
+    recipe = {"size": (48, 80), "multiple_of": 1}
+    roundings = {1: get_size_with_aspect_ratio, 16: get_size_with_aspect_ratio_yolos}
+    for width in range(1, 100):
+        for height in range(1, 100):
+            for step, rounding in roundings.items():
+                plan = pictures.plan_edges((width, height), recipe | {"multiple_of": step})
+                want_height, want_width = rounding((height, width), 48, 80)
+                # Of nothing transformers makes an error.
+                assert plan.size == (max(want_width, step == 1), max(want_height, step == 1)), (width, height, step)
 
 
 def test_sixteen_bits_keep_their_upper_half(tmp_path: Path) -> None:

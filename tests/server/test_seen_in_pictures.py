@@ -15,7 +15,13 @@ from harness import CHECKOUT, run
 from launcher import running
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from trainers.picture_models import save_detr, save_segformer, save_yolos
+from trainers.picture_models import (
+    save_detr,
+    save_padded_detr,
+    save_segformer,
+    save_yolos,
+    save_yolos_of_one_size,
+)
 from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoModelForSemanticSegmentation
 from transformers.image_utils import load_image
 
@@ -25,10 +31,19 @@ from export.__main__ import main as run_export_cli
 
 # Low enough that random weights see something, and so high that they do not see it everywhere.
 THRESHOLD = 0.3
-DETECTORS = {"detr": save_detr, "yolos": save_yolos}
+DETECTORS = {
+    "detr": save_detr,
+    "detr-padded": save_padded_detr,
+    "yolos": save_yolos,
+    "yolos-of-one-size": save_yolos_of_one_size,
+}
 
-# Those that are also served by one process alone: a second input of the graph, and a file as an answer.
-LEAN = ("detr", "segformer")
+# Those whose graph is given pictures of every shape.
+OF_EVERY_SHAPE = ("detr", "yolos")
+
+# Those that are also served by one process alone: pictures of several shapes, a second input of the graph, and a file
+# as an answer.
+LEAN = ("detr", "detr-padded", "segformer")
 
 
 @dataclass(frozen=True)
@@ -83,15 +98,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def test_boxes_are_those_of_transformers(name: str, served: Served, photographs: list[bytes]) -> None:
     model = AutoModelForObjectDetection.from_pretrained(served.folder / name).eval()
     processor = AutoImageProcessor.from_pretrained(served.folder / name, backend="pil")
-    answers = served.ask(name, *photographs)
+    # Two of one shape, and then one that lies and one that stands.
+    pairs = [(0, 1), (2,), (3,)] if name in OF_EVERY_SHAPE else [(0, 1), (2, 3)]
+    parts = [served.ask(name, *(photographs[row] for row in rows)) for rows in pairs]
+    answers = {output: np.concatenate([part[output] for part in parts]) for output in parts[0]}
     alone = [served.ask(name, content) for content in photographs]
     counts = []
     for row, content in enumerate(photographs):
         image = load_image(Image.open(io.BytesIO(content)))
-        padding = {"pad_size": {"height": 80, "width": 80}} if name == "detr" else {}
-        inputs = processor(images=image, return_tensors="pt", **padding)
+        inputs = processor(images=image, return_tensors="pt")
         with torch.no_grad():
-            outputs = model(**{key: inputs[key] for key in ("pixel_values", "pixel_mask")[: 1 + (name == "detr")]})
+            outputs = model(**{key: inputs[key] for key in ("pixel_values", "pixel_mask")[: 1 + ("detr" in name)]})
         sizes = [(image.height, image.width)]
         (want,) = processor.post_process_object_detection(outputs, THRESHOLD, sizes)
         order = want["scores"].argsort(descending=True, stable=True)
@@ -107,6 +124,23 @@ def test_boxes_are_those_of_transformers(name: str, served: Served, photographs:
         # What lies beside a picture in a request changes nothing.
         np.testing.assert_allclose(alone[row]["BOX"][0], answers["BOX"][row], atol=0.05)
     assert any(counts)
+
+
+@pytest.mark.parametrize("name", OF_EVERY_SHAPE)
+def test_pictures_of_two_shapes_are_refused_in_one_request_of_the_steps(
+    name: str, served: Served, photographs: list[bytes]
+) -> None:
+    with pytest.raises(RefusedError, match=r"IMAGE row 1 is of another shape than row 0: .*in a request of its own"):
+        served.ask(name, photographs[0], photographs[2])
+
+
+def test_a_picture_of_which_no_edge_is_left_is_refused(served: Served) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (1, 500)).save(file, "PNG")
+    with pytest.raises(RefusedError, match="is too long and narrow: expected 16 pixels on each edge once"):
+        served.ask("yolos", file.getvalue())
+    (score,) = served.ask("detr", file.getvalue())["SCORE"]
+    assert np.isfinite(score).all()
 
 
 def test_the_client_draws_boxes_and_lists_them(served: Served, tmp_path: Path) -> None:
@@ -167,7 +201,9 @@ def test_the_client_lays_a_map_over_a_picture_and_lists_what_it_shows(served: Se
 def test_one_process_answers_as_the_steps_do(name: str, served: Served, photographs: list[bytes]) -> None:
     (lean,) = (served.folder / "models" / f"{name}-lean").glob("[0-9]*")
     assert (lean / "lean.json").is_file() and not (served.folder / "models" / f"{name}-lean_model").exists()
-    wanted, got = served.ask(name, *photographs), served.ask(f"{name}-lean", *photographs)
+    one_by_one = [served.ask(name, content) for content in photographs]
+    wanted = {output: np.concatenate([answers[output] for answers in one_by_one]) for output in one_by_one[0]}
+    got = served.ask(f"{name}-lean", *photographs)
     assert wanted.keys() == got.keys()
     for output, values in wanted.items():
         if values.dtype == np.object_:
@@ -193,7 +229,11 @@ def test_a_map_of_what_the_network_does_not_see_is_refused(tmp_path: Path, capsy
 
 def test_padding_that_a_model_is_not_told_of_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_yolos(tmp_path / "yolos")
-    processor = {"image_processor_type": "YolosImageProcessor", "size": {"shortest_edge": 48, "longest_edge": 80}}
+    processor = {
+        "image_processor_type": "YolosImageProcessor",
+        "size": {"shortest_edge": 64, "longest_edge": 160},
+        "pad_size": {"height": 160, "width": 160},
+    }
     (tmp_path / "yolos" / "preprocessor_config.json").write_text(json.dumps(processor))
     assert (
         run_export_cli(["run", str(tmp_path / "yolos"), "--name", "yolos", "--repository", str(tmp_path / "models")])

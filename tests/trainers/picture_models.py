@@ -20,8 +20,8 @@ from transformers import (
 LABELS = {0: "cat", 1: "remote control", 2: "café"}
 
 
-def save_detr(folder: Path) -> None:
-    """Write a DETR of 7 queries, whose processor keeps the shape of pictures and pads them."""
+def save_detr(folder: Path, **padding: object) -> None:
+    """Write a DETR of 7 queries, whose processor keeps the shape of pictures; `padding` is what it says of that."""
     torch.manual_seed(0)
     backbone = ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 24, 32, 48], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
@@ -44,11 +44,21 @@ def save_detr(folder: Path) -> None:
         id2label=LABELS,
     )
     DetrForObjectDetection(config).save_pretrained(folder)
-    DetrImageProcessor(size={"shortest_edge": 48, "longest_edge": 80}).save_pretrained(folder)
+    DetrImageProcessor(size={"shortest_edge": 48, "longest_edge": 80}, **padding).save_pretrained(folder)
 
 
-def save_yolos(folder: Path) -> None:
-    """Write a YOLOS of 6 queries, whose processor gives pictures one size."""
+def save_padded_detr(folder: Path) -> None:
+    """Write a DETR whose processor pads all pictures to one size."""
+    save_detr(folder, pad_size={"height": 80, "width": 88})
+
+
+def save_yolos_of_one_size(folder: Path) -> None:
+    """Write a YOLOS whose processor gives pictures one size."""
+    save_yolos(folder, height=48, width=64)
+
+
+def save_yolos(folder: Path, **size: int) -> None:
+    """Write a YOLOS of 6 queries, whose processor keeps the shape of pictures unless a size is given."""
     torch.manual_seed(0)
     config = YolosConfig(
         hidden_size=32,
@@ -64,7 +74,7 @@ def save_yolos(folder: Path) -> None:
     model = YolosForObjectDetection(config)
     torch.nn.init.normal_(model.vit.embeddings.detection_tokens)
     model.save_pretrained(folder)
-    YolosImageProcessor(size={"height": 48, "width": 64}).save_pretrained(folder)
+    YolosImageProcessor(size=size or {"shortest_edge": 64, "longest_edge": 160}).save_pretrained(folder)
 
 
 def save_segformer(folder: Path) -> None:
