@@ -106,7 +106,7 @@ class PictureReader:
     """
 
     def __init__(self, path: Path, tensor_names: Sequence[str], *, max_threads: int = _MAX_THREADS) -> None:
-        recipe = {"buckets": None, "multiple_of": 1} | json.loads(path.read_text(encoding="utf-8"))
+        recipe = {"buckets": None, "multiple_of": 1, "background": None} | json.loads(path.read_text(encoding="utf-8"))
         if recipe["mode"] not in MODES or recipe["filter"] not in FILTERS or recipe["channels"] not in CHANNELS:
             raise ValueError(
                 f"{path} asks for {recipe['mode']}, {recipe['filter']} and {recipe['channels']}: expected one of "
@@ -159,7 +159,7 @@ class PictureReader:
             return exc
 
     def _make(self, sent: SentFile) -> MadePicture:
-        image = decode_picture(sent)
+        image = decode_picture(sent, background=self._recipe["background"])
         recipe = choose_bucket(image.size, self._recipe)
         plan = self._plan(image.size, recipe)
         if plan.size[0] * plan.size[1] > MAX_PIXELS:
@@ -191,11 +191,15 @@ class PictureReader:
         return MadePicture(pixels, np.array(geometry, dtype=np.float32), mask, sent)
 
 
-def decode_picture(sent: SentFile) -> Image.Image:
+def decode_picture(sent: SentFile, *, background: "int | None" = None) -> Image.Image:
     """Return the upright picture in RGB, of 8 bits a channel.
 
     Alpha is dropped, as transformers does. Of 16 bits a channel the upper 8 are kept: Pillow would cut off whatever is
     brighter than 255 of 65535.
+
+    Args:
+        sent: The file.
+        background: Level of what takes the place of a colour that the file calls transparent; None where it stays.
 
     Raises:
         FileError: It is too large, of another kind, or damaged.
@@ -231,7 +235,8 @@ def decode_picture(sent: SentFile) -> Image.Image:
             check_strips(image)
         image.load()
         upright = orient(image)
-        return upright if upright.mode == "RGB" else reduce_bits(upright).convert("RGB")
+        coloured = upright if upright.mode == "RGB" else reduce_bits(upright).convert("RGB")
+        return coloured if background is None else fill_clear(coloured, background)
     # As above.
     except Exception as exc:
         raise sent.refuse(f"is damaged: expected a whole {image.format}, got '{_name(exc)}'; send it again") from exc
@@ -243,9 +248,10 @@ def check_strips(image: TiffImageFile) -> None:
     Raises:
         ValueError: It does not. Others, where its head is damaged.
     """
-    # Of TIFF 6.0: width and height of tiles, or the rows of a strip; where each begins; bytes of each.
+    # Of TIFF 6.0: width and height; those of tiles, or the rows of a strip; where each begins; bytes of each. Pillow's
+    # size is the upright picture's.
     tags = image.tag_v2
-    width, height = image.size
+    width, height = tags[256], tags[257]
     is_tiled = 322 in tags
     across, down = (tags[322], tags[323]) if is_tiled else (width, min(tags.get(278, height), height))
     planes = tags.get(277, 1) if tags.get(284, 1) == 2 else 1
@@ -289,6 +295,13 @@ def reduce_bits(image: Image.Image) -> Image.Image:
     """Return a picture of 16 bits a channel in 8, any other as it is."""
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image
+
+
+def fill_clear(image: Image.Image, level: int) -> Image.Image:
+    """Return the picture with `level` in each channel where it has the one colour that its file calls transparent."""
+    if image.info.get("transparency") is not None:
+        image.paste((level,) * 3, mask=ImageOps.invert(image.convert("RGBA").getchannel("A")))
     return image
 
 

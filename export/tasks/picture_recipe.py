@@ -8,7 +8,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -66,9 +66,14 @@ _RULES = {
     "channels": "rgb or bgr",
     "pad": "with mode edges alone, a height and a width that hold its longer edge",
     "multiple_of": "1, or with mode edges a number up to its shorter edge",
+    "background": "a level from 0 to 255, or null",
     "buckets": f"two or more pairs of height and width, each of another shape, from 1 to 8192 and of at most "
     f"{_MOST_PIXELS:,} pixels, with mode exact or letterbox and no crop",
 }
+
+
+def _is_level(level: Any) -> bool:
+    return isinstance(level, int) and 0 <= level <= 255
 
 
 def _are_sizes(sizes: Sequence[Any]) -> bool:
@@ -95,6 +100,8 @@ class Recipe:
         pad: With `edges`, height and width of the tensor: the picture lies in its upper left, the rest is 0. Without,
             the tensor is as large as the picture has become.
         multiple_of: With `edges`, both edges are cut down to multiples of it.
+        background: Level of what takes the place of the one colour that a file calls transparent, as a GIF may; None
+            where that colour stays.
         buckets: With `exact` and `letterbox`, several heights and widths: a picture gets the one whose shape is most
             like its own, of two the first.
     """
@@ -111,6 +118,7 @@ class Recipe:
     channels: str = "rgb"
     pad: tuple[int, int] | None = None
     multiple_of: int = 1
+    background: int | None = None
     buckets: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -123,7 +131,8 @@ class Recipe:
             "crop": self.crop is None
             or (self.mode in ("exact", "shortest_edge") and len(self.crop) == 2 and _are_sizes(self.crop)),
             "rounding": self.rounding in ("down", "even"),
-            "fill": isinstance(self.fill, int) and 0 <= self.fill <= 255,
+            "fill": _is_level(self.fill),
+            "background": self.background is None or _is_level(self.background),
             "scale": isinstance(self.scale, float | int) and 0 < self.scale < math.inf,
             "mean": len(self.mean) == 3 and all(map(math.isfinite, self.mean)),
             "std": len(self.std) == 3 and all(self.std) and all(map(math.isfinite, self.std)),
@@ -208,7 +217,8 @@ class Recipe:
     def prepare(self, image: Image.Image) -> Pixels:
         """Return what the graph is given of an upright picture in RGB."""
         height, width = self._find_size(image)
-        levels = np.asarray(image.resize((width, height), Image.Resampling[self.filter.upper()]))
+        shown = image if self.background is None else _fill_clear(image, self.background)
+        levels = np.asarray(shown.resize((width, height), Image.Resampling[self.filter.upper()]))
         want_height, want_width = (height, width) if self.pad else self.choose(image)
         top, left = (self._find_middle(rest) for rest in (height - want_height, width - want_width))
         canvas = np.full((want_height, want_width, 3), self.fill, dtype=np.uint8)
@@ -268,6 +278,14 @@ class Recipe:
         if self.mode == "letterbox":
             return -(-rest // 2)
         return rest // 2 if self.rounding == "down" else round(rest / 2)
+
+
+def _fill_clear(image: Image.Image, level: int) -> Image.Image:
+    """Return the picture on a background of that level, which shows where its one transparent colour is."""
+    if image.info.get("transparency") is None:
+        return image
+    background = Image.new("RGBA", image.size, (level, level, level, 255))
+    return Image.alpha_composite(background, image.convert("RGBA")).convert("RGB")
 
 
 # Recipes with a name, for `--preprocess`.
@@ -334,7 +352,17 @@ class Preparation:
         spread = self.recipe.scale / min(map(abs, self.recipe.std))
         for content in contents:
             image = load_image(Image.open(io.BytesIO(content)))
-            want, have = self.reference(image), self.recipe.prepare(image)
+            have = self.recipe.prepare(image)
+            try:
+                want = self.reference(image)
+            # Whatever transformers' processors meet in settings that they did not write.
+            except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as exc:
+                raise ModelError(
+                    f"{self.origin} makes nothing of a picture of {image.width} x {image.height}",
+                    expected=f"{list(have.shape)}",
+                    got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
+                    remedy=f"correct {PROCESSOR_FILE}, or pass a recipe with --preprocess",
+                ) from exc
             worst = np.abs(want - have).max() / spread if want.shape == have.shape else np.inf
             if not worst <= MAX_LEVELS + 1e-3:
                 raise ModelError(
@@ -468,7 +496,23 @@ def _read_processor(directory: Path) -> Preparation:
         pixels: Pixels = processor(images=image, return_tensors="np")["pixel_values"][0]
         return pixels.astype(np.float32)
 
-    return Preparation(recipe=recipe, origin=str(processor.to_dict()["image_processor_type"]), reference=prepare)
+    origin = str(processor.to_dict()["image_processor_type"])
+    return Preparation(recipe=_find_background(recipe, prepare), origin=origin, reference=prepare)
+
+
+def _find_background(recipe: Recipe, prepare: Callable[[Image.Image], Pixels]) -> Recipe:
+    """Return the recipe with white behind a transparent colour, where a processor that is tried on one puts it.
+
+    Those that convert to RGB do; what they are given is RGB already, but remembers the colour.
+    """
+    black, clear = Image.new("RGB", (64, 64)), Image.new("RGB", (64, 64))
+    clear.info["transparency"] = (0, 0, 0)
+    try:
+        is_shown = np.array_equal(prepare(black), prepare(clear))
+    # `Preparation.check` tells it.
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+        return recipe
+    return recipe if is_shown else replace(recipe, background=255)
 
 
 def _read_attributes(processor: Any) -> Recipe:
@@ -500,6 +544,7 @@ def _read_attributes(processor: Any) -> Recipe:
         crop=crop,
         pad=pad,
         multiple_of=_CUT.get(str(processor.to_dict()["image_processor_type"]), 1) if mode == "edges" else 1,
+        channels="bgr" if getattr(processor, "do_flip_channel_order", False) else "rgb",
         scale=float(processor.rescale_factor) if processor.do_rescale else 1.0,
         mean=tuple(processor.image_mean) if normalizes else (0.0, 0.0, 0.0),
         std=tuple(processor.image_std) if normalizes else (1.0, 1.0, 1.0),

@@ -66,6 +66,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "pad_size": {"height": 80, "width": 88},
     },
     "yolos": {"image_processor_type": "YolosImageProcessor", "size": {"shortest_edge": 128, "longest_edge": 333}},
+    "mobilevit": {
+        "image_processor_type": "MobileViTImageProcessor",
+        "size": {"shortest_edge": 58},
+        "crop_size": {"height": 48, "width": 48},
+        "do_flip_channel_order": True,
+    },
     "not normalised": {
         "image_processor_type": "ViTImageProcessor",
         "size": {"height": 32, "width": 32},
@@ -107,6 +113,38 @@ def test_pixels_are_those_of_transformers(name: str, photographs: list[bytes], t
         assert made.pixels.dtype == np.float32
         # Not a level of 255 apart, but equal.
         np.testing.assert_array_equal(made.pixels, expected)
+
+
+@pytest.mark.parametrize(("name", "is_white"), [("vit", False), ("clip", True), ("siglip", True)])
+def test_a_colour_that_is_called_transparent_becomes_what_transformers_makes_of_it(
+    name: str, is_white: bool, tmp_path: Path
+) -> None:
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(PROCESSORS[name]))
+    preparation = find_preparation(tmp_path, None)
+    assert (preparation.recipe.background == 255) == is_white
+    picture = draw_picture(3, 120, 90)
+    picture.paste((10, 20, 30), (20, 20, 70, 60))
+    few = picture.quantize(16)
+    place = few.getpixel((40, 40))
+    contents = [
+        encode(few, "GIF", transparency=place),
+        encode(few, "PNG", transparency=place),
+        encode(picture, "PNG", transparency=(10, 20, 30)),
+        encode(picture.convert("L"), "PNG", transparency=picture.convert("L").getpixel((40, 40))),
+        encode(picture, "PNG"),
+    ]
+    for content, made in zip(contents, make(open_reader(preparation.recipe, tmp_path), *contents), strict=True):
+        np.testing.assert_array_equal(made.pixels, preparation.read(content))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_that_must_be_turned_is_as_whole_as_another(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    # Of several strips, and of other shape once it is turned.
+    content = encode(draw_picture(0, 301, 203), "TIFF", exif=exif)
+    upright = pictures.decode_picture(pictures.SentFile(content, "IMAGE", 0))
+    np.testing.assert_array_equal(np.asarray(upright), np.asarray(load_image(Image.open(io.BytesIO(content)))))
 
 
 @pytest.mark.parametrize(
@@ -239,6 +277,9 @@ def test_torchvisions_arguments_are_a_recipe_and_what_cannot_be_done_is_refused(
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_processor_type": "DetrImageProcessor", "size": edges}))
     with pytest.raises(ModelError, match="asks for something that is not done in the server: .*max_width"):
         find_preparation(tmp_path, None)
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_processor_type": "ImageGPTImageProcessor", "size": 32}))
+    with pytest.raises(ModelError, match="ImageGPTImageProcessor makes nothing of a picture of .*Clusters must be"):
+        find_preparation(tmp_path, None).check(build_pictures())
     # A processor with a step of its own, which its attributes do not show.
     (tmp_path / PROCESSOR_FILE).write_text(
         json.dumps({"image_processor_type": "EfficientNetImageProcessor", "size": {"height": 32, "width": 32}})
