@@ -14,7 +14,7 @@ LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "nncf", "openvino", "openvino_genai", "tensorrt", "zlib_ng", "platformdirs",
-        "PIL", "soundfile", "soxr", "huggingface_hub", "fsspec", "tomli",
+        "PIL", "soundfile", "soxr", "huggingface_hub", "fsspec", "aiohttp", "tomli",
     },
     "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "soundfile", "soxr", "triton_python_backend_utils"},
