@@ -68,6 +68,8 @@ def build_environment(installation: Installation) -> dict[str, str]:
     environment["LD_LIBRARY_PATH"] = os.pathsep.join(folder for folder in folders if folder)
     # The server's workers must never ask a hub for anything.
     environment["HF_HUB_OFFLINE"] = "1"
+    # No backend multiplies matrices in numpy, whose OpenBLAS starts a thread for each core in each backend process.
+    environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     return environment
 
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -40,17 +39,33 @@ class ProcessStat:
         return self.state in "ZX"
 
 
+def _read(path: str) -> str:
+    """Return what a file of /proc holds.
+
+    By its descriptor: tritonserver has some hundred threads, looked at ten times a second in a rollout. A path and a
+    decoder for each file took three times as long.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        pieces = []
+        while piece := os.read(descriptor, 1 << 16):
+            pieces.append(piece)
+    finally:
+        os.close(descriptor)
+    return b"".join(pieces).decode(errors="surrogateescape")
+
+
 def read_stat(pid: int, task: int | None = None) -> ProcessStat | None:
     """Return what /proc says of process `pid`, or of its thread `task`; None if it is no more.
 
     Raises:
         OSError: This process has no descriptor or memory left to look with.
     """
-    path = Path(f"/proc/{pid}/stat" if task is None else f"/proc/{pid}/task/{task}/stat")
     try:
-        fields = path.read_text(errors="surrogateescape").rsplit(")", 1)[1].split()
+        text = _read(f"/proc/{pid}/stat" if task is None else f"/proc/{pid}/task/{task}/stat")
     except (FileNotFoundError, ProcessLookupError):
         return None
+    fields = text.rsplit(")", 1)[1].split()
     return ProcessStat(
         state=fields[_STATE],
         parent=int(fields[_PARENT]),
@@ -68,7 +83,7 @@ def read_arguments(pid: int) -> list[str]:
         OSError: This process has no descriptor or memory left to look with.
     """
     try:
-        text = Path(f"/proc/{pid}/cmdline").read_text(errors="surrogateescape")
+        text = _read(f"/proc/{pid}/cmdline")
     except (FileNotFoundError, ProcessLookupError):
         return []
     return text.split("\0")[:-1]
@@ -81,7 +96,7 @@ def read_bytes_read(pid: int) -> int:
         OSError: This process has no descriptor or memory left to look with.
     """
     try:
-        first, _ = Path(f"/proc/{pid}/io").read_text().split("\n", 1)
+        first, _ = _read(f"/proc/{pid}/io").split("\n", 1)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0
     return int(first.removeprefix("rchar:"))
@@ -109,7 +124,7 @@ def list_children(pid: int) -> list[int]:
     for task in list_tasks(pid):
         # A thread may have ended since.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+            children += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
     return children
 
 
