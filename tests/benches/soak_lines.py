@@ -195,7 +195,7 @@ def roll(folder: Path, lines: int) -> list[str]:
         process = begin(server, ROLLED, source, target)
         while process.poll() is None:
             activate(repository, ROLLED, 1 + rollouts % 2)
-            wait_until_served(server, 1 + rollouts % 2)
+            wait_until_served(server.status, 1 + rollouts % 2)
             rollouts += 1
             # The client, what computes, and tritonserver, one after every other rollout.
             victim = {1: process.pid, 3: server.find_stubs(f"{ROLLED}_model")[0].pid, 5: server.tritonserver}

@@ -194,8 +194,8 @@ def publish_two(folder: Path) -> Path:
     return folder / "models"
 
 
-def wait_until_served(server: Running, version: int) -> None:
-    """Wait until the launcher says that it serves this version.
+def wait_until_served(status_port: int, version: int) -> None:
+    """Wait until the launcher with this status port says that it serves this version.
 
     Raises:
         TimeoutError: It does not come to that.
@@ -204,7 +204,7 @@ def wait_until_served(server: Running, version: int) -> None:
     while time.monotonic() < deadline:
         with (
             contextlib.suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{server.status}/versions") as answer,
+            urllib.request.urlopen(f"http://127.0.0.1:{status_port}/versions") as answer,
         ):
             found = json.load(answer)["models"][NAME]
             if found["served"] == version and found["state"] == "served":
@@ -300,7 +300,7 @@ def _soak(
         version = 2 - number % 2
         elsewhere.submit(activate, repository, NAME, version).result()
         for server in servers:
-            wait_until_served(server, version)
+            elsewhere.submit(wait_until_served, server.status, version).result()
         if number % KILL_EVERY == KILL_EVERY - 1:
             ratio = found.rolled.p99 / found.idle.p99
             say(f"  {number + 1:>4} activations, p99 {ratio:.1f} times that of idle, {found.rolled.lost} lost")
