@@ -13,6 +13,7 @@ from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..checkpoints.storage.paths import find_linked, read_json_beside
 from ..errors import escape_controls
 from ..fetching import fetch_all
+from .memory_estimates import estimate_memory
 from .verb import Verbs, add_verb, say
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
@@ -20,17 +21,9 @@ from .verb import Verbs, add_verb, say
 _CONSOLIDATE_MEMORY_BYTES = 100 * 10**6
 _CONSOLIDATE_BASE_S = 0.15
 _CONSOLIDATE_BYTES_PER_S = 4.0e9
-# Measured on random BERTs in fp32, of all processes together, resident at most: 1.28 GB for 45 MB of weights, 1.92 GB
-# for 166 MB, 2.96 GB for 438 MB. The model, its graph in memory and on disk, and the session that verifies it are each
-# of its size.
-_EXPORT_BASE_BYTES = 1_120 * 10**6
-_EXPORT_COPIES = 4.3
 # Of all-MiniLM-L6-v2 (91 MB) and a BERT-base (438 MB): 34 and 74 s of one core.
 _EXPORT_BASE_S = 24.0
 _EXPORT_BYTES_PER_S = 8.7e6
-# One instance of the same three, resident once it is ready: 131, 204 and 466 MB, of which the tables of tokens take
-# nearly nothing until texts use their rows.
-_INSTANCE_BASE_BYTES = 110 * 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +37,7 @@ class Inspection:
         dtypes: Name of the type → number of tensors.
         parameters: Elements of floating-point tensors that are not buffers, tied ones once.
         total_bytes: Bytes of weights, tied ones once.
+        memory: Engine → precision → bytes that an export and an instance hold (`estimate_memory`).
         missing: What a whole checkpoint of this format would have and this one lacks or cannot show.
     """
 
@@ -61,6 +55,7 @@ class Inspection:
     missing: list[str]
     files: list[str]
     estimates: dict[str, float]
+    memory: dict[str, dict[str, dict[str, int]]]
     tensors: dict[str, dict[str, object]]
 
 
@@ -95,6 +90,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
         missing=list(facts.missing),
         files=[str(find_linked(path)) for path in checkpoint.weight_files],
         estimates=_estimate(checkpoint),
+        memory=estimate_memory(checkpoint),
         tensors={
             name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
             for name, tensor in checkpoint.tensors.items()
@@ -118,22 +114,8 @@ def _estimate(checkpoint: StoredCheckpoint) -> dict[str, float]:
     return {
         "consolidate_memory_bytes": _CONSOLIDATE_MEMORY_BYTES,
         "consolidate_s": round(_CONSOLIDATE_BASE_S + (total_bytes + copies) / _CONSOLIDATE_BYTES_PER_S, 1),
-        "export_memory_bytes": _EXPORT_BASE_BYTES + round(_EXPORT_COPIES * fp32_bytes),
-        "serving_memory_bytes": _INSTANCE_BASE_BYTES + fp32_bytes - _count_table_bytes(checkpoint),
-        "serving_memory_used_bytes": _INSTANCE_BASE_BYTES + fp32_bytes,
         "export_s": round(_EXPORT_BASE_S + fp32_bytes / _EXPORT_BYTES_PER_S, 1),
     }
-
-
-def _count_table_bytes(checkpoint: StoredCheckpoint) -> int:
-    """Return the bytes in fp32 of the largest tensor that has a row for each token; 0 where no config says how many."""
-    config = checkpoint.config or read_json_beside(checkpoint.directory / "config.json")
-    tables = [
-        4 * tensor.numel
-        for tensor in checkpoint.owned().values()
-        if len(tensor.shape) == 2 and tensor.shape[0] == config.get("vocab_size")
-    ]
-    return max(tables, default=0)
 
 
 def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
@@ -162,18 +144,34 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
         ),
         (
             "export",
-            f"about {estimates['export_s']:.0f} s, {estimates['export_memory_bytes'] / 1e9:.1f} GB of memory in fp32, "
-            "more in other precisions",
+            f"about {estimates['export_s']:.0f} s in fp32",
         ),
-        (
-            "serving",
-            f"about {estimates['serving_memory_bytes'] / 1e9:.2f} GB of memory for each instance in fp32, "
-            f"{estimates['serving_memory_used_bytes'] / 1e9:.2f} GB once texts have used every token",
-        ),
+        *(("memory", line) for line in _format_memory(found.memory)),
     ]
     shown = shapes if lists_tensors else []
     lines = [found.directory, *(f"{label:12} {text}" for label, text in rows), *shown]
     return "\n".join(map(escape_controls, lines)) + "\n"
+
+
+def _format_memory(memory: dict[str, dict[str, dict[str, int]]]) -> list[str]:
+    """Return a line for each engine and precision."""
+    return [
+        f"{engine} {precision}: {_format_pool(held) if 'kv_pool_bytes' in held else _format_held(held)}"
+        for engine, precisions in memory.items()
+        for precision, held in precisions.items()
+    ] + ["other engines and precisions have not been measured, nor has TensorRT's workspace"]
+
+
+def _format_held(held: dict[str, int]) -> str:
+    unchecked = " (drawn through 2 sizes only)" if held["sizes"] < 3 else ""
+    return (
+        f"{held['export_bytes'] / 1e9:.1f} GB to export; {held['instance_bytes'] / 1e9:.2f} GB an instance, "
+        f"{held['instance_used_bytes'] / 1e9:.2f} GB once texts have used every token{unchecked}"
+    )
+
+
+def _format_pool(held: dict[str, int]) -> str:
+    return f"up to {held['kv_pool_bytes'] / 1e9:.2f} GB of keys and values, beside the model"
 
 
 def _or_unknown(value: int | None) -> str:

@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ..checkpoints import join_folders
-from ..errors import escape_controls
+from ..checkpoints import join_folders, open_checkpoint
+from ..engines.table import AUTO
+from ..errors import ExportError, escape_controls
 from ..fetching import fetch_all, join_addresses
 from ..locations import name_command
-from ..options import add_options, build_request, read_options
+from ..options import ExportRequest, add_options, build_request, read_options
 from ..options_file import OPTIONS_FILE
 from ..progress import Progress
 from ..repository.lock import check_destination
 from ..targets import find_target
 from ..tasks.table import TASKS
+from .free_memory import read_free_memory
+from .memory_estimates import estimate_memory
 from .verb import Verbs, add_verb
 
 if TYPE_CHECKING:
@@ -89,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     if same:
         _print_same(same, as_json=arguments.json)
         return 0
+    _warn_of_memory(console, request)
 
     from ..pipeline import run_export
     from .summary import print_report, print_summary, to_json
@@ -99,6 +103,29 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_summary(result, request.repository, Console(highlight=False, soft_wrap=True))
     return 0
+
+
+def _warn_of_memory(console: Console, request: ExportRequest) -> None:
+    """Say so where the export is expected to take more memory than there is. It may still pass: nothing is refused."""
+    free = read_free_memory()
+    if free is None or request.checkpoint is None:
+        return
+    try:
+        estimates = estimate_memory(open_checkpoint(request.checkpoint, tag=request.tag))
+    except ExportError:
+        # What is wrong with it is told by the export itself, which knows about all options.
+        return
+    # Unless told otherwise the first engine is taken; `auto` tries all.
+    names = list(estimates) if request.engine == AUTO else [request.engine or next(iter(estimates))]
+    tried = [estimates.get(name, {}) for name in names]
+    # What has not been measured is not warned of.
+    needed = max((held.get(request.precision, {}).get("export_bytes", 0) for held in tried), default=0)
+    if needed > free:
+        _tell(
+            console,
+            f"Warning: this export in {request.precision} is expected to hold {needed / 1e9:.1f} GB of memory at most, "
+            f"and {free / 1e9:.1f} GB are free here; give it more, or it may be killed.",
+        )
 
 
 def _tell(console: Console, sentence: str) -> None:

@@ -2,7 +2,8 @@
 
     python -m benches.measure_memory [--sizes 6x384 12x768 24x1024] [--ways onnxruntime:fp32 openvino:int8]
 
-Random BERTs of the layers and widths that are asked for, with the vocabulary of the demo's checkpoint. Of an export all
+Random BERTs of the layers and widths that are asked for, with the vocabulary of the demo's checkpoint, and GPT-2s for
+the engine that generates. Of an export all
 processes are counted together, at most; of a server the process of the one instance, once it is ready and has answered
 what was verified. Both are resident memory, in MB. At the end stand base and share of the weights in fp32 that fit each
 way best: where that is off by little, it is a formula for `inspect`.
@@ -22,9 +23,11 @@ import numpy as np
 import torch
 from harness import CHECKOUT
 from launcher import running
-from transformers import BertConfig, BertModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from demo.checkpoint import fetch_checkpoint
+from export.commands.inspect_checkpoint import inspect_checkpoint
 from server.processes import list_children
 
 WAYS = (
@@ -35,7 +38,12 @@ WAYS = (
     "openvino:fp32",
     "openvino:bf16",
     "openvino:int8",
+    "openvino-genai:fp32",
+    "openvino-genai:bf16",
+    "openvino-genai:int8",
 )
+# Engine → the task that is served by it.
+_TASKS = {"openvino-genai": "text-generation"}
 _LOOK_S = 0.02
 
 
@@ -71,11 +79,31 @@ def build_checkpoint(size: str, folder: Path) -> Path:
     return folder
 
 
+def build_decoder(size: str, folder: Path) -> Path:
+    """Save a random GPT-2 of `LAYERSxWIDTH` in `folder`, whose tokenizer has a word for each token."""
+    layers, width = map(int, size.split("x"))
+    words = 30_522
+    config = GPT2Config(
+        vocab_size=words, n_layer=layers, n_embd=width, n_head=width // 64, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(words)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"eos_token": "t0", "bos_token": "t0", "unk_token": "t0"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    return folder
+
+
+# Task → what makes a checkpoint for it.
+_BUILDERS = {"feature-extraction": build_checkpoint, "text-generation": build_decoder}
+
+
 def measure(checkpoint: Path, way: str, repository: Path) -> Held:
     """Export and serve a checkpoint in one way."""
     engine, precision = way.split(":")
     command = [sys.executable, "-m", "export", "run", str(checkpoint), "--name", "m", "--repository", str(repository)]
-    command += ["--engine", engine, "--precision", precision, "--task", "feature-extraction", "--json"]
+    command += ["--engine", engine, "--precision", precision, "--task", find_task(way), "--json"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, cwd=CHECKOUT, stdout=log, stderr=log)
         most = 0
@@ -87,11 +115,16 @@ def measure(checkpoint: Path, way: str, repository: Path) -> Held:
             raise SystemExit(f"{way} of {checkpoint.name} failed: {log.read().decode()[-2000:]}")
     with running(repository) as server:
         server.read_until("serving HTTP")
-        (stub,) = server.find_stubs("m_model")[:1]
+        (stub,) = (server.find_stubs("m_model") or server.find_stubs("m"))[:1]
         instance = read_resident(stub.pid)
-    weights = sum(tensor.numel() for tensor in BertModel.from_pretrained(checkpoint).parameters()) * 4
-    config = BertConfig.from_pretrained(checkpoint)
+    weights = inspect_checkpoint(checkpoint).parameters * 4
+    config = AutoConfig.from_pretrained(checkpoint)
     return Held(weights, config.vocab_size * config.hidden_size * 4, most, instance)
+
+
+def find_task(way: str) -> str:
+    """Return what a way serves."""
+    return _TASKS.get(way.split(":")[0], "feature-extraction")
 
 
 def list_tree(pid: int) -> list[int]:
@@ -132,8 +165,10 @@ def main() -> None:
     found: dict[str, list[Held]] = {way: [] for way in args.ways}
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = build_checkpoint(size, Path(folder, size))
             for way in args.ways:
+                checkpoint = Path(folder, find_task(way), size)
+                if not checkpoint.exists():
+                    _BUILDERS[find_task(way)](size, checkpoint)
                 held = measure(checkpoint, way, Path(folder, way.replace(":", "_")))
                 found[way].append(held)
                 sys.stdout.write(describe(size, way, held) + "\n")

@@ -1,0 +1,114 @@
+"""What exporting and serving a checkpoint will hold in memory, by engine and precision. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoints import StoredCheckpoint
+from ..checkpoints.storage.paths import read_json_beside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Bytes that are held: what every model takes, and a multiple of its weights in fp32."""
+
+    base_mb: float
+    factor: float
+
+    def at(self, weights_bytes: int) -> int:
+        """Return the bytes for a model with so many bytes of weights in fp32."""
+        return round(self.base_mb * 1e6 + self.factor * weights_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one engine takes in one precision.
+
+    Attributes:
+        export: All processes of an export together, at most, by the bytes of all weights.
+        instance: One instance, ready, by the bytes of the weights without the table of tokens.
+        sizes: Sizes of models that the lines are drawn through; through two, no third one has checked them.
+    """
+
+    export: Line
+    instance: Line
+    sizes: int
+
+
+# Engine → precision → what `make memory` measured of random BERTs on two cores; what was measured beside what this says
+# is in docs/checkpoints.md. What is not here has not been measured at enough sizes for a line.
+GRAPHS: Mapping[str, Mapping[str, Held]] = {
+    "onnxruntime": {
+        # 45, 91, 166, 438, 480 and 1327 MB of weights: off by 14 % (export) and 19 % (instance) at most.
+        "fp32": Held(export=Line(base_mb=1087, factor=4.64), instance=Line(base_mb=121, factor=1.06), sizes=6),
+        # 91 and 480 MB of weights: 2501 and 4295 MB at most, 127 and 343 MB an instance.
+        "int8": Held(export=Line(base_mb=2081, factor=4.61), instance=Line(base_mb=93, factor=0.77), sizes=2),
+    }
+}
+
+# The pool of keys and values that a version is published with, and what it is counted by: `kv_cache_mb`,
+# `max_num_seqs` (docs/generation.md), blocks of 32 tokens and one more for each request.
+_POOL_BYTES = 1024 * (1 << 20)
+_SEATS = 64
+_BLOCK_TOKENS = 32
+# Precision → bytes of one value, and of scale and zero for the values of a token in one head.
+VALUE_BYTES = {"fp32": (4, 0), "bf16": (1, 8), "int8": (1, 8)}
+
+# What configurations call the same thing, in the order of preference.
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_KV_HEADS = ("num_key_value_heads", *_HEADS)
+_WIDTH = ("hidden_size", "n_embd", "d_model")
+_CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+# How the names of classes end that write text (transformers 5).
+_WRITERS = ("ForCausalLM", "LMHeadModel")
+
+
+def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[str, int]]]:
+    """Return engine → precision → what is held, in bytes; only of what was measured.
+
+    Each has `export_bytes`, `instance_bytes` (ready), `instance_used_bytes` (once texts have used every token) and
+    `sizes`, the number of models that were measured. Of text generation it is `kv_pool_bytes` alone, what keys and
+    values take beside the model when the pool is full, where the configuration tells their sizes.
+    """
+    config = checkpoint.config or read_json_beside(checkpoint.directory / "config.json")
+    if any(str(name).endswith(_WRITERS) for name in config.get("architectures") or ()):
+        pools = {precision: count_pool(config, precision) for precision in VALUE_BYTES}
+        return {"openvino-genai": {precision: {"kv_pool_bytes": pool} for precision, pool in pools.items() if pool}}
+    owned = checkpoint.owned().values()
+    weights = sum(tensor.numel * 4 if tensor.dtype.is_floating_point else tensor.nbytes for tensor in owned)
+    tables = [4 * each.numel for each in owned if len(each.shape) == 2 and each.shape[0] == config.get("vocab_size")]
+    # Resident only as texts use its rows.
+    table = max(tables, default=0)
+    return {
+        engine: {
+            precision: {
+                "export_bytes": held.export.at(weights),
+                "instance_bytes": held.instance.at(weights - table),
+                "instance_used_bytes": held.instance.at(weights - table) + table,
+                "sizes": held.sizes,
+            }
+            for precision, held in precisions.items()
+        }
+        for engine, precisions in GRAPHS.items()
+    }
+
+
+def count_pool(config: Mapping[str, Any], precision: str) -> int:
+    """Return the bytes of the pool of keys and values when it is full; 0 where the configuration does not tell."""
+    layers, heads, kv_heads, width, context = (
+        _find_size(config, names) for names in (_LAYERS, _HEADS, _KV_HEADS, _WIDTH, _CONTEXT)
+    )
+    if not all((layers, heads, kv_heads, width, context)):
+        return 0
+    value, head = VALUE_BYTES[precision]
+    head_width = _find_size(config, ("head_dim",)) or width // heads
+    block = _BLOCK_TOKENS * 2 * layers * kv_heads * (value * head_width + head)
+    return min(_POOL_BYTES // block, _SEATS * (context // _BLOCK_TOKENS + 2)) * block
+
+
+def _find_size(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """Return the first of these that the configuration has as a whole number; 0 for none."""
+    return next((config[name] for name in names if isinstance(config.get(name), int)), 0)

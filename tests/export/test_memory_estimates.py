@@ -1,0 +1,84 @@
+"""What `inspect` and `run` say of memory, beside what real processes hold."""
+
+import json
+import os
+import shlex
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+from benches.measure_memory import build_checkpoint, build_decoder, measure
+from harness import run
+
+from export.commands.free_memory import read_free_memory
+from export.commands.inspect_checkpoint import inspect_checkpoint
+from export.commands.memory_estimates import GRAPHS, VALUE_BYTES, count_pool
+from export.engines.openvino_generation import BLOCK_TOKENS, PARAMETERS, PROPERTIES
+from export.engines.table import ENGINES
+
+# What the documents promise.
+OFF_AT_MOST = 0.2
+
+# As the kernel names the version 1 of control groups, which lets a folder be made in which a limit holds.
+LIMITS = Path("/sys/fs/cgroup/memory")
+
+
+def test_an_export_and_an_instance_hold_what_was_told(tmp_path: Path) -> None:
+    checkpoint = build_checkpoint("4x256", tmp_path / "checkpoint")
+    held = measure(checkpoint, "onnxruntime:fp32", tmp_path / "models")
+    told = inspect_checkpoint(checkpoint).memory["onnxruntime"]["fp32"]
+    assert told["export_bytes"] == pytest.approx(held.export, rel=OFF_AT_MOST)
+    assert told["instance_bytes"] == pytest.approx(held.instance, rel=OFF_AT_MOST)
+
+
+def test_a_model_that_writes_text_is_told_its_pool(tmp_path: Path) -> None:
+    checkpoint = build_decoder("2x128", tmp_path / "checkpoint")
+    told = inspect_checkpoint(checkpoint).memory
+    assert list(told) == ["openvino-genai"]
+    # Two layers of keys and values of 128 in fp32; 64 texts of 1024 tokens have 34 blocks of 32 each.
+    assert told["openvino-genai"]["fp32"]["kv_pool_bytes"] == 2 * 2 * 128 * 4 * 32 * 34 * 64
+    large = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    assert 0 <= (1 << 30) - count_pool(large | {"max_position_embeddings": 8192}, "fp32") < 1 << 24
+    assert PARAMETERS["kv_cache_mb"] == "1024" and PARAMETERS["max_num_seqs"] == "64" and BLOCK_TOKENS == 32
+
+
+def test_what_is_told_is_of_engines_and_precisions_that_there_are() -> None:
+    for name, precisions in GRAPHS.items():
+        assert set(precisions) <= set(ENGINES[name].graph_precisions)
+    assert set(VALUE_BYTES) == set(PROPERTIES)
+
+
+def test_run_warns_before_it_takes_more_than_there_is(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    # A file with a hole: as long as its header says, on hardly any disk.
+    size = 4 << 40
+    entry = {"large": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    header = json.dumps(entry).encode()
+    with (checkpoint / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)
+    (checkpoint / "config.json").write_text('{"model_type": "none_such", "architectures": ["NoneSuch"]}')
+    done = run("-m", "export", "run", str(checkpoint), "--name", "m", "--repository", str(tmp_path / "models"))
+    assert done.code == 1
+    first, *rest = done.err.splitlines()
+    assert first.startswith("Warning: this export in fp32 is expected to hold ")
+    assert first.endswith(" GB are free here; give it more, or it may be killed.")
+    assert "none_such" in "".join(rest)
+
+
+@pytest.mark.skipif(not os.access(LIMITS / "tasks", os.W_OK), reason="makes a control group; run as root, version 1")
+def test_what_is_free_is_no_more_than_a_control_group_allows() -> None:
+    group = LIMITS / f"modelyard-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(300 << 20))
+        code = "from export.commands.free_memory import read_free_memory; print(read_free_memory())"
+        command = f"echo $$ > {group}/cgroup.procs; exec {shlex.quote(sys.executable)} -c '{code}'"
+        done = run("-c", f"import os; os.execv('/bin/sh', ['sh', '-c', {command!r}])")
+        assert 100 << 20 < int(done.out) < 300 << 20
+    finally:
+        group.rmdir()
+    free = read_free_memory()
+    assert free is not None and free > 300 << 20
