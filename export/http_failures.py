@@ -1,4 +1,4 @@
-"""What went wrong where a checkpoint was to be fetched over HTTP, in a one sentence. Imports aiohttp."""
+"""What went wrong where a checkpoint was to be fetched over HTTP, in one sentence. Imports aiohttp."""
 
 from __future__ import annotations
 
