@@ -44,10 +44,10 @@ def _to_answer_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> 
     """Return one line an answer: the text, then what was found in it, best first or in the order of the text."""
     headings: list[str] = [
         name
-        for name in ("SCORE", "SHARE", "REWARD", "START", "END", "ID", "LABEL", "ANSWER", "TOKEN", "BOX")
+        for name in ("SCORE", "SHARE", "REWARD", "START", "END", "ID", "LABEL", "ANSWER", "TOKEN", *_PLACES)
         if name in answers
     ]
-    rows = ["".join(f"{name:>9}" if name not in (*_WORDS, "BOX") else f"  {name:<24}" for name in headings).rstrip()]
+    rows = ["".join(f"{name:>9}" if name not in (*_WORDS, *_PLACES) else f"  {name:<24}" for name in headings).rstrip()]
     for index, text in enumerate(texts):
         rows.append(f"\n{index + 1:>4}  {_shorten(text)}")
         columns = [_to_column(answers[name][index], name) for name in headings]
@@ -60,12 +60,14 @@ def _to_answer_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> 
 
 
 def _to_column(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """Return what stands in the lines under a heading: one value each, or the four of a box."""
-    return values.reshape(-1, 4) if name == "BOX" else values.reshape(-1)
+    """Return what stands in the lines under a heading: one value each, or those of a place in a picture."""
+    return values.reshape(-1, values.shape[-1]) if name in _PLACES else values.reshape(-1)
 
 
 _NUMBERS = ("SCORE", "SHARE", "REWARD")
 _WORDS = ("LABEL", "ANSWER", "TOKEN")
+# Edges of whole pixels; a keypoint is told apart by less than one.
+_PLACES = {"BOX": ".0f", "KEYPOINT": ".1f"}
 
 
 def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:
@@ -79,8 +81,8 @@ def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:
 def _format(name: str, value: Any) -> str:
     if name in _WORDS:
         return f"  {_shorten(decode(value)):<24}"
-    if name == "BOX":
-        return "  " + " ".join(f"{place:.0f}" for place in value)
+    if name in _PLACES:
+        return "  " + " ".join(format(place, _PLACES[name]) for place in value)
     return f"{value:9.4f}" if name in _NUMBERS else f"{value:>9}"
 
 

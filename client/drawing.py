@@ -21,7 +21,8 @@ def import_drawing() -> Callable[[Path, Arrays, Path], None]:
     """Return what draws the answers of one picture: its file, output name → values without the batch, the new file.
 
     Raises:
-        ClientError: Pillow is not installed.
+        ClientError: Pillow is not installed; what is returned raises it for answers of which nothing can be drawn, and
+            for a file that cannot be written.
     """
     try:
         from PIL import Image, ImageOps
@@ -31,13 +32,16 @@ def import_drawing() -> Callable[[Path, Arrays, Path], None]:
         ) from exc
 
     def draw(source: Path, answers: Arrays, path: Path) -> None:
+        draw_answers = next((_DRAWN[name] for name in _DRAWN if name in answers), None)
+        if draw_answers is None:
+            raise ClientError(
+                f"--output {path} cannot be drawn",
+                expected=f"answers with {', '.join(_DRAWN)}",
+                got=", ".join(answers),
+                remedy="leave --output out, or ask with --json",
+            )
         image: Any = ImageOps.exif_transpose(Image.open(source)).convert("RGB")
-        if "MAP" in answers:
-            _draw_map(image, answers)
-        elif "BOX" in answers:
-            _draw_boxes(image, answers)
-        elif "LABEL" in answers:
-            _draw_labels(image, answers)
+        draw_answers(image, answers)
         try:
             image.save(path)
         except (OSError, ValueError) as exc:
@@ -75,6 +79,20 @@ def _draw_boxes(image: Any, answers: Arrays) -> None:
         canvas.text((left, top), text, fill="black", font=font)
 
 
+def _draw_keypoints(image: Any, answers: Arrays) -> None:
+    """Mark each place in the picture, one colour after another, and write beside it what it is."""
+    canvas, font, size = _prepare(image)
+    radius = max(2, size // 6)
+    for index, (label, (x, y)) in enumerate(zip(answers["LABEL"], answers["KEYPOINT"].tolist(), strict=True)):
+        if not (0 <= x <= image.width and 0 <= y <= image.height):
+            continue
+        colour = _COLOURS[index % len(_COLOURS)]
+        canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
+        canvas.text(
+            (x + 2 * radius, y), decode(label), fill=colour, font=font, anchor="lm", stroke_width=1, stroke_fill="black"
+        )
+
+
 def _draw_map(image: Any, answers: Arrays) -> None:
     """Lay the map over the picture in its own colours, and list the labels in theirs."""
     from PIL import Image
@@ -98,6 +116,15 @@ def _draw_map(image: Any, answers: Arrays) -> None:
         top += size * 3 // 2
         if top > image.height - size:
             break
+
+
+# What is drawn of answers that have several: the first of these.
+_DRAWN: dict[str, Callable[[Any, Arrays], None]] = {
+    "MAP": _draw_map,
+    "BOX": _draw_boxes,
+    "KEYPOINT": _draw_keypoints,
+    "LABEL": _draw_labels,
+}
 
 
 def _prepare(image: Any) -> tuple[Any, Any, int]:
