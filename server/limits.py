@@ -46,6 +46,16 @@ def check_open_files() -> float:
     return limit
 
 
+def describe_open_files(pid: int) -> str:
+    """Return in words how many files process `pid` of this user has open, of how many.
+
+    Raises:
+        OSError: It has ended, or this process has no descriptor or memory left to look with.
+    """
+    limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    return f"{len(os.listdir(f'/proc/{pid}/fd'))} of {limit} files open"  # noqa: PTH208
+
+
 def check_threads() -> float:
     """Return how many more threads may run: of this user, and in this control group.
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .environment_folders import remove_environment_folders
 from .processes import kill, read_arguments, read_stat
 
 PREFIX = "modelyard-server-"
@@ -52,6 +53,8 @@ def remove_orphans() -> list[str]:
             with (folder / _LOCK_FILE).open("r") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 ended = _end_processes(folder)
+                # The lock was made before the first tritonserver.
+                remove_environment_folders(os.fstat(file.fileno()).st_mtime)
                 shutil.rmtree(folder, ignore_errors=True)
             told = f" and ended the {ended} processes that still ran from it" if ended else ""
             removed.append(f"removed {folder}, left behind by a launcher that was killed,{told}".rstrip(","))

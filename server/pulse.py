@@ -1,9 +1,10 @@
-"""Signs of life of a tritonserver, asked for on a connection that stays open.
+"""Signs of life of a tritonserver, asked for on a connection that stays open, and whether it lets anybody new in.
 
-A server that cannot accept one connection more may still answer on those that it has, so a new one is opened only where
-the old one does not answer. A question that cannot be asked, for want of a descriptor or of memory, says nothing.
+A server that cannot accept one connection more may still answer on those that it has: it lives, and a new caller waits
+in vain. So both are asked. A question that cannot be asked, for want of a descriptor or of memory, says nothing.
 """
 
+import contextlib
 import enum
 import http.client
 import threading
@@ -15,6 +16,11 @@ from .shortage import is_shortage
 _START_INTERVAL_S = 0.05
 _INTERVAL_S = 0.5
 _TIMEOUT_S = 1.0
+
+# It is asked on a new connection this often. One of its threads reads that, and may be busy: only several questions in
+# a row without an answer tell that nobody is let in.
+_NEW_INTERVAL_S = 2.0
+_MAX_UNANSWERED = 2
 
 
 class Answer(enum.Enum):
@@ -49,6 +55,11 @@ class Probe:
             connection.close()
         return answer
 
+    def ask_anew(self) -> Answer:
+        """Return whether it answers on a new connection. Its being made says nothing: that is the kernel's work."""
+        with contextlib.closing(http.client.HTTPConnection(*self._address, timeout=_TIMEOUT_S)) as connection:
+            return self._ask(connection)
+
     def close(self) -> None:
         """Leave no connection behind."""
         if self._connection is not None:
@@ -80,6 +91,8 @@ class Pulse:
         self._has_answered = False
         self._silent_for_s = 0.0
         self._asked_at: float | None = None
+        self._unanswered = 0
+        self._next_anew = 0.0
         threading.Thread(target=self._ask_again_and_again, daemon=True).start()
 
     def end(self) -> None:
@@ -106,6 +119,11 @@ class Pulse:
         """Whether it has been asked and has not answered yet."""
         return self._asked_at is not None or self._silent_for_s > 0
 
+    @property
+    def lets_callers_in(self) -> bool:
+        """Whether it answers who connects now."""
+        return self._unanswered <= _MAX_UNANSWERED
+
     def _ask_again_and_again(self) -> None:
         while not self._ended.wait(_START_INTERVAL_S) and self._probe.ask() is not Answer.ALIVE:
             pass
@@ -118,7 +136,15 @@ class Pulse:
             elif answer is Answer.ALIVE:
                 self._silent_for_s = 0.0
             self._asked_at = None
+            if answer is Answer.ALIVE and time.monotonic() >= self._next_anew:
+                self._ask_anew()
         self._probe.close()
+
+    def _ask_anew(self) -> None:
+        answer = self._probe.ask_anew()
+        if answer is not Answer.NOT_ASKED:
+            self._unanswered = 0 if answer is Answer.ALIVE else self._unanswered + 1
+        self._next_anew = time.monotonic() + _NEW_INTERVAL_S
 
 
 def _count(asked_at: float) -> float:

@@ -8,7 +8,11 @@ from .following import Following
 _HELP = {
     "modelyard_ready": (
         "gauge",
-        "1 while requests are welcome and some model answers, 0 while starting, healing tritonserver or stopping.",
+        "1 while requests are welcome and some model answers, 0 while full, starting, healing or stopping.",
+    ),
+    "modelyard_lets_callers_in": (
+        "gauge",
+        "1 while tritonserver answers on a new connection, 0 while it accepts none.",
     ),
     "modelyard_models": ("gauge", "Models that clients should be able to ask."),
     "modelyard_models_served": ("gauge", "Models that clients can ask now."),
@@ -30,8 +34,10 @@ class Status:
         self._follows = follows
         self._followed: dict[str, Following] = {}
         self._is_welcoming = False
+        self._refusal = ""
         self._values: dict[tuple[str, str], int] = {
             ("modelyard_ready", ""): 0,
+            ("modelyard_lets_callers_in", ""): 1,
             ("modelyard_models", ""): 0,
             ("modelyard_models_served", ""): 0,
             ("modelyard_tritonserver_restarts_total", ""): 0,
@@ -64,6 +70,19 @@ class Status:
         with self._lock:
             return self._is_welcoming
 
+    @property
+    def lets_callers_in(self) -> bool:
+        """Whether who connects now is answered."""
+        with self._lock:
+            return not self._refusal
+
+    def refuse_callers(self, reason: str) -> None:
+        """Tell in words why a new connection is not answered; empty where it is."""
+        with self._lock:
+            self._refusal = reason
+            self._values["modelyard_lets_callers_in", ""] = int(not reason)
+            self._update_ready()
+
     def count_models(self, served: int, wanted: int) -> None:
         """Tell how many models clients can ask now, and how many they should be able to ask."""
         with self._lock:
@@ -77,13 +96,15 @@ class Status:
             served, wanted = self._values["modelyard_models_served", ""], self._values["modelyard_models", ""]
             if not self._is_welcoming:
                 return "not ready"
+            if self._refusal:
+                return f"not ready: {self._refusal}"
             if not served:
                 return f"not ready: none of {wanted} models is served"
             return "ready" if served == wanted else f"ready, {served} of {wanted} models"
 
     def _update_ready(self) -> None:
         self._values["modelyard_ready", ""] = int(
-            self._is_welcoming and self._values["modelyard_models_served", ""] > 0
+            self._is_welcoming and not self._refusal and self._values["modelyard_models_served", ""] > 0
         )
 
     def count_death(self, model: str, reason: str) -> None:

@@ -10,9 +10,11 @@ from .control import Control
 from .control_key import hide_key
 from .draining import Retirement, drain
 from .endpoints import Endpoints
+from .environment_folders import remove_environment_folders
 from .errors import AbortedStartError, ControlError, GaveUpError, ShortageError, StartError
 from .following import Follower
 from .healing import Healer
+from .limits import describe_open_files
 from .locations import name_command
 from .log import Log
 from .model_text import read_inputs
@@ -166,16 +168,18 @@ class Supervisor:
         passed = self._settings.passed_options
         options = wishes.list_options(configs, self._settings.caches, passed)
         self._roller.begin(shown, limits_rate=wishes.has_option([*options, *passed], "rate-limit"))
+        launched_at = time.time()
         server = TritonServer(self._settings, self._follower.models, options, self._log)
         try:
             pulse = Pulse(self._settings.endpoints.http_url)
         except RuntimeError as exc:
             server.kill()
             raise ShortageError("tritonserver cannot be watched", expected="a thread for it", got=f"'{exc}'") from exc
-        self._server, self._pulse = server, pulse
+        self._server, self._pulse, self._launched_at = server, pulse, launched_at
         self._healer = Healer(server.pid, self._control, self._status, self._say, self._roller.revive)
         self._absences = Absences(self._control, self._say)
         self._cpu_ticks, self._idle_looks, self._is_busy = -1, 0, False
+        self._status.refuse_callers("")
 
     def _end(self) -> None:
         """Leave nothing of this tritonserver behind."""
@@ -183,6 +187,9 @@ class Supervisor:
         # Its processes first: they notice its end late, and hold its log open until then.
         self._healer.end()
         self._server.kill()
+        # What cannot be looked at for want of something is left for the next end.
+        with contextlib.suppress(OSError, MemoryError):
+            remove_environment_folders(self._launched_at)
 
     def _wait_until_live(self) -> bool:
         """Wait for its first word; return False if we are asked to stop before.
@@ -286,6 +293,7 @@ class Supervisor:
         if exhaustion := self._healer.find_exhaustion():
             return exhaustion
         self._tell_busy(silent_for_s)
+        self._tell_refusal()
         return None
 
     def _is_stopped(self) -> bool:
@@ -302,6 +310,22 @@ class Supervisor:
             self._is_busy = False
             self._status.ready = True
             self._say("tritonserver answers again")
+
+    def _tell_refusal(self) -> None:
+        """Say when it lets nobody new in, and when it does again. Who is connected is answered: it is left alone."""
+        if self._pulse.lets_callers_in == self._status.lets_callers_in:
+            return
+        if self._pulse.lets_callers_in:
+            self._status.refuse_callers("")
+            self._say("tritonserver lets new callers in again")
+            return
+        reason = (
+            f"tritonserver lets no new caller in: expected an answer on a new connection, got none, with "
+            f"{describe_open_files(self._server.pid)}; close idle connections, bound them in a proxy, or raise the "
+            f"limit (ulimit -Hn)"
+        )
+        self._status.refuse_callers(reason)
+        self._say(f"warning: {reason}; who is connected is answered, and nothing is restarted")
 
     def _is_stuck(self) -> bool:
         """Tell whether it owes an answer and does nothing about it, look after look.

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -45,14 +46,15 @@ def connect(server: Running) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", server.http, timeout=30)
 
 
-def read_ready(server: Running) -> int:
-    """Return the code of /ready, 0 while nobody listens."""
+def read_ready(server: Running) -> tuple[int, str]:
+    """Return code and text of /ready, 0 while nobody listens."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.status, timeout=5)) as connection:
         try:
             connection.request("GET", "/ready")
-            return connection.getresponse().status
+            response = connection.getresponse()
+            return response.status, response.read().decode()
         except ConnectionRefusedError:
-            return 0
+            return 0, ""
 
 
 def wait_for(is_true: Callable[[], bool], limit_s: float = 60.0) -> None:
@@ -133,11 +135,45 @@ def test_a_tritonserver_that_can_accept_nobody_more_but_answers_is_left_alone(pu
             for _ in range(30):
                 assert infer(client) == 200
                 time.sleep(0.5)
+            assert read_ready(server)[0] == 503
             lines = list(server.lines)
         assert server.tritonserver == pid
         assert infer(connect(server)) == 200
         assert sum(map(len, lines)) < 20_000
         assert any("Too many open files" in line and "more lines" in line for line in lines)
+
+
+@pytest.mark.parametrize("port", ["http", "grpc", "metrics"])
+def test_idle_connections_to_any_port_that_keep_new_callers_out_are_told_of(published: Published, port: str) -> None:
+    few = 400
+    with running(published.repository, under=["prlimit", f"--nofile={few}:{few}"]) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        pid = server.tritonserver
+        client = connect(server)
+        assert infer(client) == 200
+        assert server.read_metrics()["modelyard_lets_callers_in"] == 1
+        with contextlib.ExitStack() as stack:
+            for _ in range(few):
+                stack.enter_context(socket.create_connection(("127.0.0.1", getattr(server, port))))
+            server.wait_for_line("warning: tritonserver lets no new caller in: expected an answer on a new", 60)
+            code, reason = read_ready(server)
+            assert code == 503
+            assert re.fullmatch(
+                "not ready: tritonserver lets no new caller in: expected an answer on a new connection, got none, with "
+                rf"\d+ of {few} files open; close idle connections, bound them in a proxy, or raise the limit "
+                r"\(ulimit -Hn\)\n",
+                reason,
+            )
+            metrics = server.read_metrics()
+            assert metrics["modelyard_lets_callers_in"] == metrics["modelyard_ready"] == 0
+            # Who is connected is answered.
+            assert infer(client) == 200
+        server.wait_for_line("tritonserver lets new callers in again", 60)
+        assert read_ready(server) == (200, "ready\n")
+        assert infer(connect(server)) == 200
+        assert server.tritonserver == pid
+        assert sum("new caller" in line for line in server.lines) == 2
 
 
 def test_a_launcher_that_cannot_open_a_file_blames_nobody_for_it(published: Published) -> None:
@@ -213,7 +249,7 @@ def test_a_log_on_a_full_disk_holds_up_nothing_and_tells_what_is_missing(publish
         # As the server's own mount namespace has it.
         folder = Path(f"/proc/{server.process.pid}/root{tmp_path}")
         # tritonserver answers a moment before the launcher has looked at its models.
-        wait_for(lambda: read_ready(server) == 200)
+        wait_for(lambda: read_ready(server)[0] == 200)
         pid = server.tritonserver
         # A page that is begun has room on a full disk as well.
         with (folder / "log").open("ab") as file:
