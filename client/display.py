@@ -90,7 +90,7 @@ def _to_similarity_table(texts: list[str], embeddings: npt.NDArray[np.float32]) 
     """Return the cosine of every pair while that fits a terminal, else each text's nearest other one."""
     unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
     cosines = unit @ unit.T
-    title = f"{embeddings.shape[1]} values a text; cosine similarities:"
+    title = f"{embeddings.shape[1]} values each; cosine similarities:"
     if len(texts) <= 8:
         rows = [f"{title}\n", "    " + "".join(f"{index + 1:>7}" for index in range(len(texts))) + "  text"]
         for index, text in enumerate(texts):

@@ -79,7 +79,12 @@ def ask_files(arguments: Namespace, kind: Kind, connect: Callable[[], Connection
         )
     paths = _collect_files(getattr(arguments, kind.option), kind)
     if arguments.output and len(paths) != 1:
-        raise ClientError("--output takes one picture", expected="one --image", got=str(len(paths)))
+        raise ClientError(
+            "--output takes one picture",
+            expected="one --image",
+            got=str(len(paths)),
+            remedy="draw one picture at a time, or leave --output out",
+        )
     draw = import_drawing() if arguments.output else None
     connection = connect()
     model = connection.find_model(arguments.model)

@@ -32,7 +32,7 @@ def test_as_a_plain_script_from_any_folder_it_prints_the_similarities(server: Ad
     assert done.err == ""
     lines = done.out.splitlines()
     assert lines[0].startswith(f"sentence_embedding, version 1, at {server.http} over http: 3 texts in ")
-    assert lines[2] == "384 values a text; cosine similarities:"
+    assert lines[2] == "384 values each; cosine similarities:"
     numbers = [[float(cell) for cell in line.split()[1:4]] for line in lines[5:8]]
     assert numbers[0][0] == numbers[1][1] == 1.0
     assert numbers[0][1] == numbers[1][0] > 0.5 > numbers[0][2]
