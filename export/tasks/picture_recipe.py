@@ -4,10 +4,11 @@ The server does it by the same recipe in code of its own (`backends/python_prepr
 is the reference, by transformers' own image processor wherever the checkpoint names one.
 """
 
+import difflib
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -22,7 +23,8 @@ from transformers.image_transforms import get_size_with_aspect_ratio
 from transformers.image_utils import load_image
 from transformers.models.yolos.image_processing_pil_yolos import get_size_with_aspect_ratio_yolos
 
-from ..errors import ModelError, SettingsError
+from ..checkpoints.storage.paths import parse_json, read_small
+from ..errors import CheckpointError, ModelError, SettingsError, shorten
 
 # What transformers calls the file that holds a recipe.
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -40,7 +42,12 @@ MAX_LEVELS = 1.0
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _MODES = {"exact": 2, "shortest_edge": 1, "letterbox": 2, "edges": 2}
-_TORCHVISION_KEYS = {"crop_size", "resize_size", "mean", "std", "interpolation", "antialias"}
+
+# Recipes have hundreds of bytes.
+_MAX_RECIPE_BYTES = 1_000_000
+
+# Beyond these, pixels are not finite in fp32, or all the same.
+_LEAST_NUMBER, _MOST_NUMBER = 1e-9, 1e9
 
 # What the server makes of a picture at most.
 _MOST_PIXELS = 50_000_000
@@ -60,9 +67,9 @@ _RULES = {
     "crop": "a height and a width from 1 to 8192, with mode exact or shortest_edge",
     "rounding": "down or even",
     "fill": "a level from 0 to 255",
-    "scale": "a number above 0",
-    "mean": "three numbers",
-    "std": "three numbers other than 0",
+    "scale": "a number from 1e-9 to 1e9",
+    "mean": "three numbers up to 1e9",
+    "std": "three numbers from 1e-9 to 1e9, or below 0 as large",
     "channels": "rgb or bgr",
     "pad": "with mode edges alone, a height and a width that hold its longer edge",
     "multiple_of": "1, or with mode edges a number up to its shorter edge",
@@ -72,12 +79,29 @@ _RULES = {
 }
 
 
+def _is_whole(value: Any) -> bool:
+    # True is an int to Python.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return (_is_whole(value) or isinstance(value, float)) and abs(value) <= _MOST_NUMBER
+
+
+def _is_divisor(value: Any) -> bool:
+    return _is_number(value) and abs(value) >= _LEAST_NUMBER
+
+
 def _is_level(level: Any) -> bool:
-    return isinstance(level, int) and 0 <= level <= 255
+    return _is_whole(level) and 0 <= level <= 255
+
+
+def _is_size(size: Any) -> bool:
+    return _is_whole(size) and 0 < size <= 8192
 
 
 def _are_sizes(sizes: Sequence[Any]) -> bool:
-    return all(isinstance(size, int) and 0 < size <= 8192 for size in sizes)
+    return all(map(_is_size, sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,31 +146,33 @@ class Recipe:
     buckets: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "mode": self.mode in _MODES,
-            "size": len(self.size) == (0 if self.buckets else _MODES.get(self.mode))
+        if self.mode not in tuple(_MODES):
+            # The others hang on it.
+            raise ValueError(_tell_wrong({"mode": self.mode}, _RULES))
+        has_size = (
+            len(self.size) == (0 if self.buckets else _MODES[self.mode])
             and _are_sizes(self.size)
-            and (self.mode != "edges" or self.size[0] <= self.size[1]),
+            and (self.mode != "edges" or self.size[0] <= self.size[1])
+        )
+        checks = {
+            "size": has_size,
             "filter": self.filter in _FILTERS.values(),
             "crop": self.crop is None
             or (self.mode in ("exact", "shortest_edge") and len(self.crop) == 2 and _are_sizes(self.crop)),
             "rounding": self.rounding in ("down", "even"),
             "fill": _is_level(self.fill),
             "background": self.background is None or _is_level(self.background),
-            "scale": isinstance(self.scale, float | int) and 0 < self.scale < math.inf,
-            "mean": len(self.mean) == 3 and all(map(math.isfinite, self.mean)),
-            "std": len(self.std) == 3 and all(self.std) and all(map(math.isfinite, self.std)),
+            "scale": _is_divisor(self.scale) and self.scale > 0,
+            "mean": len(self.mean) == 3 and all(map(_is_number, self.mean)),
+            "std": len(self.std) == 3 and all(map(_is_divisor, self.std)),
             "channels": self.channels in ("rgb", "bgr"),
-            "pad": self.pad is None or self._is_padded_well(self.pad),
-            "multiple_of": self._is_cut_well(),
+            # These two are held against the size.
+            "pad": self.pad is None or not has_size or self._is_padded_well(self.pad),
+            "multiple_of": not has_size or self._is_cut_well(),
             "buckets": self.buckets is None or self._has_good_buckets(self.buckets),
         }
-        wrong = [name for name, is_right in checks.items() if not is_right]
-        if "mode" in wrong:
-            # The others hang on it.
-            wrong = ["mode"]
-        if wrong:
-            raise ValueError("; ".join(f"{name} {getattr(self, name)!r} in place of {_RULES[name]}" for name in wrong))
+        if wrong := {name: getattr(self, name) for name, is_right in checks.items() if not is_right}:
+            raise ValueError(_tell_wrong(wrong, _RULES))
         if self.mode == "shortest_edge" and self.crop is None:
             raise ValueError("pictures of every shape, since nothing crops them")
 
@@ -156,8 +182,8 @@ class Recipe:
 
     def _is_cut_well(self) -> bool:
         """Tell whether edges are cut in a mode that makes them, and whether something is left of them."""
-        if not isinstance(self.multiple_of, int) or self.mode != "edges":
-            return self.multiple_of == 1
+        if not _is_whole(self.multiple_of) or self.mode != "edges":
+            return _is_whole(self.multiple_of) and self.multiple_of == 1
         return 1 <= self.multiple_of <= self.size[0]
 
     def _has_good_buckets(self, buckets: Sequence[Sequence[int]]) -> bool:
@@ -280,6 +306,49 @@ class Recipe:
         return rest // 2 if self.rounding == "down" else round(rest / 2)
 
 
+def _tell_wrong(values: Mapping[str, Any], rules: Mapping[str, str]) -> str:
+    """Return what these keys have in place of what they may have."""
+    return "; ".join(
+        f"{name} {shorten(json.dumps(value), 60)} in place of {rules[name]}" for name, value in values.items()
+    )
+
+
+def _refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse the keys that are not known, each with the one that was probably meant.
+
+    Raises:
+        ValueError: There are some.
+    """
+    told = []
+    for key in sorted(set(keys) - set(known)):
+        near = difflib.get_close_matches(key.lower(), known, n=1)
+        told.append(f"the unknown key {shorten(key, 60)}" + (f", to which {near[0]} is the nearest" if near else ""))
+    if told:
+        raise ValueError("; ".join(told))
+
+
+# How Python tells a value of a wrong type, which nobody reads who wrote a file of settings.
+_INTERNALS = (
+    "NoneType",
+    "__",
+    "object",
+    "invalid literal",
+    "could not convert",
+    "argument",
+    "'<",
+    "codec",
+    "class ",
+    "sys.",
+)
+
+
+def tell_foreign(exc: Exception) -> str:
+    """Return what another library says of settings: its sentence, where it has one that is not about its own code."""
+    said = str(exc).splitlines()[0].rstrip(".") if str(exc) else ""
+    is_sentence = isinstance(exc, (OSError, ValueError, ImportError)) and " " in said
+    return said if is_sentence and not any(part in said for part in _INTERNALS) else "settings that it cannot use"
+
+
 def _fill_clear(image: Image.Image, level: int) -> Image.Image:
     """Return the picture on a background of that level, which shows where its one transparent colour is."""
     if image.info.get("transparency") is None:
@@ -356,11 +425,11 @@ class Preparation:
             try:
                 want = self.reference(image)
             # Whatever transformers' processors meet in settings that they did not write.
-            except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as exc:
+            except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as exc:
                 raise ModelError(
                     f"{self.origin} makes nothing of a picture of {image.width} x {image.height}",
                     expected=f"{list(have.shape)}",
-                    got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
+                    got=tell_foreign(exc),
                     remedy=f"correct {PROCESSOR_FILE}, or pass a recipe with --preprocess",
                 ) from exc
             worst = np.abs(want - have).max() / spread if want.shape == have.shape else np.inf
@@ -424,15 +493,14 @@ def read_preparation(chosen: str) -> Preparation:
         return _stand_alone(RECIPES[chosen], f"the recipe {chosen}")
     path = Path(chosen)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"{type(content).__name__} in place of an object")
+        content = _read_object(path)
         if path.name == PROCESSOR_FILE:
             return _read_processor(path.parent)
-        if content.keys() <= _TORCHVISION_KEYS:
-            return _stand_alone(_read_torchvision(content), chosen)
-        return _stand_alone(_read_recipe(content), chosen)
-    except (OSError, ValueError, TypeError, RecursionError) as exc:
+        is_torchvision = not content.keys() - _TORCHVISION.keys() or (
+            "mode" not in content and content.keys() & _TORCHVISION.keys() - _RULES.keys()
+        )
+        return _stand_alone(_read_torchvision(content) if is_torchvision else _read_recipe(content), chosen)
+    except ValueError as exc:
         raise SettingsError(
             f"{chosen} is not a recipe for pictures",
             expected=f"one of {', '.join(RECIPES)}, a {PROCESSOR_FILE}, or JSON with "
@@ -442,27 +510,66 @@ def read_preparation(chosen: str) -> Preparation:
         ) from exc
 
 
+def _read_object(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        ValueError: It cannot be read, or holds another thing; says in words what.
+    """
+    try:
+        # A number of any length is one that can be compared.
+        content = parse_json(read_small(path, max_bytes=_MAX_RECIPE_BYTES), parse_int=_parse_whole)
+    except CheckpointError as exc:
+        raise ValueError(f"a path that is not read ({str(exc).rstrip('.')})") from exc
+    except UnicodeDecodeError as exc:
+        raise ValueError("bytes that are not UTF-8") from exc
+    except json.JSONDecodeError as exc:
+        raise ValueError(f"text that is not JSON from line {exc.lineno}, column {exc.colno} on") from exc
+    if not isinstance(content, dict):
+        raise ValueError(f"{shorten(json.dumps(content), 60)} in place of an object")
+    return content
+
+
+def _parse_whole(digits: str) -> int | float:
+    return int(digits) if len(digits) < 20 else float(digits)
+
+
 def _stand_alone(recipe: Recipe, origin: str) -> Preparation:
     return Preparation(recipe=recipe, origin=origin, reference=recipe.prepare)
 
 
 def _read_recipe(content: Mapping[str, Any]) -> Recipe:
     """Return the recipe of a file with its keys."""
-    if unknown := sorted(content.keys() - Recipe.__dataclass_fields__.keys()):
-        raise ValueError(f"{', '.join(unknown)} besides")
+    _refuse_unknown(content, tuple(_RULES))
     if "mode" not in content:
         raise ValueError("no mode")
-    for name in ("size", "crop", "mean", "std", "pad", "buckets"):
-        if not isinstance(content.get(name), list | None):
-            raise ValueError(f"{name} {content[name]!r} in place of {_RULES[name]}")
+    lists = {"size", "mean", "std"} & content.keys()
+    lists |= {name for name in ("crop", "pad", "buckets") if content.get(name) is not None}
+    if wrong := {name: content[name] for name in sorted(lists) if not isinstance(content[name], list)}:
+        raise ValueError(_tell_wrong(wrong, _RULES))
     return Recipe(**{key: _to_tuple(value) for key, value in content.items()})
+
+
+# What each argument of torchvision's preset may be: in words, and what tells it. `antialias` is always done.
+_TORCHVISION: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "crop_size": ("a whole number from 1 to 8192", _is_size),
+    "resize_size": ("a whole number from 1 to 8192", _is_size),
+    "mean": (_RULES["mean"], lambda value: isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))),
+    "std": (_RULES["std"], lambda value: isinstance(value, list) and len(value) == 3 and all(map(_is_divisor, value))),
+    "interpolation": (
+        _RULES["filter"],
+        lambda value: isinstance(value, str) and value.lower() in _FILTERS.values(),
+    ),
+    "antialias": ("true, for pictures are made smaller no other way", lambda value: value is True or value is None),
+}
 
 
 def _read_torchvision(given: Mapping[str, Any]) -> Recipe:
     """Return the recipe of the arguments of torchvision's preset for classification."""
-    size, crop = int(given.get("resize_size", 256)), int(given.get("crop_size", 224))
-    if given.get("antialias") is False:
-        raise ValueError("antialias false, which pictures know nothing of")
+    _refuse_unknown(given, tuple(_TORCHVISION))
+    if wrong := {key: value for key, value in given.items() if not _TORCHVISION[key][1](value)}:
+        raise ValueError(_tell_wrong(wrong, {key: rule for key, (rule, _) in _TORCHVISION.items()}))
+    size, crop = given.get("resize_size", 256), given.get("crop_size", 224)
     if crop > size:
         raise ValueError(f"crop_size {crop} beyond resize_size {size}")
     return Recipe(
@@ -470,7 +577,7 @@ def _read_torchvision(given: Mapping[str, Any]) -> Recipe:
         size=(size,),
         crop=(crop, crop),
         rounding="even",
-        filter=str(given.get("interpolation", "bilinear")).lower(),
+        filter=given.get("interpolation", "bilinear").lower(),
         mean=tuple(given.get("mean", _IMAGENET_MEAN)),
         std=tuple(given.get("std", _IMAGENET_STD)),
     )
@@ -483,12 +590,12 @@ def _read_processor(directory: Path) -> Preparation:
         processor: Any = AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False)
         recipe = _read_attributes(processor)
     # Whatever transformers makes of a file that it did not write.
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as exc:
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError) as exc:
         raise ModelError(
             f"{path} asks for something that is not done in the server",
             expected="an image processor of transformers that resizes to one size",
-            got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
-            remedy="pass a recipe with --preprocess",
+            got=tell_foreign(exc),
+            remedy=f"correct {PROCESSOR_FILE}, or pass a recipe with --preprocess",
         ) from exc
 
     def prepare(image: Image.Image) -> Pixels:
@@ -510,7 +617,7 @@ def _find_background(recipe: Recipe, prepare: Callable[[Image.Image], Pixels]) -
     try:
         is_shown = np.array_equal(prepare(black), prepare(clear))
     # `Preparation.check` tells it.
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError):
         return recipe
     return recipe if is_shown else replace(recipe, background=255)
 

@@ -18,7 +18,7 @@ import soxr
 from transformers import AutoFeatureExtractor
 
 from ..errors import ModelError
-from .picture_recipe import PROCESSOR_FILE
+from .picture_recipe import PROCESSOR_FILE, tell_foreign
 
 # [samples], fp32.
 Samples = npt.NDArray[np.float32]
@@ -91,11 +91,11 @@ def find_sound_preparation(directory: Path, tensors_task: str, shortest: int) ->
     try:
         extractor: Any = AutoFeatureExtractor.from_pretrained(directory, trust_remote_code=False)
     # Whatever transformers makes of a file that it did not write.
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as exc:
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError) as exc:
         raise ModelError(
             f"{path} is not read",
             expected="a feature extractor of transformers",
-            got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
+            got=tell_foreign(exc),
             remedy=remedy,
         ) from exc
     kind = type(extractor).__name__

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import re
 import struct
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -237,17 +239,124 @@ def test_buckets_that_are_none_are_refused(changed: dict[str, Any], tmp_path: Pa
 def test_a_recipe_that_is_none_is_refused_for_what_is_wrong_with_it(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     for text, sentence in {
-        '{"mode": "exakt", "buckets": [[8, 8], [8, 16]]}': "got mode 'exakt' in place of one of exact, shortest_edge, ",
-        '{"mode": "exact", "size": [8, 8], "mean": 0.5}': "got mean 0.5 in place of three numbers;",
-        '{"mode": "exact", "size": [8, 8], "mean": [NaN, 0, 0]}': "got mean .* in place of three numbers;",
-        '{"mode": "exact", "size": [8, 8], "scale": Infinity}': "got scale inf in place of a number above 0;",
-        '{"mode": "exact", "bucket": [8, 8]}': "got bucket besides;",
+        '{"mode": "exakt", "buckets": [[8, 8], [8, 16]]}': 'got mode "exakt" in place of one of exact, shortest_edge, ',
+        '{"mode": "exact", "size": [8, 8], "mean": 0.5}': "got mean 0.5 in place of three numbers up to 1e9;",
+        '{"mode": "exact", "size": [8, 8], "mean": [NaN, 0, 0]}': "got mean .*NaN.* in place of three numbers",
+        '{"mode": "exact", "size": [8, 8], "scale": Infinity}': "got scale Infinity in place of a number from",
+        '{"mode": "exact", "bucket": [8, 8]}': "got the unknown key bucket, to which buckets is the nearest;",
         '{"size": [8, 8]}': "got no mode;",
-        "[" * 100_000: "got maximum recursion depth exceeded",
+        "[" * 100_000: "got values nested too deeply;",
+        '{"crop_sise": 224, "resize_size": 232}': "got the unknown key crop_sise, to which crop_size is the nearest;",
+        '{"crop_size": 300, "resize_size": 232}': "got crop_size 300 beyond resize_size 232;",
+        '{"mode": ': "got text that is not JSON from line 1, column 10 on;",
+        "8": "got 8 in place of an object;",
     }.items():
         path.write_text(text)
         with pytest.raises(SettingsError, match=sentence):
             read_preparation(str(path))
+
+
+# What a key of a recipe may be given by mistake; of whole numbers, one whose digits Python does not convert.
+MISTAKES = (
+    *(
+        "null",
+        "true",
+        '"abc"',
+        "-1",
+        "0",
+        "3.5",
+        "NaN",
+        "Infinity",
+        "1e308",
+        "1e-300",
+        "9" * 30,
+        "9" * 5000,
+        "[]",
+        "{}",
+    ),
+    *(
+        "[null]",
+        "[[8, 8], [8]]",
+        '["a", "b", "c"]',
+        "[NaN, 0, 1]",
+        "[true, true, true]",
+        '[{"a": 1}, 2, 3]',
+        "[1e400, 8]",
+    ),
+    "[" * 200 + "]" * 200,
+)
+
+# What only Python's own messages say.
+INTERNALS = re.compile(
+    r"NoneType|__|object|invalid literal|could not convert|codec|argument|TypeError|ValueError|KeyError|<class|'int'"
+    r"|True|False|None\b|recursion|Errno|set_int_max|unhashable|\(\)"
+)
+
+WHOLE = {
+    "exact": {"mode": "exact", "size": [8, 8]},
+    "edges": {"mode": "edges", "size": [8, 16], "pad": [16, 16], "multiple_of": 2},
+    "cropped": {"mode": "shortest_edge", "size": [16], "crop": [8, 8], "rounding": "even"},
+    "buckets": {"mode": "letterbox", "buckets": [[8, 8], [8, 16]]},
+    "torchvision": {"crop_size": 224, "resize_size": 232},
+}
+
+
+def fuzz(whole: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
+    """Yield the object as JSON: without each of its keys, with every mistake for each key, and with another key."""
+    for left_out in whole:
+        yield json.dumps({key: value for key, value in whole.items() if key != left_out})
+    for key in keys:
+        for mistake in MISTAKES:
+            yield json.dumps(whole | {key: "MISTAKE"}).replace('"MISTAKE"', mistake)
+    yield json.dumps(whole | {"sise": 3})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_recipe_is_refused_in_pythons_own_words(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    keys = {*Recipe.__dataclass_fields__, "crop_size", "resize_size", "interpolation", "antialias"}
+    refused = 0
+    for text in fuzz(WHOLE[name], sorted(keys)):
+        path.write_text(text)
+        try:
+            read_preparation(str(path)).recipe.prepare(Image.new("RGB", (20, 30)))
+        except SettingsError as exc:
+            refused += 1
+            assert re.search(
+                r"^\S+ is not a recipe for pictures: expected .*, got .*; correct --preprocess\.$", str(exc)
+            )
+            assert not INTERNALS.search(str(exc).replace(str(tmp_path), "")), str(exc)
+    assert refused > 200
+
+
+@pytest.mark.parametrize("name", ["vit", "clip", "convnext", "detr"])
+def test_no_processor_is_refused_in_pythons_own_words(name: str, tmp_path: Path) -> None:
+    keys = ["size", "crop_size", "resample", "do_resize", "rescale_factor", "image_mean", "image_std", "crop_pct"]
+    refused = 0
+    for text in fuzz(PROCESSORS[name], keys):
+        (tmp_path / PROCESSOR_FILE).write_text(text)
+        try:
+            preparation = read_preparation(str(tmp_path / PROCESSOR_FILE))
+        except (SettingsError, ModelError) as exc:
+            refused += 1
+            assert not INTERNALS.search(str(exc).replace(str(tmp_path), "")), str(exc)
+            assert "--preprocess" in str(exc)
+        else:
+            assert preparation.recipe.mode
+    assert refused > 50
+
+
+def test_a_file_that_is_not_text_is_not_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    for make, sentence in (
+        (lambda: path.write_bytes(b"\xff\xfe"), "got bytes that are not UTF-8;"),
+        (path.unlink, r"got a path that is not read \(.* got No such file or directory\);"),
+        (path.mkdir, r"got a path that is not read \(.* got a folder\);"),
+    ):
+        make()
+        with pytest.raises(SettingsError, match=sentence) as refused:
+            read_preparation(str(path))
+        assert not INTERNALS.search(str(refused.value).replace(str(tmp_path), ""))
 
 
 def test_buckets_are_for_modules_of_ones_own(tmp_path: Path) -> None:
