@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from benches.measure_memory import build_checkpoint, build_decoder, measure
-from harness import run
+from harness import CHECKOUT, run
 
 from export.commands.free_memory import read_free_memory
 from export.commands.inspect_checkpoint import inspect_checkpoint
@@ -19,6 +19,8 @@ from export.engines.table import ENGINES
 
 # What the documents promise.
 OFF_AT_MOST = 0.2
+
+PAGE = CHECKOUT / "docs" / "checkpoints.md"
 
 # As the kernel names the version 1 of control groups, which lets a folder be made in which a limit holds.
 LIMITS = Path("/sys/fs/cgroup/memory")
@@ -30,6 +32,29 @@ def test_an_export_and_an_instance_hold_what_was_told(tmp_path: Path) -> None:
     told = inspect_checkpoint(checkpoint).memory["onnxruntime"]["fp32"]
     assert told["export_bytes"] == pytest.approx(held.export, rel=OFF_AT_MOST)
     assert told["instance_bytes"] == pytest.approx(held.instance, rel=OFF_AT_MOST)
+
+
+def test_the_page_has_what_was_measured_beside_what_is_told() -> None:
+    titles = {engine.title: name for name, engine in ENGINES.items()}
+    cells = [
+        line.strip("| ").split(" | ")
+        for line in PAGE.read_text().splitlines()
+        if line.startswith(tuple(f"| {title} " for title in titles))
+    ]
+    sizes: dict[tuple[str, str], set[int]] = {}
+    for way, *numbers in cells:
+        title, precision = way.rsplit(" ", 1)
+        weights, table, export, told_export, _, instance, told_instance, _ = (
+            int(number.split()[0].replace(",", "").rstrip("%")) for number in numbers
+        )
+        held = GRAPHS[titles[title]][precision]
+        sizes.setdefault((titles[title], precision), set()).add(weights)
+        assert told_export == pytest.approx(held.export.at(weights * 10**6) / 1e6, abs=1)
+        assert told_instance == pytest.approx(held.instance.at((weights - table) * 10**6) / 1e6, abs=1)
+        assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
+        assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
+    counted = {(name, precision): held.sizes for name, held_by in GRAPHS.items() for precision, held in held_by.items()}
+    assert {way: len(each) for way, each in sizes.items()} == counted
 
 
 def test_a_model_that_writes_text_is_told_its_pool(tmp_path: Path) -> None:
