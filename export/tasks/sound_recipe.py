@@ -25,6 +25,8 @@ Samples = npt.NDArray[np.float32]
 
 # The one extractor whose sounds have any length; others make spectrograms of one.
 _EXTRACTOR = "Wav2Vec2FeatureExtractor"
+# Samples a second; more than any file has.
+_MAX_RATE = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +108,21 @@ def find_sound_preparation(directory: Path, tensors_task: str, shortest: int) ->
             got=kind if kind != _EXTRACTOR else f"{extractor.feature_size} features",
             remedy=remedy,
         )
+    rate, normalize = extractor.sampling_rate, extractor.do_normalize
+    checks = (
+        ("sampling_rate", rate, f"a whole number from 1 to {_MAX_RATE}", type(rate) is int and 1 <= rate <= _MAX_RATE),
+        ("do_normalize", normalize, "true or false", isinstance(normalize, bool)),
+    )
+    for key, value, expected, is_right in checks:
+        if not is_right:
+            got = json.dumps(value)[:100]
+            raise ModelError(f"{key} in {path} is of another kind", expected=expected, got=got, remedy=remedy)
 
     def prepare(samples: Samples) -> Samples:
         # Alone, and so never padded; a mask of a sound alone would hide nothing.
-        made = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="np")
+        made = extractor(samples, sampling_rate=rate, return_tensors="np")
         found: Samples = made["input_values"][0].astype(np.float32)
         return found
 
-    recipe = SoundRecipe(
-        sampling_rate=int(extractor.sampling_rate), normalize=bool(extractor.do_normalize), shortest=shortest
-    )
+    recipe = SoundRecipe(sampling_rate=rate, normalize=normalize, shortest=shortest)
     return SoundPreparation(recipe=recipe, origin=kind, reference=prepare)

@@ -101,3 +101,12 @@ def test_what_the_server_cannot_do_is_refused(processor: dict[str, Any] | None, 
     with pytest.raises(ModelError, match=got) as refused:
         find_sound_preparation(tmp_path, "audio-classification-tensors", 1000)
     assert "pass --task audio-classification-tensors" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["sampling_rate", "do_normalize"])
+@pytest.mark.parametrize("value", ["abc", "16000", None, [16000], {"a": 1}, 0, -1, 1.5, 10**30, float("nan")])
+def test_a_value_of_another_kind_is_refused_in_a_sentence(key: str, value: Any, tmp_path: Path) -> None:
+    processor = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "feature_size": 1, key: value}
+    (tmp_path / PROCESSOR_FILE).write_text(json.dumps(processor))
+    with pytest.raises(ModelError, match=f"^{key} in .* is of another kind: expected .*, got .*; pass --task x, "):
+        find_sound_preparation(tmp_path, "x", 1000)
