@@ -13,6 +13,8 @@ from typing import Any
 
 # What every field of a configuration holds.
 MAX_COUNT = 2**31 - 1
+# Of threads or processes: more than the cores of any machine, and few enough that an operating system starts them.
+MAX_WORKERS = 1024
 
 
 class Needs(Enum):
@@ -135,8 +137,8 @@ def _read_integer(value: Any) -> int:
     return value
 
 
-def _read_count(value: Any) -> int:
-    if not 1 <= _read_integer(value) <= MAX_COUNT:
+def _read_count(value: Any, maximum: int = MAX_COUNT) -> int:
+    if not 1 <= _read_integer(value) <= maximum:
         raise ValueError
     return int(value)
 
@@ -180,6 +182,16 @@ def read_pairs(make: Callable[[str, Any], Any]) -> Callable[[Any], list[Any]]:
     return read
 
 
+def bounded_count(maximum: int) -> Kind:
+    """Return the kind of an option whose values are whole numbers from 1 to `maximum`."""
+    return Kind(
+        expected=f"a whole number from 1 to {maximum}",
+        parse=lambda word: _read_count(int(word), maximum),
+        read=lambda value: _read_count(value, maximum),
+        metavar="N",
+    )
+
+
 def named_counts(what: str, metavar: str) -> Kind:
     """Return the kind of an option that gives whole numbers to names, called `what` in a refusal."""
     return Kind(
@@ -196,12 +208,7 @@ TEXT = Kind(expected="a text", parse=_read_text, read=_read_text, metavar="TEXT"
 PATH = Kind(expected="a path", parse=_read_path, read=_read_path, metavar="DIR")
 PATHS = Kind(expected="a list of paths", parse=_read_path, read=_read_paths, metavar="DIR", collect=tuple)
 INTEGER = Kind(expected="a whole number", parse=int, read=_read_integer, metavar="N")
-COUNT = Kind(
-    expected=f"a whole number from 1 to {MAX_COUNT}",
-    parse=lambda word: _read_count(int(word)),
-    read=_read_count,
-    metavar="N",
-)
+COUNT = bounded_count(MAX_COUNT)
 COUNTS = Kind(
     expected=f"whole numbers from 1 to {MAX_COUNT}, in a file a list",
     parse=lambda word: _read_count(int(word)),

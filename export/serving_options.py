@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import SettingsError
-from .option_kinds import COUNT, COUNTS, FLAG, TEXT, Option, declare, named_counts
+from .option_kinds import COUNT, COUNTS, FLAG, MAX_WORKERS, TEXT, Option, bounded_count, declare, named_counts
 
 _COMMON: dict[str, Any] = {"group": "serving options, for tables of modelyard.toml as well"}
 
@@ -38,14 +38,18 @@ class ServingOptions:
     """
 
     instances: int | None = declare(
-        Option(name="instances", kind=COUNT, help="copies of the graph that run at the same time (default: 2)"),
+        Option(
+            name="instances",
+            kind=bounded_count(MAX_WORKERS),
+            help="copies of the graph that run at the same time (default: 2)",
+        ),
         default=None,
         **_COMMON,
     )
     threads: int | None = declare(
         Option(
             name="threads",
-            kind=COUNT,
+            kind=bounded_count(MAX_WORKERS),
             help="threads of one copy of the graph, in ONNX Runtime or --steps lean (default: 1)",
         ),
         default=None,

@@ -21,6 +21,8 @@ import triton_python_backend_utils as pb_utils
 
 # How many threads an instance computes with.
 _THREADS = "modelyard_threads"
+# More than the cores of any machine; the engines hang while they start a hundred thousand.
+_MAX_THREADS = 1024
 
 # What the steps of an ensemble are made of lies beside this folder.
 _BACKENDS = Path(__file__).resolve().parent.parent
@@ -79,6 +81,11 @@ class TritonPythonModel:
 
 def _read_threads(config: Mapping[str, Any]) -> int:
     text = config.get("parameters", {}).get(_THREADS, {}).get("string_value", "1")
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{config['name']}: expected a number of threads in the parameter {_THREADS}, got {text!r}")
+    # Python reads no more than some thousand digits.
+    is_count = text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_THREADS))
+    if not is_count or not 1 <= int(text) <= _MAX_THREADS:
+        raise ValueError(
+            f"{config['name']}: expected a number of threads in the parameter {_THREADS}, from 1 to {_MAX_THREADS}, "
+            f"got {text!r}"
+        )
     return int(text)

@@ -146,6 +146,11 @@ def test_the_command_line_wins_and_adds_its_tokens_to_the_files(tmp_path: Path) 
         ({"top_k": 0}, "top_k in FILE is of another kind: expected a whole number from 1 to 2147483647, got 0."),
         ({"top_k": 10**21}, "top_k in FILE is of another kind: expected a whole number from 1 to 2147483647, got 1"),
         ({"top_k": True}, "top_k in FILE is of another kind: expected a whole number from 1 to 2147483647, got true."),
+        ({"threads": 1025}, "threads in FILE is of another kind: expected a whole number from 1 to 1024, got 1025."),
+        (
+            {"instances": 1025},
+            "instances in FILE is of another kind: expected a whole number from 1 to 1024, got 1025.",
+        ),
         ({"lora_scaling": True}, "lora_scaling in FILE is of another kind: expected a number, got true."),
         ('{"lora_scaling": NaN}', "lora_scaling in FILE is of another kind: expected a number, got NaN."),
         ({"normalize": 1}, "normalize in FILE is of another kind: expected true or false, got 1."),
@@ -176,6 +181,8 @@ def test_a_setting_that_means_nothing_is_refused_in_one_sentence(content: Any, s
     ("words", "sentence"),
     [
         (["--top-k", "0"], "argument --top-k: expected a whole number from 1 to 2147483647, got '0'"),
+        (["--threads", "1025"], "argument --threads: expected a whole number from 1 to 1024, got '1025'"),
+        (["--instances", "100000"], "argument --instances: expected a whole number from 1 to 1024, got '100000'"),
         (["--seed", "1.5"], "argument --seed: expected a whole number, got '1.5'"),
         (["--lora-scaling", "inf"], "argument --lora-scaling: expected a number, got 'inf'"),
         (["--base", ""], "argument --base: expected a path, got ''"),

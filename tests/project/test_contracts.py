@@ -17,6 +17,7 @@ from trainers.picture_models import PICTURE_MODELS
 from trainers.task_checkpoints import BUILDERS
 
 from client import parity
+from export.option_kinds import MAX_WORKERS
 from export.options import ExportRequest
 from export.progress import Progress
 from export.proof.report_page import PAGE_FILE
@@ -210,6 +211,11 @@ def test_a_recipe_of_pictures_has_the_keys_of_the_table() -> None:
 def test_a_recipe_of_sounds_has_the_keys_of_the_table() -> None:
     rows = [words(key)[0] for key, _ in read_table("sound.json")]
     assert rows == [field.name for field in fields(SoundRecipe)]
+
+
+def test_the_server_takes_as_many_threads_as_an_option_may_say() -> None:
+    source = (CHECKOUT / "backends" / "python_lean" / "model.py").read_text(encoding="utf-8")
+    assert re.findall(r"^_MAX_THREADS = (\d+)$", source, re.MULTILINE) == [str(MAX_WORKERS)]
 
 
 class Watched(dict[str, Any]):

@@ -355,16 +355,17 @@ def test_an_engine_computes_with_as_many_threads_as_it_is_told(served: Served) -
     assert counts == [0, 2]
 
 
-def test_a_number_of_threads_that_is_none_is_refused(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["two", "0", "100000"])
+def test_a_number_of_threads_that_is_none_is_refused(text: str, served: Served, tmp_path: Path) -> None:
     folder = served.repository / "lean_sentence_embedding"
     shutil.copytree(folder, tmp_path / "models" / folder.name)
     config = parse_config((folder / "config.pbtxt").read_text())
-    config.parameters["modelyard_threads"].string_value = "two"
+    config.parameters["modelyard_threads"].string_value = text
     (tmp_path / "models" / folder.name / "config.pbtxt").write_text(render_config(config))
     with running(tmp_path / "models") as server:
         assert server.finish() != 0
     said = "\n".join(server.lines)
-    assert "expected a number of threads in the parameter modelyard_threads, got 'two'" in said
+    assert f"expected a number of threads in the parameter modelyard_threads, from 1 to 1024, got {text!r}" in said
 
 
 def test_a_task_or_an_engine_without_such_a_process_is_refused(export_cli: Callable[..., Finished]) -> None:
