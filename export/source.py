@@ -29,7 +29,7 @@ from .tasks.building import (
 )
 from .tasks.own_module import build_factory_task
 from .tasks.own_pictures import FactoryPictures
-from .tasks.picture_recipe import read_preparation
+from .tasks.picture_preparation import read_preparation
 from .tasks.table import PICTURES
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length

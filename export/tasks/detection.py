@@ -16,7 +16,8 @@ from .base import TaskSource
 from .classification import LABEL, SCORE, read_labels
 from .comparison import TENSOR_TOLERANCES
 from .images import GEOMETRY, PIXEL_MASK, Answers, PictureTask
-from .picture_recipe import Geometry, Recipe, find_preparation
+from .picture_preparation import find_preparation
+from .picture_recipe import Geometry, Recipe
 from .tensors import InputRules, SizeRange, ValueRule
 
 BOX, COUNT = "BOX", "COUNT"

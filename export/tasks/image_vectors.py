@@ -16,7 +16,8 @@ from .base import TaskSource
 from .cases import Outputs
 from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from .images import Answers, PictureTask
-from .picture_recipe import Geometry, find_preparation
+from .picture_preparation import find_preparation
+from .picture_recipe import Geometry
 from .tensors import InputRules, ValueRule
 from .towers import find_class
 

@@ -27,7 +27,8 @@ from .comparison import (
     compare_tensors,
 )
 from .golden import build_sample
-from .picture_recipe import Geometry, Preparation, find_preparation
+from .picture_preparation import Preparation, find_preparation
+from .picture_recipe import Geometry
 from .picture_samples import build_pictures, count_golden, describe_pictures, read_pictures
 from .signals import SignalTask
 from .tensors import TensorTask

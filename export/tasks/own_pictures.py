@@ -25,7 +25,8 @@ from .classification import LABEL, SCORE
 from .comparison import TENSOR_TOLERANCES
 from .images import FUNCTIONS, GEOMETRY, TOP_K, Answers, LabelAnswers, PictureTask
 from .own_module import FactoryTask, InputSpec
-from .picture_recipe import Geometry, Preparation, Recipe
+from .picture_preparation import Preparation
+from .picture_recipe import Geometry, Recipe
 from .tensors import SizeRange
 
 KEYPOINT = "KEYPOINT"

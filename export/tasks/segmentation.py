@@ -17,7 +17,8 @@ from .classification import LABEL, read_labels
 from .comparison import TENSOR_TOLERANCES
 from .detection import COUNT
 from .images import GEOMETRY, Answers, PictureTask
-from .picture_recipe import Geometry, Preparation, find_preparation
+from .picture_preparation import Preparation, find_preparation
+from .picture_recipe import Geometry
 from .signals import SignalTask
 
 MAP, ID, SHARE = "MAP", "ID", "SHARE"

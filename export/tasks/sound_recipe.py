@@ -18,7 +18,7 @@ import soxr
 from transformers import AutoFeatureExtractor
 
 from ..errors import ModelError
-from .picture_recipe import PROCESSOR_FILE, tell_foreign
+from .processor_file import PROCESSOR_FILE, tell_foreign
 
 # [samples], fp32.
 Samples = npt.NDArray[np.float32]

@@ -11,7 +11,7 @@ from hostile_sounds import list_hostile
 from transformers import Wav2Vec2FeatureExtractor
 
 from export.errors import ModelError
-from export.tasks.picture_recipe import PROCESSOR_FILE
+from export.tasks.processor_file import PROCESSOR_FILE
 from export.tasks.sound_recipe import SoundRecipe, find_sound_preparation
 from export.tasks.sound_samples import build_sounds, draw_sound, encode_sound
 

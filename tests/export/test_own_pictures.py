@@ -20,7 +20,8 @@ from export.options import ExportRequest
 from export.tasks import images, tensors
 from export.tasks.own_module import build_factory_task
 from export.tasks.own_pictures import FactoryPictures, KeypointAnswers
-from export.tasks.picture_recipe import Recipe, read_preparation
+from export.tasks.picture_preparation import read_preparation
+from export.tasks.picture_recipe import Recipe
 from export.tasks.picture_samples import build_pictures, draw_picture
 
 answers = load_backend("python_postprocess", "answers")
