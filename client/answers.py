@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ModelError
+from .errors import ModelError, UsageError
 from .model import Model
 from .options import Words
 from .pieces import Text, ask_tensors, ask_texts, encode
@@ -77,13 +77,33 @@ async def classify(
 
 async def image(session: Session, pictures: Sequence[bytes], model: str | None) -> list[list[Label]]:
     """Return the labels of each encoded picture, best first."""
+    _check_files(pictures, "picture")
     return await classify(session, pictures, None, (await _find_files(session, "IMAGE", "pictures", model)).name)
 
 
 async def audio(session: Session, sounds: Sequence[bytes], model: str | None) -> list[list[Label]]:
     """Return the labels of each encoded sound, best first; they differ in length, so each is asked alone."""
+    _check_files(sounds, "sound")
     name = (await _find_files(session, "AUDIO", "sounds", model)).name
     return [found for (found,) in await gather([classify(session, [sound], None, name) for sound in sounds])]
+
+
+def _check_files(files: Sequence[bytes], noun: str) -> None:
+    """Refuse what is no list of whole files: a path that is a string would be sent in place of what it names.
+
+    Raises:
+        UsageError: It is one file, or one of them is something else.
+    """
+    if isinstance(files, (str, bytes)):
+        raise UsageError(f"the {noun}s are one {noun}", expected="a list of them", got=type(files).__name__)
+    for row, content in enumerate(files):
+        if not isinstance(content, bytes):
+            raise UsageError(
+                f"{noun} {row} is not a file's bytes",
+                expected="bytes",
+                got=type(content).__name__,
+                remedy="read the file, as pathlib.Path(...).read_bytes() does",
+            )
 
 
 async def _find_files(session: Session, name: str, nouns: str, model: str | None) -> Model:

@@ -26,7 +26,7 @@ from trainers.architectures import ARCHITECTURES, save_model
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.image_utils import load_image
 
-from client import Client, ClientError
+from client import Client, ClientError, UsageError
 from client.connection import Connection
 from demo.serving import Addresses
 from export.__main__ import main as run_export_cli
@@ -253,6 +253,9 @@ def test_the_client_asks_about_folders_and_draws(served: Served, photographs: li
     assert (done.code, ["error" in row for row in rows]) == (1, [True, False, False])
     with Client(served.addresses.grpc, protocol="grpc", model=NAME) as client:
         found = client.image([path.read_bytes() for path in sorted(photographs)])
+        refusal = r"picture 0 is not a file's bytes: expected bytes, got str; read the file, as pathlib"
+        with pytest.raises(UsageError, match=refusal):
+            client.image([str(photographs[0])])  # type: ignore[list-item]
     assert [[label.label for label in row] for row in found] == [row["LABEL"] for row in rows[1:]]
     assert len(rows[1]["LABEL"]) == 5 and "broken.png: the server refused the request: " in done.err
     drawn = tmp_path / "annotated.png"
