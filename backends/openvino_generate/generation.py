@@ -78,6 +78,8 @@ class Generation:
         is_streamed: Whether what is new is sent as it comes.
         prefix: What stands before a whole answer.
         returned: What is sent beside the text.
+        told_at: When the caller was last told of anything, on the monotonic clock; 0 before.
+        is_written: Whether all of it was written.
         is_over: Whether the last response was sent.
     """
 
@@ -89,14 +91,23 @@ class Generation:
     is_streamed: bool
     prefix: str
     returned: frozenset[str]
+    told_at: float = 0.0
+    is_written: bool = False
     is_over: bool = False
 
     def __post_init__(self) -> None:
         self._came = self._looked = time.monotonic()
         self._has_begun = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to tell."""
+        if self.is_over:
+            return False
+        return self.is_written or (self.is_streamed and any(answer.written.is_ahead for answer in self.answers))
+
     def advance(self, ends: frozenset[int], metrics: Metrics) -> None:
-        """Send what is new, or leave where the caller has."""
+        """Take in what is new, or leave where the caller has."""
         now = time.monotonic()
         if self.is_over:
             return
@@ -119,10 +130,12 @@ class Generation:
             self._has_begun = True
             metrics.count("first_tokens", 1)
             metrics.count("first_token_seconds", now - self._came)
-        self.is_over = all(answer.reason for answer in self.answers)
-        pieces = [answer.written.take() for answer in self.answers] if self.is_streamed or self.is_over else []
-        if self.is_over or any(pieces):
-            self._respond([self.prefix + piece for piece in pieces])
+        self.is_written = all(answer.reason for answer in self.answers)
+
+    def tell(self) -> None:
+        """Send what the caller was not yet told of."""
+        self.told_at, self.is_over = time.monotonic(), self.is_written
+        self._respond([self.prefix + answer.written.take() for answer in self.answers])
 
     def fail(self, message: str, code: Any) -> None:
         """Give up: the engine frees its place, and the caller is told why."""

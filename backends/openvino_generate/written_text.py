@@ -48,9 +48,14 @@ class WrittenText:
             self._append(self._decode(self._tokens[self._from :])[len(known) :])
         self._stops = ()
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether there is anything to take."""
+        return self._find_end() > self._sent
+
     def take(self) -> str:
         """Return what was not yet taken and is surely no part of a stop string."""
-        end = len(self.text) - self._count_held()
+        end = self._find_end()
         piece = self.text[self._sent : end]
         self._sent = max(self._sent, end)
         return piece
@@ -62,6 +67,9 @@ class WrittenText:
         found = [place for stop in self._stops if (place := self.text.find(stop, start)) >= 0]
         if found:
             self.text, self.is_stopped = self.text[: min(found)], True
+
+    def _find_end(self) -> int:
+        return len(self.text) - self._count_held()
 
     def _count_held(self) -> int:
         """Return how many characters at the end may be the beginning of a stop string."""

@@ -248,19 +248,27 @@ class Served:
         self.server.follow()
 
     def write(self, prompts: list[list[int]], tokens: int) -> Moments:
+        import tritonclient.grpc as grpc
+
         moments: Moments = [[] for _ in prompts]
+        # A caller who streams has a connection already.
+        clients = [grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") for _ in prompts]
+        for client in clients:
+            client.is_server_live()
         start = time.monotonic()
         threads = [
-            threading.Thread(target=self._listen, args=(prompt, tokens, start, known))
-            for prompt, known in zip(prompts, moments, strict=True)
+            threading.Thread(target=self._listen, args=(client, prompt, tokens, start, known))
+            for client, prompt, known in zip(clients, prompts, moments, strict=True)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        for client in clients:
+            client.close()
         return moments
 
-    def _listen(self, prompt: list[int], tokens: int, start: float, known: list[float]) -> None:
+    def _listen(self, client: Any, prompt: list[int], tokens: int, start: float, known: list[float]) -> None:
         import tritonclient.grpc as grpc
 
         values = {
@@ -275,16 +283,15 @@ class Served:
             inputs.append(grpc.InferInput(name, [1], "BOOL" if value.dtype == bool else "BYTES"))
             inputs[-1].set_data_from_numpy(value)
         heard: queue.Queue[Any] = queue.Queue()
-        with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") as client:
-            client.start_stream(lambda result, error: heard.put((result, error)))
-            client.async_stream_infer(NAME, inputs)
-            while True:
-                result, error = heard.get(timeout=300)
-                if error is not None:
-                    raise RuntimeError(str(error))
-                known += [time.monotonic() - start] * int(result.as_numpy("num_output_tokens")[0])
-                if result.as_numpy("finish_reason")[0] != b"None":
-                    return
+        client.start_stream(lambda result, error: heard.put((result, error)))
+        client.async_stream_infer(NAME, inputs)
+        while True:
+            result, error = heard.get(timeout=300)
+            if error is not None:
+                raise RuntimeError(str(error))
+            known += [time.monotonic() - start] * int(result.as_numpy("num_output_tokens")[0])
+            if result.as_numpy("finish_reason")[0] != b"None":
+                return
 
     def find_pids(self) -> list[int]:
         return [stub.pid for stub in self.server.find_stubs(NAME)]
@@ -353,7 +360,7 @@ def compare(engines: dict[str, Worker | Served], rounds: int, tokens: int) -> di
     found: dict[tuple[str, int], list[Measured]] = {}
     names = list(engines)
     for name in names:
-        engines[name].write(make_prompts(1, 99), 4)
+        engines[name].write(make_prompts(max(STREAMS), 99), 4)
     for number in range(rounds):
         for streams in STREAMS:
             for name in names[number % len(names) :] + names[: number % len(names)]:
