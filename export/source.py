@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .errors import SettingsError, VocabularyError
+from .foresight import check_factory, check_layout, refuse_batching
 from .graph.batchings import BATCHINGS
-from .graph.precisions import PRECISIONS
 from .identity import list_asked, list_files
 from .options import ENSEMBLE, LEAN, ExportRequest, list_changed
 from .progress import Progress
@@ -20,19 +19,16 @@ from .tasks.base import Task, TaskSource
 from .tasks.building import (
     build_task,
     find_task_name,
-    has_lean,
-    has_lengths,
     is_ensemble,
     may_read_text,
     must_read_text,
-    takes,
 )
 from .tasks.own_module import build_factory_task
 from .tasks.own_pictures import FactoryPictures
 from .tasks.picture_preparation import read_preparation
-from .tasks.table import PICTURES
 from .weights.lora import merge_adapters
-from .weights.tokenizer import check_special_ids, has_tokenizer, load_tokenizer, read_max_length
+from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length
+from .weights.tokenizer_files import has_tokenizer
 from .weights.torch_model import load_config
 from .weights.transforms import CastToFloat32
 from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
@@ -88,16 +84,12 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
             weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.files
             missing = checkpoint.facts.missing
         recipe, pictures = request.task_options["preprocess"], request.task_options["pictures"]
+        check_factory(request)
         build = None
         if recipe:
-            _check_pictures(request)
             files |= list_asked(request)
             build = partial(FactoryPictures, preparation=read_preparation(recipe), pictures=pictures)
-        elif pictures:
-            _refuse_layout("--pictures", f"--factory {entry}", "--preprocess RECIPE, by which it is sent pictures")
         task = build_factory_task(entry, spec_file, weights, build=build)
-        if request.steps == LEAN and not task.has_lean:
-            _refuse_layout(f"--steps {LEAN}", f"--factory {entry}", "--preprocess RECIPE, by which it is sent pictures")
         _lay_out(request, task)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
@@ -111,14 +103,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.
-        if request.steps == LEAN and not has_lean(name):
-            _refuse_layout(f"--steps {LEAN}", f"--task {name}", "a task that answers texts, pictures or sounds at once")
-        if request.lengths and not has_lengths(name):
-            _refuse_layout("--lengths", f"--task {name}", "a task that answers texts at once")
-        if BATCHINGS[request.batching].is_ragged and not has_lengths(name):
-            _refuse_batching(request, f"--task {name}")
-        if takes(name, PICTURES):
-            _check_pictures(request)
+        check_layout(request, name)
         names = ModelNames(name=request.name, is_ensemble=is_ensemble(name) and request.steps == ENSEMBLE)
         check_owners(request.repository, names.name, names.all)
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
@@ -136,28 +121,6 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
     )
 
 
-def _refuse_layout(option: str, got: str, expected: str) -> NoReturn:
-    raise SettingsError(
-        f"{option} has no effect on {got.split()[-1]}", expected=expected, got=got, remedy="leave it out"
-    )
-
-
-def _refuse_batching(request: ExportRequest, got: str) -> NoReturn:
-    expected = "a task with one answer for each text, whose graph takes rows of tokens"
-    _refuse_layout(f"--batching {request.batching}", got, expected)
-
-
-def _check_pictures(request: ExportRequest) -> None:
-    """Refuse a precision that is made for real inputs, and judged on them, where there are none."""
-    if PRECISIONS[request.precision].real_inputs_only and not request.task_options["pictures"]:
-        raise SettingsError(
-            f"{request.precision} is made for, and judged on, what clients send",
-            expected="--pictures FOLDER with pictures such as they are",
-            got="none",
-            remedy="pass some, a hundred if you have them, or another --precision",
-        )
-
-
 def _lay_out(request: ExportRequest, task: Task) -> None:
     """Have the task's contract say what stands around its graph."""
     if request.steps == LEAN or request.lengths:
@@ -168,7 +131,7 @@ def _lay_out(request: ExportRequest, task: Task) -> None:
         task.signature = replace(task.signature, contract=contract)
     if BATCHINGS[request.batching].is_ragged:
         if not task.signature.can_be_ragged:
-            _refuse_batching(request, f"--task {task.name}")
+            refuse_batching(request, f"--task {task.name}")
         task.signature = replace(task.signature, is_ragged=True)
 
 

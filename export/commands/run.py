@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ..checkpoints import join_folders, open_checkpoint
+from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..engines.table import AUTO
 from ..errors import ExportError, escape_controls
 from ..fetching import fetch_all, join_addresses
+from ..foresight import check_foreseen
 from ..locations import name_command
 from ..options import ExportRequest, add_options, build_request, read_options
 from ..options_file import OPTIONS_FILE
@@ -92,7 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     if same:
         _print_same(same, as_json=arguments.json)
         return 0
-    _warn_of_memory(console, request)
+    stored = _open(request)
+    check_foreseen(request, stored)
+    if stored:
+        _warn_of_memory(console, request, stored)
 
     from ..pipeline import run_export
     from .summary import print_report, print_summary, to_json
@@ -105,15 +109,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _warn_of_memory(console: Console, request: ExportRequest) -> None:
-    """Say so where the export is expected to take more memory than there is. It may still pass: nothing is refused."""
-    free = read_free_memory()
-    if free is None or request.checkpoint is None:
-        return
+def _open(request: ExportRequest) -> StoredCheckpoint | None:
+    """Return the checkpoint, None where there is none that can be read."""
     try:
-        estimates = estimate_memory(open_checkpoint(request.checkpoint, tag=request.tag))
+        return open_checkpoint(request.checkpoint, tag=request.tag) if request.checkpoint else None
     except ExportError:
         # What is wrong with it is told by the export itself, which knows about all options.
+        return None
+
+
+def _warn_of_memory(console: Console, request: ExportRequest, checkpoint: StoredCheckpoint) -> None:
+    """Say so where the export is expected to take more memory than there is. It may still pass: nothing is refused."""
+    free = read_free_memory()
+    if free is None:
+        return
+    try:
+        estimates = estimate_memory(checkpoint)
+    except ExportError:
+        # Told by the export as well.
         return
     # Unless told otherwise the first engine is taken; `auto` tries all.
     names = list(estimates) if request.engine == AUTO else [request.engine or next(iter(estimates))]

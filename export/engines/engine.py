@@ -151,6 +151,14 @@ class Engine(ABC):
             )
         return self.graph_precisions[precision]
 
+    def check_names(self, precision: str, target: "Target") -> None:
+        """Refuse what the names of the precision and of the release tell alone; loads nothing, so it is told at once.
+
+        Raises:
+            EngineError: It cannot serve them.
+        """
+        self.find_graph_precision(precision)
+
     @abstractmethod
     def check(self, precision: str, target: "Target") -> None:
         """Refuse, before anything is read, what cannot be built here or would not be loaded there.

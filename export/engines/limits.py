@@ -8,5 +8,8 @@ MAX_BATCH_SIZE = 32
 INSTANCES = 2
 INTRA_OP_THREADS = 1
 
+# The folder of `backends/` that does in one process what the steps of an ensemble do.
+LEAN_BACKEND = "python_lean"
+
 # The parameter of a lean step that says how many threads its engine has, whichever it is.
 LEAN_THREADS_PARAMETER = "modelyard_threads"

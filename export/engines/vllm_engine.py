@@ -46,8 +46,12 @@ class VLLM(Engine):
     takes = "decoder"
 
     def check(self, precision: str, target: "Target") -> None:
+        """See `Engine`. Nothing of it is needed here."""
+        self.check_names(precision, target)
+
+    def check_names(self, precision: str, target: "Target") -> None:
         """See `Engine`."""
-        self.find_graph_precision(precision)
+        super().check_names(precision, target)
         if target.release < find_target(_FIRST_RELEASE).release:
             raise EngineError(
                 f"the vLLM backend of Triton {target.release} lacks what clients ask for",

@@ -5,23 +5,13 @@ from collections.abc import Mapping
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..engines.engine import Engine
-from ..engines.limits import LEAN_THREADS_PARAMETER
 from ..errors import SettingsError
 from ..serving_options import ServingOptions
 from ..signature import SEQ_LEN, ModelSignature
+from .effect import find_threads_parameter, refuse_idle
 from .names import ModelNames
 
 _ACTIONS = {"reject": pb.ModelQueuePolicy.REJECT, "delay": pb.ModelQueuePolicy.DELAY}
-
-# What needs requests that are joined, and thus wait in a queue of Triton's.
-_QUEUE = {
-    "max_queue_size",
-    "max_queue_delay_microseconds",
-    "default_timeout_microseconds",
-    "timeout_action",
-    "priority_levels",
-    "default_priority_level",
-}
 
 
 def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignature) -> None:
@@ -35,26 +25,10 @@ def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignat
     Raises:
         SettingsError: One of them would have none, or a text to warm up with is longer than the model takes.
     """
-    asked = {name for name, value in vars(serving).items() if value}
-    contract = signature.contract
-    is_lean = contract is not None and contract.is_lean
     has_lengths = SEQ_LEN in signature.longest
-    own_queue = {"max_queue_size"} if engine.queue_parameter else set()
-    reasons = (
-        (asked & (engine.idle_options | _find_idle(engine, signature)), f"where {engine.title} runs the model"),
-        (asked & _QUEUE - own_queue if not signature.is_batched else set(), "where Triton joins no requests"),
-        (asked & {"max_queue_delay_microseconds", "warmup"} if is_lean else set(), "with --steps lean"),
-        (asked & {"warmup"} if not has_lengths else set(), "where the graph takes no tokens of texts"),
+    refuse_idle(
+        serving, engine, is_lean=_is_lean(signature), is_batched=signature.served.is_batched, has_lengths=has_lengths
     )
-    for names, where in reasons:
-        if names:
-            flags = ["--" + name.replace("_", "-") for name in sorted(names)]
-            raise SettingsError(
-                f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {where}",
-                expected="what it can do otherwise",
-                got=", ".join(f"{name} {vars(serving)[name]}" for name in sorted(names)),
-                remedy=f"leave {'it' if len(flags) == 1 else 'them'} out, in modelyard.toml as well",
-            )
     longest = signature.longest.get(SEQ_LEN, 0)
     if has_lengths and max(serving.warmup, default=0) > longest:
         raise SettingsError(
@@ -65,14 +39,8 @@ def check_effect(serving: ServingOptions, engine: Engine, signature: ModelSignat
         )
 
 
-def _find_idle(engine: Engine, signature: ModelSignature) -> set[str]:
-    return set() if _find_threads_parameter(engine, signature) else {"threads"}
-
-
-def _find_threads_parameter(engine: Engine, signature: ModelSignature) -> str:
-    """Return the parameter that says how many threads a copy of the graph has; empty where none does."""
-    is_lean = signature.contract is not None and signature.contract.is_lean
-    return LEAN_THREADS_PARAMETER if is_lean else engine.threads_parameter
+def _is_lean(signature: ModelSignature) -> bool:
+    return signature.contract is not None and signature.contract.is_lean
 
 
 def apply(
@@ -94,7 +62,8 @@ def apply(
     if engine.queue_parameter and serving.max_queue_size is not None:
         graph.parameters[engine.queue_parameter].string_value = str(serving.max_queue_size)
     if serving.threads is not None:
-        graph.parameters[_find_threads_parameter(engine, signature)].string_value = str(serving.threads)
+        parameter = find_threads_parameter(engine, is_lean=_is_lean(signature))
+        graph.parameters[parameter].string_value = str(serving.threads)
     if serving.max_queue_delay_microseconds is not None:
         graph.dynamic_batching.max_queue_delay_microseconds = serving.max_queue_delay_microseconds
     for group in graph.instance_group:

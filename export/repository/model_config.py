@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines.limits import INSTANCES, INTRA_OP_THREADS, LEAN_THREADS_PARAMETER, MAX_BATCH_SIZE
+from ..engines.limits import INSTANCES, INTRA_OP_THREADS, LEAN_BACKEND, LEAN_THREADS_PARAMETER, MAX_BATCH_SIZE
 from ..engines.table import ONNXRUNTIME, Engine
 from ..serving_options import ServingOptions
 from ..signature import BATCH, PAST_LEN, ROW_SHAPES, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
@@ -22,9 +22,6 @@ MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 # The step in front of the graph runs in microseconds, so under load a short wait joins requests that arrive together;
 # the model runs in milliseconds, and while it does requests gather by themselves.
 PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
-
-# The folder of `backends/` that does in one process what the steps of an ensemble do.
-LEAN_BACKEND = "python_lean"
 
 # What the preprocess step pads requests to; the dynamic batcher joins those of one length.
 LENGTHS_PARAMETER = "modelyard_lengths"

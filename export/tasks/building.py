@@ -9,10 +9,9 @@ from transformers import PretrainedConfig
 
 from ..checkpoints import TensorSpec
 from ..errors import ModelError
-from ..option_kinds import Option
-from ..weights.tokenizer import has_tokenizer
 from .base import Task, TaskSource
-from .table import TASKS, TaskEntry
+from .foreseen import choose_served, list_for_architecture
+from .table import TASKS, TaskEntry, check_task_options
 
 
 def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> str:
@@ -31,15 +30,8 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
             return entry.name
     for architecture in config.architectures or ():
         main_input = getattr(getattr(transformers, architecture, None), "main_input_name", "input_ids")
-        endings: dict[str, list[str]] = {}
-        for entry in TASKS.values():
-            for ending in entry.architectures if main_input in entry.inputs else ():
-                if architecture.endswith(ending):
-                    endings.setdefault(ending, []).append(entry.name)
-        if endings:
-            names = endings[max(endings, key=len)]
-            served = (name for name in names if not must_read_text(name) or has_tokenizer(directory))
-            return next(served, names[0])
+        if names := list_for_architecture(architecture, main_input):
+            return choose_served(names, directory)
     raise ModelError(
         f"what {directory} is to be served as cannot be determined",
         expected="an architecture that ends in "
@@ -51,7 +43,7 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
 
 def must_read_text(name: str) -> bool:
     """Tell whether the task `name` cannot be served without a tokenizer."""
-    return load_class(TASKS[name]).tokenizer_use == "required"
+    return TASKS[name].must_read_text
 
 
 def may_read_text(name: str) -> bool:
@@ -64,21 +56,6 @@ def is_ensemble(name: str) -> bool:
     return load_class(TASKS[name]).is_ensemble
 
 
-def has_lean(name: str) -> bool:
-    """Tell whether one process can do what the steps of the task `name` do."""
-    return load_class(TASKS[name]).has_lean
-
-
-def has_lengths(name: str) -> bool:
-    """Tell whether the first step of the task `name` can pad texts to a few lengths."""
-    return load_class(TASKS[name]).has_lengths
-
-
-def takes(name: str, option: Option) -> bool:
-    """Tell whether `option` can be asked of the task `name`."""
-    return option in TASKS[name].options
-
-
 def build_task(name: str, source: TaskSource) -> Task:
     """Return the task `name`, built from the checkpoint and ready to be exported.
 
@@ -86,16 +63,7 @@ def build_task(name: str, source: TaskSource) -> Task:
         ModelError: The weights do not fit the task, or an option belongs to another one.
     """
     entry = TASKS[name]
-    for option in (option for option, value in source.options.items() if value is not None):
-        if option not in {own.name for own in entry.options}:
-            owners = [other.name for other in TASKS.values() if option in {own.name for own in other.options}]
-            flag = "--" + option.replace("_", "-")
-            raise ModelError(
-                f"{flag} does not apply to {name}",
-                expected="it with " + ", ".join(owners),
-                got=f"--task {name}",
-                remedy=f"leave out {flag}",
-            )
+    check_task_options(name, source.options)
     # A class says how it is built from a checkpoint, which the abstract one leaves open.
     task_class: type = load_class(entry)
     task: Task = task_class(source)

@@ -16,13 +16,13 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints import TensorSpec
-from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, STRING, TensorSignature
 from ..weights.torch_model import find_output_width, load_model
 from ..weights.transforms import SelectPrefix
 from .base import HeadModule, TaskSource, build_inputs
 from .encoding import Question
+from .foreseen import VALUE_HEAD, is_cross_encoder
 from .text import Answer, TextTask
 
 LABEL = "LABEL"
@@ -83,10 +83,7 @@ class TextPairClassification(TextClassification):
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
         """See `Task`. Sentence-Transformers records which models score pairs."""
-        recorded = read_json_if_any(directory / "config_sentence_transformers.json")
-        named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
-        keys = ("sentence_transformers", "sbert_ce_default_activation_function")
-        return named or any(getattr(config, key, None) for key in keys)
+        return is_cross_encoder(directory, vars(config))
 
 
 class Reward(TextTask):
@@ -133,8 +130,7 @@ class Reward(TextTask):
 
 
 # DeepSpeed-Chat, reward_model.py: the base model under `rwtransformer.`, which was `rwtranrsformer.` in its saves of
-# 2023, and the head beside it.
-VALUE_HEAD = "v_head.weight"
+# 2023.
 _VALUE_MODEL_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
 
 

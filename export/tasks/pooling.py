@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
 
 from ..checkpoints import TensorSpec, open_checkpoint
-from ..checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_home, read_sentence_modules
+from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, TensorSignature
 from ..weights.torch_model import find_output_width, load_model
 from .base import TaskSource, build_inputs
 from .cases import Outputs
-from .classification import VALUE_HEAD
 from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from .encoding import Question
+from .foreseen import is_sentence_model
 from .text import Answer, TextTask
 
 EMBEDDING = "EMBEDDING"
@@ -49,7 +49,7 @@ class FeatureExtraction(TextTask):
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
         """See `Task`. Sentence-Transformers records what it pools with."""
-        return find_sentence_home(directory) is not None and VALUE_HEAD not in specs
+        return is_sentence_model(directory, specs)
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)

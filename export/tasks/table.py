@@ -5,8 +5,9 @@ How a task is built is in the module of this folder that its entry names.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from ..errors import ModelError
 from ..option_kinds import COUNT, NUMBER, PATHS, SWITCH, TEXT, Needs, Option
 
 # What transformers calls the main input of a model of texts, of images, of sounds.
@@ -66,6 +67,7 @@ class TaskEntry:
             found that a checkpoint has everything for, such as a tokenizer.
         options: What can be asked of it.
         form: What an engine is given of it, as the class says too.
+        steps: What clients send to the steps around its graph; None where there are none.
     """
 
     name: str
@@ -75,6 +77,22 @@ class TaskEntry:
     architectures: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
     form: Literal["graph", "decoder"] = "graph"
+    steps: Literal["texts", "files"] | None = None
+
+    @property
+    def has_lean(self) -> bool:
+        """Whether one process can do what the steps around its graph do, as the class says too."""
+        return self.steps is not None
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether its first step can pad texts to a few lengths, as the class says too."""
+        return self.steps == "texts"
+
+    @property
+    def must_read_text(self) -> bool:
+        """Whether it cannot be served without a tokenizer, as the class says too."""
+        return self.steps == "texts" or self.form == "decoder"
 
 
 TASKS: Mapping[str, TaskEntry] = {
@@ -86,6 +104,7 @@ TASKS: Mapping[str, TaskEntry] = {
             place="pooling:FeatureExtraction",
             architectures=("Model",),
             options=(POOLING, NORMALIZE),
+            steps="texts",
         ),
         TaskEntry(
             name="text-classification",
@@ -93,12 +112,14 @@ TASKS: Mapping[str, TaskEntry] = {
             place="classification:TextClassification",
             architectures=("ForSequenceClassification",),
             options=(TOP_K,),
+            steps="texts",
         ),
         TaskEntry(
             name="text-pair-classification",
             help="labels and scores of a pair of texts; the score of a cross-encoder",
             place="classification:TextPairClassification",
             options=(TOP_K,),
+            steps="texts",
         ),
         TaskEntry(
             name="token-classification",
@@ -106,6 +127,7 @@ TASKS: Mapping[str, TaskEntry] = {
             place="tokens:TokenClassification",
             architectures=("ForTokenClassification",),
             options=(AGGREGATION,),
+            steps="texts",
         ),
         TaskEntry(
             name="question-answering",
@@ -113,6 +135,7 @@ TASKS: Mapping[str, TaskEntry] = {
             place="spans:QuestionAnswering",
             architectures=("ForQuestionAnswering",),
             options=(TOP_K,),
+            steps="texts",
         ),
         TaskEntry(
             name="fill-mask",
@@ -120,8 +143,9 @@ TASKS: Mapping[str, TaskEntry] = {
             place="masks:FillMask",
             architectures=("ForMaskedLM",),
             options=(TOP_K,),
+            steps="texts",
         ),
-        TaskEntry(name="reward", help="the score of a reward model", place="classification:Reward"),
+        TaskEntry(name="reward", help="the score of a reward model", place="classification:Reward", steps="texts"),
         TaskEntry(
             name="text-generation",
             help="text that goes on from a prompt, streamed and batched continuously",
@@ -153,6 +177,7 @@ TASKS: Mapping[str, TaskEntry] = {
             inputs=IMAGES,
             architectures=("ForImageClassification",),
             options=(TOP_K, PREPROCESS, PICTURES),
+            steps="files",
         ),
         TaskEntry(
             name="object-detection",
@@ -161,6 +186,7 @@ TASKS: Mapping[str, TaskEntry] = {
             inputs=IMAGES,
             architectures=("ForObjectDetection",),
             options=(TOP_K, THRESHOLD, PREPROCESS, PICTURES),
+            steps="files",
         ),
         TaskEntry(
             name="image-segmentation",
@@ -169,6 +195,7 @@ TASKS: Mapping[str, TaskEntry] = {
             inputs=IMAGES,
             architectures=("ForSemanticSegmentation",),
             options=(TOP_K, PREPROCESS, PICTURES),
+            steps="files",
         ),
         TaskEntry(
             name="image-embedding",
@@ -177,6 +204,7 @@ TASKS: Mapping[str, TaskEntry] = {
             inputs=IMAGES,
             architectures=("VisionModel", "VisionModelWithProjection"),
             options=(NORMALIZE, PREPROCESS, PICTURES),
+            steps="files",
         ),
         TaskEntry(
             name="image-classification-tensors",
@@ -198,6 +226,7 @@ TASKS: Mapping[str, TaskEntry] = {
             inputs=SOUNDS,
             architectures=("ForSequenceClassification", "ForAudioClassification"),
             options=(TOP_K,),
+            steps="files",
         ),
         TaskEntry(
             name="audio-classification-tensors",
@@ -221,6 +250,29 @@ TASKS: Mapping[str, TaskEntry] = {
         ),
     )
 }
+
+
+def check_task_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that belong to other tasks.
+
+    Args:
+        name: The task.
+        options: Option of any task → what was asked for, or None.
+
+    Raises:
+        ModelError: One does.
+    """
+    own = {option.name for option in TASKS[name].options}
+    for option in (option for option, value in options.items() if value is not None):
+        if option not in own:
+            owners = [other.name for other in TASKS.values() if option in {own.name for own in other.options}]
+            flag = "--" + option.replace("_", "-")
+            raise ModelError(
+                f"{flag} does not apply to {name}",
+                expected="it with " + ", ".join(owners),
+                got=f"--task {name}",
+                remedy=f"leave out {flag}",
+            )
 
 
 def list_task_options() -> list[Option]:

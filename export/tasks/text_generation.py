@@ -23,30 +23,29 @@ from ..weights.transforms import LeaveOut
 from .base import TaskSource
 from .cases import Case, Outputs, Row
 from .comparison import PERPLEXITY_RISE, TENSOR_TOLERANCES
+from .foreseen import WRITER_INPUTS, WRITER_OUTPUTS, Described
 from .generation import DecoderModule, GenerationTask, find_cache_shapes
 from .golden import build_sample
 from .tensors import InputRules, SizeRange, ValueRule
 from .text import read_verification_texts
 
+
+def _describe(tensors: Sequence[Described]) -> tuple[TensorSignature, ...]:
+    """Return the tensors of clients, of which all but the first are optional."""
+    kinds: Mapping[str, Any] = {"STRING": STRING, "BOOL": torch.bool, "UINT32": torch.uint32}
+    return tuple(
+        TensorSignature(
+            name=name,
+            dtype=kinds[kind],
+            dims=tuple("answers" if dim == -1 else dim for dim in dims),
+            is_optional=(name, kind, dims) != tensors[0],
+        )
+        for name, kind, dims in tensors
+    )
+
+
 # What Triton's vLLM backend takes and gives, of one request (vllm_backend 8de0c148, src/model.py).
-CONTRACT = Contract(
-    inputs=(
-        TensorSignature(name="text_input", dtype=STRING, dims=(1,)),
-        TensorSignature(name="stream", dtype=torch.bool, dims=(1,), is_optional=True),
-        TensorSignature(name="sampling_parameters", dtype=STRING, dims=(1,), is_optional=True),
-        TensorSignature(name="exclude_input_in_output", dtype=torch.bool, dims=(1,), is_optional=True),
-        TensorSignature(name="return_finish_reason", dtype=torch.bool, dims=(1,), is_optional=True),
-        TensorSignature(name="return_num_input_tokens", dtype=torch.bool, dims=(1,), is_optional=True),
-        TensorSignature(name="return_num_output_tokens", dtype=torch.bool, dims=(1,), is_optional=True),
-    ),
-    outputs=(
-        TensorSignature(name="text_output", dtype=STRING, dims=("answers",)),
-        TensorSignature(name="finish_reason", dtype=STRING, dims=("answers",), is_optional=True),
-        TensorSignature(name="num_input_tokens", dtype=torch.uint32, dims=(1,), is_optional=True),
-        TensorSignature(name="num_output_tokens", dtype=torch.uint32, dims=("answers",), is_optional=True),
-    ),
-    preprocess=None,
-)
+CONTRACT = Contract(inputs=_describe(WRITER_INPUTS), outputs=_describe(WRITER_OUTPUTS), preprocess=None)
 
 # What the backend reads of a version besides the model and the tokenizer.
 GENERATION_FILE = "generation.json"

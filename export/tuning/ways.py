@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..engines.limits import LEAN_THREADS_PARAMETER
+from ..engines.limits import LEAN_BACKEND, LEAN_THREADS_PARAMETER
 from ..engines.table import ENGINES
 from ..errors import SettingsError
-from ..repository.model_config import LEAN_BACKEND
 
 # Microseconds that a graph waits for requests to join.
 _DELAYS = (0, 500, 2000)

@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from ..checkpoints.storage.paths import check_inside, read_json_if_any
 from ..errors import CheckpointError, VocabularyError
 from .new_rows import check_initializer
+from .tokenizer_files import TOKENIZER_FILES, has_tokenizer
 from .vocabulary_options import AddedToken
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
@@ -24,25 +25,11 @@ from .vocabulary_options import AddedToken
 _MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
 
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "tokenizer.model",
-    "spiece.model",
-    "gpt2-vocab.json",
-)
 # What says more of a tokenizer than its vocabulary.
 _DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
 # GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
 _MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Tell whether there is any file of a tokenizer in `directory`."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def is_bare_vocabulary(directory: Path) -> bool:

@@ -1,0 +1,179 @@
+"""What a checkpoint will be served as, as far as its files tell without transformers. Needs no torch.
+
+Nothing is guessed: where the files leave it open there are several tasks, or no contract.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.plain.sentence_modules import find_sentence_home, read_sentence_modules
+from ..checkpoints.storage.paths import read_json_if_any
+from ..weights.tokenizer_files import has_tokenizer
+from .table import IMAGES, SOUNDS, TASKS, TEXTS
+
+# The types of models that take texts alone, and whose vectors are as wide as `hidden_size` says.
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra", "albert", "modernbert", "deberta-v2")
+# Those that take texts alone.
+_READERS = (*_ENCODERS, "distilbert", "gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "bloom")
+
+# What transformers takes where a configuration names no labels, and what is answered where nothing else is asked for.
+_USUAL_LABELS = 2
+_TOP_K = 5
+
+# A tensor that clients see: its name, its type as Triton calls it, and its dimensions without the batch.
+Described = tuple[str, str, tuple[int, ...]]
+
+# Where in a text an answer stands.
+_PLACES = (("START", "INT64"), ("END", "INT64"))
+
+# Task → what clients send; of the others one text.
+_SENT: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("text-pair-classification", "question-answering"), ("TEXT", "TEXT_PAIR")),
+    **dict.fromkeys(("image-classification",), ("IMAGE",)),
+    **dict.fromkeys(("audio-classification",), ("AUDIO",)),
+}
+
+# What clients of a model that writes text send, of which the first is not optional, and get; none has a batch.
+WRITER_INPUTS: tuple[Described, ...] = (
+    ("text_input", "STRING", (1,)),
+    ("stream", "BOOL", (1,)),
+    ("sampling_parameters", "STRING", (1,)),
+    ("exclude_input_in_output", "BOOL", (1,)),
+    ("return_finish_reason", "BOOL", (1,)),
+    ("return_num_input_tokens", "BOOL", (1,)),
+    ("return_num_output_tokens", "BOOL", (1,)),
+)
+WRITER_OUTPUTS: tuple[Described, ...] = (
+    ("text_output", "STRING", (-1,)),
+    ("finish_reason", "STRING", (-1,)),
+    ("num_input_tokens", "UINT32", (1,)),
+    ("num_output_tokens", "UINT32", (-1,)),
+)
+
+# DeepSpeed-Chat, reward_model.py: the head beside the base model.
+VALUE_HEAD = "v_head.weight"
+
+
+def is_sentence_model(directory: Path, tensors: Collection[str]) -> bool:
+    """Tell whether Sentence-Transformers recorded what the model is pooled with."""
+    return find_sentence_home(directory) is not None and VALUE_HEAD not in tensors
+
+
+def is_cross_encoder(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Tell whether Sentence-Transformers recorded that the model scores pairs.
+
+    Args:
+        directory: Folder of the checkpoint.
+        config: What its configuration says.
+    """
+    recorded = read_json_if_any(directory / "config_sentence_transformers.json")
+    named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
+    keys = ("sentence_transformers", "sbert_ce_default_activation_function")
+    return named or any(config.get(key) for key in keys)
+
+
+def foresee_tasks(directory: Path, config: Mapping[str, Any], tensors: Collection[str]) -> list[str]:
+    """Return the names of the tasks of which one will be found; none where nothing tells.
+
+    Which input an architecture takes is known here of some alone, so several may remain.
+
+    Args:
+        directory: Folder of the configuration.
+        config: What it says.
+        tensors: Names of the checkpoint's tensors.
+    """
+    if is_sentence_model(directory, tensors):
+        return ["feature-extraction"]
+    if is_cross_encoder(directory, config):
+        return ["text-pair-classification"]
+    if VALUE_HEAD in tensors:
+        return ["reward"]
+    architectures = [str(architecture) for architecture in config.get("architectures") or ()]
+    if config.get("model_type") in _READERS:
+        found = (names for each in architectures if (names := list_for_architecture(each, *TEXTS)))
+        return [choose_served(names, directory) for names in found][:1]
+    inputs = (*TEXTS, *IMAGES, *SOUNDS)
+    return list(
+        dict.fromkeys(name for each in architectures for kind in inputs for name in list_for_architecture(each, kind))
+    )
+
+
+def list_for_architecture(architecture: str, main_input: str) -> list[str]:
+    """Return the tasks that models of a class are trained for.
+
+    Args:
+        architecture: Name of the class.
+        main_input: What transformers calls its main input.
+    """
+    endings: dict[str, list[str]] = {}
+    for entry in TASKS.values():
+        for ending in entry.architectures if main_input in entry.inputs else ():
+            if architecture.endswith(ending):
+                endings.setdefault(ending, []).append(entry.name)
+    return endings[max(endings, key=len)] if endings else []
+
+
+def choose_served(names: Sequence[str], directory: Path) -> str:
+    """Return the first of these tasks that the checkpoint in `directory` has everything for."""
+    served = (name for name in names if not TASKS[name].must_read_text or has_tokenizer(directory))
+    return next(served, names[0])
+
+
+def foresee_contract(
+    name: str, directory: Path, config: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Sequence[Described], Sequence[Described]] | None:
+    """Return what clients will send and get of the task `name`; None where that takes the model to tell.
+
+    Args:
+        name: The task.
+        directory: Folder of the configuration.
+        config: What it says.
+        options: Option of any task → what was asked for, or None.
+    """
+    if name == "text-generation":
+        return WRITER_INPUTS, WRITER_OUTPUTS
+    answers = _foresee_answers(name, directory, config, options["top_k"])
+    if not answers:
+        return None
+    return [(sent, "STRING", (1,)) for sent in _SENT.get(name, ("TEXT",))], answers
+
+
+def _foresee_answers(name: str, directory: Path, config: Mapping[str, Any], top_k: int | None) -> list[Described]:
+    labels, words = _count_labels(config), config.get("vocab_size")
+    if name in ("text-classification", "text-pair-classification") and labels:
+        dims = (min(top_k or labels, labels),)
+        return [("LABEL", "STRING", dims), ("SCORE", "FP32", dims)]
+    if name in ("image-classification", "audio-classification") and labels:
+        dims = (min(top_k or _TOP_K, labels),)
+        return [("LABEL", "STRING", dims), ("SCORE", "FP32", dims)]
+    if name == "token-classification":
+        return [(key, kind, (-1,)) for key, kind in (("LABEL", "STRING"), ("SCORE", "FP32"), *_PLACES)]
+    if name == "question-answering":
+        return [(key, kind, (top_k or 1,)) for key, kind in (("ANSWER", "STRING"), ("SCORE", "FP32"), *_PLACES)]
+    if name == "fill-mask" and isinstance(words, int) and words > (top_k or _TOP_K) + 1:
+        return [(key, kind, (-1, top_k or _TOP_K)) for key, kind in (("TOKEN", "STRING"), ("SCORE", "FP32"))]
+    if name == "reward":
+        return [("REWARD", "FP32", (1,))]
+    width = _find_width(directory, config) if name == "feature-extraction" else 0
+    return [("EMBEDDING", "FP32", (width,))] if width else []
+
+
+def _count_labels(config: Mapping[str, Any]) -> int:
+    """Return how many labels a configuration names; 0 where it says two things."""
+    named, counted = config.get("id2label"), config.get("num_labels")
+    counts = {len(named)} if isinstance(named, Mapping) else set()
+    counts |= {counted} if isinstance(counted, int) else set()
+    return (counts or {_USUAL_LABELS}).pop() if len(counts) < 2 else 0
+
+
+def _find_width(directory: Path, config: Mapping[str, Any]) -> int:
+    """Return how wide a text's vector is; 0 where that is not certain."""
+    modules = read_sentence_modules(directory) or ()
+    dense = [module.folder for module in modules if module.kind == "Dense"]
+    if dense:
+        settings = read_json_if_any(dense[-1] / "config.json")
+        width = settings.get("out_features") if isinstance(settings, Mapping) else None
+    else:
+        width = config.get("hidden_size") if config.get("model_type") in _ENCODERS else None
+    return width if isinstance(width, int) else 0
