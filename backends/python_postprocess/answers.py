@@ -55,7 +55,8 @@ def softmax(logits: Array) -> Array:
 
 def sigmoid(logits: Array) -> Array:
     """Return the probability of each logit on its own."""
-    probabilities: Array = 1.0 / (1.0 + np.exp(-logits))
+    # Below, what is added to 1 overflows: a detector is as sure as that of most places.
+    probabilities: Array = 1.0 / (1.0 + np.exp(-np.maximum(logits, -80)))
     return probabilities
 
 
@@ -321,6 +322,13 @@ def _import_maps() -> Kind:
     return draw_maps
 
 
+def _import_boxes() -> Kind:
+    # Beside this file, which it imports.
+    from boxes import suppress_neighbours
+
+    return suppress_neighbours
+
+
 # What `answers` in `postprocess.json` names → what returns its function.
 KINDS: Mapping[str, Callable[[], Kind]] = {
     "labels": lambda: rank_labels,
@@ -329,5 +337,6 @@ KINDS: Mapping[str, Callable[[], Kind]] = {
     "masks": lambda: fill_masks,
     "keypoints": lambda: find_keypoints,
     "boxes": lambda: rank_boxes,
+    "suppressed_boxes": _import_boxes,
     "map": _import_maps,
 }

@@ -4,6 +4,7 @@ What is answered stands in the file that describes the module's inputs, under `a
 
     {"answers": "labels", "labels": "names.txt", "function": "softmax", "top_k": 5}
     {"answers": "keypoints", "labels": ["nose", "left eye"]}
+    {"answers": "boxes", "labels": ["person", "car"], "format": "cxcywh", "unit": "pixels", "function": "sigmoid"}
 
 and without it the module's outputs are the answers. `labels` is a list, or a file beside that one with a name a line.
 
@@ -24,6 +25,7 @@ from ..signature import BATCH, STRING, ModelSignature, TensorSignature
 from .classification import LABEL, SCORE
 from .comparison import TENSOR_TOLERANCES
 from .images import FUNCTIONS, GEOMETRY, TOP_K, Answers, LabelAnswers, PictureTask
+from .own_boxes import make_boxes
 from .own_module import FactoryTask, InputSpec
 from .picture_preparation import Preparation
 from .picture_recipe import Geometry, Recipe
@@ -34,6 +36,10 @@ KEYPOINT = "KEYPOINT"
 # Of a place in the picture, in widths of a pixel: the sub-pixel part divides by the curve of a heatmap, whose error in
 # fp32 it multiplies.
 _KEYPOINT_TOLERANCES = {"max_abs_error": 0.05}
+
+
+# Batch, keypoints, height and width.
+_HEATMAP_RANK = 4
 
 
 class PlainAnswers(Answers):
@@ -143,7 +149,9 @@ class FactoryPictures(PictureTask, FactoryTask):
         FactoryTask.__init__(self, module, _limit_sizes(spec, recipe))
         if not self.signature.is_batched:
             raise ModelError("the module cannot be asked in batches", expected="rows of their own", got=self.notes[0])
-        self.serve_pictures(preparation, _build_answers(spec, self.signature, self._find_strides(recipe)), pictures)
+        self.serve_pictures(
+            preparation, _build_answers(spec, self.signature, recipe, self._find_strides(recipe)), pictures
+        )
 
     def _find_strides(self, recipe: Recipe) -> set[tuple[float, float]]:
         """Return how far apart places of the first output lie in the pixels, at every size; nothing without any."""
@@ -151,7 +159,7 @@ class FactoryPictures(PictureTask, FactoryTask):
         for height, width in recipe.sizes:
             with torch.no_grad():
                 made = self.module(torch.zeros(1, 3, height, width))[0]
-            if made.dim() == _KINDS["keypoints"].rank and made.numel():
+            if made.dim() == _HEATMAP_RANK and made.numel():
                 strides.add((height / made.shape[2], width / made.shape[3]))
         return strides
 
@@ -192,12 +200,15 @@ def _limit_sizes(spec: InputSpec, recipe: Recipe) -> InputSpec:
     return replace(spec, tensors=replace(spec.tensors, sizes=limited))
 
 
-def _build_answers(spec: InputSpec, signature: ModelSignature, strides: set[tuple[float, float]]) -> Answers:
+def _build_answers(
+    spec: InputSpec, signature: ModelSignature, recipe: Recipe, strides: set[tuple[float, float]]
+) -> Answers:
     """Return what the module's file asks for under `answers`.
 
     Args:
         spec: What the file says.
         signature: The graph's.
+        recipe: What makes its input of pictures.
         strides: How far apart places of heatmaps lie in the pixels; several, where it depends on the picture's size.
 
     Raises:
@@ -206,21 +217,19 @@ def _build_answers(spec: InputSpec, signature: ModelSignature, strides: set[tupl
     if spec.answers is None:
         return PlainAnswers(signature.outputs)
     given = dict(spec.answers)
-    build = _KINDS.get(given.pop("answers", ""))
+    kind = _KINDS.get(given.pop("answers", ""))
     try:
-        if build is None:
+        if kind is None:
             raise ValueError(f"answers {spec.answers.get('answers')!r}")
         labels = _read_labels(given.pop("labels", None), spec.folder)
-        (output,) = signature.outputs
-        if output.name != build.output or len(output.dims) != build.rank or output.dims[1] != len(labels):
-            raise ValueError(f"{len(labels)} labels for {output.name} {list(output.dims)}")
-        return build.make(labels, strides, given)
+        return kind.make(_Asked(labels, signature.outputs, recipe, strides, given))
     except (OSError, ValueError, TypeError) as exc:
+        takes = " or ".join(f"{name} of {one.takes}" for name, one in _KINDS.items() if kind in (None, one))
         raise SettingsError(
             "what the module's file says under answers cannot be used",
-            expected=" or ".join(f"{name} of the one output {kind.output}" for name, kind in _KINDS.items())
-            + ", with a label for each of its values",
+            expected=f"{takes}, with a label for each of its values",
             got=str(exc).rstrip("."),
+            remedy="correct the file of --inputs",
         ) from exc
 
 
@@ -233,35 +242,68 @@ def _read_labels(given: Any, folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """What answers are made of.
+
+    Attributes:
+        labels: Names by id.
+        outputs: The graph's.
+        recipe: What makes its input of pictures.
+        strides: How far apart places of heatmaps lie in the pixels; several, where it depends on the picture's size.
+        given: What else the file says.
+    """
+
+    labels: list[str]
+    outputs: tuple[TensorSignature, ...]
+    recipe: Recipe
+    strides: set[tuple[float, float]]
+    given: Mapping[str, Any]
+
+    def require_output(self, name: str, rank: int) -> None:
+        """Refuse a graph whose output is not the one of that name, with a label for each place on its second axis."""
+        (output,) = self.outputs
+        if output.name != name or len(output.dims) != rank or output.dims[1] != len(self.labels):
+            raise ValueError(f"{len(self.labels)} labels for {output.name} {list(output.dims)}")
+
+
+def _make_labels(asked: _Asked) -> Answers:
+    asked.require_output("logits", 2)
+    given = dict(asked.given)
+    function, top_k = given.pop("function", "softmax"), given.pop("top_k", TOP_K)
+    if function not in FUNCTIONS or type(top_k) is not int or top_k < 1 or given:
+        raise ValueError(f"function {function!r}, top_k {top_k!r}{''.join(f', {key}' for key in given)}")
+    return LabelAnswers(asked.labels, function, min(top_k, len(asked.labels)))
+
+
+def _make_keypoints(asked: _Asked) -> Answers:
+    asked.require_output("heatmaps", _HEATMAP_RANK)
+    if asked.given:
+        raise ValueError(", ".join(asked.given))
+    if len(asked.strides) != 1:
+        raise ValueError(f"heatmaps with a place for every {' or '.join(map(str, sorted(asked.strides)))} pixels")
+    (stride,) = asked.strides
+    return KeypointAnswers(asked.labels, stride)
+
+
+def _make_boxes(asked: _Asked) -> Answers:
+    return make_boxes(asked.labels, asked.outputs, asked.recipe, asked.given)
+
+
+@dataclass(frozen=True)
 class _Kind:
     """A kind of answers.
 
     Attributes:
-        output: Name of the output that the postprocess step takes.
-        rank: How many dimensions that has.
-        make: Makes it of labels, the strides of heatmaps, and what else was given.
+        takes: Which outputs it is made of, in words.
+        make: Makes it.
     """
 
-    output: str
-    rank: int
-    make: Callable[[list[str], set[tuple[float, float]], dict[str, Any]], Answers]
+    takes: str
+    make: Callable[[_Asked], Answers]
 
 
-def _make_labels(labels: list[str], strides: set[tuple[float, float]], given: dict[str, Any]) -> Answers:
-    del strides
-    function, top_k = given.pop("function", "softmax"), given.pop("top_k", TOP_K)
-    if function not in FUNCTIONS or type(top_k) is not int or top_k < 1 or given:
-        raise ValueError(f"function {function!r}, top_k {top_k!r}{''.join(f', {key}' for key in given)}")
-    return LabelAnswers(labels, function, min(top_k, len(labels)))
-
-
-def _make_keypoints(labels: list[str], strides: set[tuple[float, float]], given: dict[str, Any]) -> Answers:
-    if given:
-        raise ValueError(", ".join(given))
-    if len(strides) != 1:
-        raise ValueError(f"heatmaps with a place for every {' or '.join(map(str, sorted(strides)))} pixels")
-    (stride,) = strides
-    return KeypointAnswers(labels, stride)
-
-
-_KINDS = {"labels": _Kind("logits", 2, _make_labels), "keypoints": _Kind("heatmaps", 4, _make_keypoints)}
+_KINDS = {
+    "labels": _Kind("the one output logits", _make_labels),
+    "keypoints": _Kind("the one output heatmaps", _make_keypoints),
+    "boxes": _Kind("the outputs boxes [batch, places, 4] and logits [batch, places, labels]", _make_boxes),
+}

@@ -187,7 +187,7 @@ def read_preparation(chosen: str) -> Preparation:
         ) from exc
 
 
-def _refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
+def refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
     """Refuse the keys that are not known, each with the one that was probably meant.
 
     Raises:
@@ -231,7 +231,7 @@ def _stand_alone(recipe: Recipe, origin: str) -> Preparation:
 
 def _read_recipe(content: Mapping[str, Any]) -> Recipe:
     """Return the recipe of a file with its keys."""
-    _refuse_unknown(content, tuple(RULES))
+    refuse_unknown(content, tuple(RULES))
     if "mode" not in content:
         raise ValueError("no mode")
     lists = {"size", "mean", "std"} & content.keys()
@@ -257,7 +257,7 @@ _TORCHVISION: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 def _read_torchvision(given: Mapping[str, Any]) -> Recipe:
     """Return the recipe of the arguments of torchvision's preset for classification."""
-    _refuse_unknown(given, tuple(_TORCHVISION))
+    refuse_unknown(given, tuple(_TORCHVISION))
     if wrong := {key: value for key, value in given.items() if not _TORCHVISION[key][1](value)}:
         raise ValueError(tell_wrong(wrong, {key: rule for key, (rule, _) in _TORCHVISION.items()}))
     size, crop = given.get("resize_size", 256), given.get("crop_size", 224)

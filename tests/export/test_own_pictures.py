@@ -1,6 +1,7 @@
 """Modules of one's own that are given pictures: what is made of their outputs, here and in the server."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import openvino
 import pytest
 import torch
-from harness import load_backend
+from harness import CHECKOUT, load_backend
 from openvino import opset13
 
 from export.__main__ import main
@@ -18,6 +19,7 @@ from export.errors import ExportError
 from export.identity import list_asked
 from export.options import ExportRequest
 from export.tasks import images, tensors
+from export.tasks.own_boxes import SuppressedBoxes
 from export.tasks.own_module import build_factory_task
 from export.tasks.own_pictures import FactoryPictures, KeypointAnswers
 from export.tasks.picture_preparation import read_preparation
@@ -133,7 +135,7 @@ def test_without_answers_clients_get_the_outputs(tmp_path: Path) -> None:
     ("changed", "sentence"),
     [
         ({"inputs": {"pixels": {"shape": ["batch", 3, 8, 9]}}}, "are not what the module takes: expected one input of"),
-        ({"answers": {"answers": "boxes", "labels": ["a"]}}, "labels of the one output logits or keypoints of the one"),
+        ({"answers": {"answers": "box", "labels": ["a"]}}, "labels of the one output logits or keypoints of the one"),
         ({"answers": LABELS | {"labels": ["a", "b"]}}, r"got 2 labels for logits \['batch', 3\]"),
         ({"answers": LABELS | {"labels": "missing.txt"}}, "No such file"),
         ({"answers": LABELS | {"function": "relu"}}, "got function 'relu', top_k 2"),
@@ -326,3 +328,201 @@ def test_files_that_options_name_are_told_from_what_they_hold(tmp_path: Path) ->
     assert found["recipe"] == [recipe] and {path.name for path in found["pictures"]} >= {"00.JPG", "01.JPG"}
     named = ExportRequest(checkpoint=tmp_path, name="n", repository=tmp_path, task_options={"preprocess": "imagenet"})
     assert list_asked(named) == {"recipe": [], "pictures": []}
+
+
+BOXES = {"answers": "boxes", "labels": ["a", "b"], "format": "xyxy", "unit": "parts", "function": "sigmoid"}
+# Every pixel sees something: its box is made of what it and the next ones are, its logits of its colours.
+SEEING = """
+import torch
+
+
+class Seeing(torch.nn.Module):
+    def __init__(self, numbers, labels, flat):
+        super().__init__()
+        self.numbers, self.labels, self.flat = numbers, labels, flat
+
+    def forward(self, pixels):
+        places = pixels.flatten(2).transpose(1, 2).repeat(1, 1, 2)
+        boxes, logits = places[..., : self.numbers], places[..., : self.labels]
+        return boxes, (logits[:, :5] if self.flat == "fewer" else logits.mean(1) if self.flat else logits)
+
+
+def build(numbers=4, labels=2, flat=False):
+    return Seeing(numbers, labels, flat)
+"""
+
+
+def build_boxes(folder: Path, *, asked: dict[str, Any] | None = None, **changed: Any) -> FactoryPictures:
+    spec: dict[str, Any] = {"outputs": ["boxes", "logits"], "answers": BOXES | (asked or {})}
+    return build(folder, module=SEEING, **(spec | changed))
+
+
+def test_boxes_are_asked_for_with_defaults_that_are_told(tmp_path: Path) -> None:
+    task = build_boxes(tmp_path)
+    assert task.description.startswith(
+        "boxes of 2 labels, sigmoid, that score above 0.5, neighbours suppressed above an IoU of 0.5, best 64;"
+    )
+    contract = task.signature.contract
+    assert contract is not None
+    assert {tensor.name: tensor.dims for tensor in contract.outputs} == {
+        "LABEL": ("batch", 64),
+        "SCORE": ("batch", 64),
+        "BOX": ("batch", 64, 4),
+        "COUNT": ("batch", 1),
+    }
+    assert task.postprocess is not None and task.postprocess["unit"] == [8.0, 8.0]
+    # As many as places and labels are, and as are asked for.
+    assert build_boxes(tmp_path, asked={"multi_label": True}).postprocess["top_k"] == 100  # type: ignore[index]
+    assert build_boxes(tmp_path, asked={"top_k": 7}).postprocess["top_k"] == 7  # type: ignore[index]
+
+
+def test_the_page_asks_for_boxes_by_every_key(tmp_path: Path) -> None:
+    page = (CHECKOUT / "docs" / "pictures.md").read_text(encoding="utf-8")
+    section = page.split("### Boxes of your own network")[1].split("\n## ")[0]
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    asked = json.loads(shown)["answers"]
+    arguments = {"labels": len(asked["labels"])}
+    task = build_boxes(tmp_path, answers=asked, arguments=arguments, outputs=json.loads(shown)["outputs"])
+    assert task.description.startswith("boxes of 3 labels, sigmoid, that score above 0.25, ")
+    keys = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert task.postprocess is not None and {"answers", "labels", *keys} == task.postprocess.keys()
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"tresh": 0.5}, "got the unknown key tresh, to which threshold is the nearest; correct the file of --inputs"),
+        ({"threshold": 1.5}, "got threshold 1.5 in place of a number from 0 to below 1;"),
+        ({"threshold": True}, "got threshold true in place of a number"),
+        ({"iou_threshold": -0.1}, "got iou_threshold -0.1 in place of a number from 0 to 1"),
+        ({"top_k": 0}, "got top_k 0 in place of a whole number from 1 to 1000"),
+        ({"format": "xywh"}, 'got format "xywh" in place of xyxy or cxcywh'),
+        ({"unit": ["parts"]}, r'got unit \["parts"\] in place of pixels or parts'),
+        ({"function": ["relu"]}, r'got function \["relu"\] in place of one of softmax, sigmoid, none'),
+        ({"multi_label": 1}, "got multi_label 1 in place of true or false"),
+        ({"ignored": ["c"]}, r'got ignored \["c"\] in place of some of the labels, in a list'),
+        ({"ignored": ["a", "b"]}, "in place of some of the labels"),
+        ({"ignored": [["a"]]}, "in place of some of the labels"),
+        ({"labels": ["a"]}, r"got boxes \['batch', 64, 4\] and logits \['batch', 64, 2\] for 1 labels"),
+    ],
+)
+def test_boxes_that_are_asked_for_otherwise_are_refused(asked: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=sentence) as refused:
+        build_boxes(tmp_path, asked=asked)
+    assert "expected boxes of the outputs boxes [batch, places, 4] and logits [batch, places, la" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["format", "unit", "function"])
+def test_what_boxes_are_is_not_guessed(key: str, tmp_path: Path) -> None:
+    asked = {name: value for name, value in BOXES.items() if name != key}
+    with pytest.raises(ExportError, match=f"got no {key}, which is "):
+        build_boxes(tmp_path, answers=asked)
+
+
+@pytest.mark.parametrize(
+    ("changed", "got"),
+    [
+        ({"outputs": ["boxes", "scores"]}, r"got boxes \['batch', 64, 4\] and scores \['batch', 64, 2\];"),
+        ({"arguments": {"numbers": 5}}, r"got boxes \['batch', 64, 5\] and logits"),
+        ({"arguments": {"flat": "fewer"}}, r"got boxes \['batch', 64, 4\] and logits \['batch', 5, 2\]"),
+        ({"arguments": {"flat": True}}, r"and logits \['batch', 2\]"),
+    ],
+)
+def test_outputs_that_are_no_boxes_are_refused(changed: dict[str, Any], got: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=got):
+        build_boxes(tmp_path, **changed)
+    module = MODULE.replace("mean((2, 3))", "flatten(2)")
+    with pytest.raises(ExportError, match=r"got boxes \['batch', 3, 64\];"):
+        build(tmp_path, module=module, outputs=["boxes"], answers=BOXES)
+
+
+def test_parts_of_pictures_of_several_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="got parts of 16 x 8 or 8 x 16 or 8 x 8 pixels, .*; answer in pixels of it"):
+        build_boxes(tmp_path, recipe=BUCKETS, inputs=NAMED)
+    task = build_boxes(tmp_path, recipe=BUCKETS, inputs=NAMED, asked={"unit": "pixels"})
+    assert task.postprocess is not None and task.postprocess["top_k"] == 100
+
+
+def suppress(**changed: Any) -> SuppressedBoxes:
+    settings: dict[str, Any] = {
+        "names": ["boxes", "logits"],
+        "labels": ["a", "b"],
+        "ignored": [],
+        "format": "xyxy",
+        "unit": (1.0, 1.0),
+        "function": "none",
+        "threshold": 0.5,
+        "iou_threshold": 0.5,
+        "top_k": 3,
+        "multi_label": False,
+    }
+    return SuppressedBoxes(**(settings | changed))
+
+
+PLAIN = (1.0, 1.0, 0.0, 0.0, 48.0, 64.0)
+LEFT, SHIFTED, FAR = [0.0, 0, 10, 10], [2.0, 0, 12, 10], [30.0, 30, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "scores", "is_clear"),
+    [
+        # A neighbour that surely is suppressed may score as it likes, also at the threshold.
+        ([LEFT, SHIFTED, FAR], [[0.9, 0], [0.500005, 0], [0.7, 0]], True),
+        ([LEFT, SHIFTED, FAR], [[0.9, 0], [0.6, 0], [0.500005, 0]], False),
+        # Which of two neighbours is the likelier decides which box is answered; of two labels both are.
+        ([LEFT, SHIFTED, FAR], [[0.9, 0], [0.899995, 0], [0.7, 0]], False),
+        ([LEFT, SHIFTED, FAR], [[0.9, 0], [0, 0.899995], [0.7, 0]], False),
+        ([LEFT, SHIFTED, FAR], [[0.9, 0], [0, 0.8], [0.7, 0]], True),
+        # Half of what they cover together is in both.
+        ([LEFT, [0.0, 0, 10, 5], FAR], [[0.9, 0], [0.8, 0], [0.7, 0]], False),
+        # A place whose label is not clear, and one that is suppressed whose label is.
+        ([LEFT, SHIFTED, FAR], [[0.9, 0], [0.8, 0.7], [0.700005, 0.7]], False),
+        ([LEFT, SHIFTED, FAR], [[0.9, 0], [0.8, 0.7], [0.700005, 0.6]], True),
+        ([LEFT], [[0.4, 0.4]], True),
+    ],
+)
+def test_boxes_that_hang_on_the_last_digits_are_not_recorded(
+    boxes: list[list[float]], scores: list[list[float]], is_clear: bool
+) -> None:
+    outputs = [torch.tensor([boxes]), torch.tensor([scores])]
+    assert suppress().is_clear(outputs, PLAIN) == is_clear
+
+
+def test_what_is_behind_the_best_hangs_on_nothing() -> None:
+    outputs = [torch.tensor([[LEFT, FAR, SHIFTED]]), torch.tensor([[[0.9, 0], [0.8, 0], [0, 0.500005]]])]
+    assert not suppress().is_clear(outputs, PLAIN) and suppress(top_k=2).is_clear(outputs, PLAIN)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "none"])
+@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("kind_of_box", ["xyxy", "cxcywh"])
+def test_boxes_are_the_same_by_the_definition_and_in_the_server(
+    function: str, multi_label: bool, kind_of_box: str
+) -> None:
+    """Crowded, of equal scores, without an area, and none at all."""
+    random = np.random.default_rng(0)
+    load_backend("python_postprocess", "boxes")
+    for places, crowd in ((300, 30), (40, 300), (1, 1)):
+        kind = suppress(
+            labels=["a", "b", "c"],
+            ignored=["b"],
+            unit=(3.0, 2.0),
+            function=function,
+            format=kind_of_box,
+            multi_label=multi_label,
+            threshold=0.4,
+            top_k=25,
+        )
+        boxes = random.uniform(0, crowd, (3, places, 4)).astype(np.float32)
+        logits = random.uniform(-1, 1, (3, places, 3)).round(1).astype(np.float32)
+        logits[2] = -100
+        geometry = random.uniform(0.5, 4, (3, 6)).astype(np.float32)
+        tensors = {"boxes": boxes, "logits": logits, "geometry": geometry}
+        made = answers.build_postprocess(kind.postprocess)(tensors)
+        for row in range(3):
+            outputs = [torch.from_numpy(tensors[name][row : row + 1]) for name in kind.names]
+            expected = kind.answer(outputs, tuple(geometry[row].tolist()))
+            assert made["LABEL"][row].tolist() == expected["LABEL"]
+            assert made["COUNT"][row].tolist() == expected["COUNT"]
+            np.testing.assert_allclose(made["BOX"][row], expected["BOX"], rtol=1e-5, atol=1e-4)
+            np.testing.assert_allclose(made["SCORE"][row], expected["SCORE"], atol=1e-6)

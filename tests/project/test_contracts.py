@@ -193,8 +193,8 @@ def test_the_postprocess_step_knows_the_kinds_and_keys_of_the_table(tasks: dict[
         given = [tensor.name for tensor in (*task.signature.outputs, *contract.passed)]
         assert set(takes) <= set(given)
         assert [tensor.name for tensor in contract.outputs] == makes
-    # Keypoints are made for modules of one's own alone (tests/export/test_own_pictures.py).
-    assert told | {"keypoints"} == rows.keys()
+    # These are made for modules of one's own alone (tests/export/test_own_pictures.py).
+    assert told | {"keypoints", "suppressed_boxes"} == rows.keys()
 
 
 def test_a_recipe_of_pictures_has_the_keys_of_the_table() -> None:
@@ -261,6 +261,24 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "geometry": np.array([[1.0, 1.0, 0.0, 0.0, 16.0, 16.0]]),
         },
     ),
+    "suppressed_boxes": (
+        {
+            "labels": ["cat", "nothing"],
+            "ignored": ["nothing"],
+            "format": "cxcywh",
+            "unit": [16.0, 16.0],
+            "function": "sigmoid",
+            "threshold": 0.5,
+            "iou_threshold": 0.5,
+            "top_k": 1,
+            "multi_label": False,
+        },
+        {
+            "logits": np.array([[[3.0, 0.0]]]),
+            "boxes": np.full((1, 1, 4), 0.5),
+            "geometry": np.array([[1.0, 1.0, 0.0, 0.0, 16.0, 16.0]]),
+        },
+    ),
     "map": (
         {"labels": ["cat", "sky"], "top_k": 2},
         {"logits": np.eye(2)[None, :, None], "geometry": np.array([[1.0, 1.0, 0.0, 0.0, 16.0, 16.0]])},
@@ -275,8 +293,10 @@ def test_a_kind_of_answers_reads_exactly_what_the_table_says(kind: str) -> None:
     settings, tensors = EXAMPLES[kind]
     watched, given = Watched(settings), Watched(tensors)
     # Imported by name, by the answers that need it.
-    load_backend("python_postprocess", "maps")
-    made = load_backend("python_postprocess", "answers").KINDS[kind]()(given, watched)
+    answers = load_backend("python_postprocess", "answers")
+    for module in ("maps", "boxes"):
+        load_backend("python_postprocess", module)
+    made = answers.KINDS[kind]()(given, watched)
     # The mask's text is for the refusal of a text that has none.
     assert watched.read | ({"mask"} if kind == "masks" else set()) == set(keys) == set(settings)
     assert given.read == set(takes)
