@@ -16,6 +16,7 @@ from launcher import running
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from trainers.picture_models import (
+    save_crowded_yolos,
     save_detr,
     save_padded_detr,
     save_segformer,
@@ -52,6 +53,7 @@ class Served:
 
     folder: Path
     url: str
+    grpc_url: str
 
     def ask(self, name: str, *contents: bytes) -> dict[str, Any]:
         connection = Connection(self.url, "http", 60.0)
@@ -83,15 +85,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert run_export_cli(what) == 0
     save_segformer(folder / "segformer")
     assert run_export_cli(["run", str(folder / "segformer"), "--name", "segformer", *models]) == 0
+    save_crowded_yolos(folder / "crowded")
+    assert run_export_cli(["run", str(folder / "crowded"), "--name", "crowded", *models]) == 0
     for name in LEAN:
         what = ["run", str(folder / name), "--name", f"{name}-lean", "--steps", "lean", *models]
         assert run_export_cli([*what, *(["--threshold", str(THRESHOLD)] if name in DETECTORS else [])]) == 0
     with running(folder / "models") as server:
         server.read_until("serving HTTP")
         count = sum("ready, answers as verified" in line for line in server.lines)
-        assert count == len(DETECTORS) + 1 + len(LEAN)
+        assert count == len(DETECTORS) + len(LEAN) + 2
         server.follow()
-        yield Served(folder, f"127.0.0.1:{server.http}")
+        yield Served(folder, f"127.0.0.1:{server.http}", f"127.0.0.1:{server.grpc}")
 
 
 @pytest.mark.parametrize("name", DETECTORS)
@@ -124,6 +128,20 @@ def test_boxes_are_those_of_transformers(name: str, served: Served, photographs:
         # What lies beside a picture in a request changes nothing.
         np.testing.assert_allclose(alone[row]["BOX"][0], answers["BOX"][row], atol=0.05)
     assert any(counts)
+
+
+def test_a_hundred_boxes_keep_their_order_in_the_server(served: Served) -> None:
+    """Of that many some lie near each other by their scores, which is no tie."""
+    golden = served.folder / "models" / "crowded" / "1" / "golden.json"
+    counts = [
+        output["data"][0]
+        for sample in json.loads(golden.read_text())["samples"]
+        for output in sample["outputs"]
+        if output["name"] == "COUNT"
+    ]
+    assert len(counts) > 5 and min(counts) > 50
+    done = run("-m", "client.parity", "--golden", str(golden), "--url", served.url, "--grpc-url", served.grpc_url)
+    assert done.code == 0, done.out + done.err
 
 
 @pytest.mark.parametrize("name", OF_EVERY_SHAPE)

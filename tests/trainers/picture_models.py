@@ -57,7 +57,12 @@ def save_yolos_of_one_size(folder: Path) -> None:
     save_yolos(folder, height=48, width=64)
 
 
-def save_yolos(folder: Path, **size: int) -> None:
+def save_crowded_yolos(folder: Path) -> None:
+    """Write one that sees something with nearly each of its hundred queries, no two as sure of it."""
+    save_yolos(folder, queries=100, height=48, width=64)
+
+
+def save_yolos(folder: Path, queries: int = 6, **size: int) -> None:
     """Write a YOLOS of 6 queries, whose processor keeps the shape of pictures unless a size is given."""
     torch.manual_seed(0)
     config = YolosConfig(
@@ -67,7 +72,7 @@ def save_yolos(folder: Path, **size: int) -> None:
         intermediate_size=64,
         image_size=[48, 64],
         patch_size=8,
-        num_detection_tokens=6,
+        num_detection_tokens=queries,
         initializer_range=0.3,
         id2label=LABELS,
     )
