@@ -1,7 +1,7 @@
 """Answers drawn onto the picture that they are about: the one thing for which the client needs Pillow."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,17 @@ def _draw_boxes(image: Any, answers: Arrays) -> None:
     labels = [decode(label) for label in answers["LABEL"][:count]]
     colours = {label: _COLOURS[index % len(_COLOURS)] for index, label in enumerate(dict.fromkeys(labels))}
     for label, score, box in reversed([*zip(labels, answers["SCORE"], answers["BOX"].tolist(), strict=False)]):
+        # Networks answer with boxes that reach beyond the picture, or lie there.
+        if box[2] <= 0 or box[3] <= 0 or box[0] >= image.width or box[1] >= image.height:
+            continue
         colour = colours[label]
-        # Networks answer with boxes that reach beyond the picture.
         left, top = max(box[0], 0), max(box[1], 0)
         right, bottom = max(left, min(box[2], image.width - 1)), max(top, min(box[3], image.height - 1))
         canvas.rectangle((left, top, right, bottom), outline=colour, width=max(2, size // 8))
         text = f"{label} {score:.2f}"
-        canvas.rectangle(canvas.textbbox((left, top), text, font=font), fill=colour)
-        canvas.text((left, top), text, fill="black", font=font)
+        place = _move_inside(image, (left, top), canvas.textbbox((left, top), text, font=font))
+        canvas.rectangle(canvas.textbbox(place, text, font=font), fill=colour)
+        canvas.text(place, text, fill="black", font=font)
 
 
 def _draw_keypoints(image: Any, answers: Arrays) -> None:
@@ -88,9 +91,13 @@ def _draw_keypoints(image: Any, answers: Arrays) -> None:
             continue
         colour = _COLOURS[index % len(_COLOURS)]
         canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
-        canvas.text(
-            (x + 2 * radius, y), decode(label), fill=colour, font=font, anchor="lm", stroke_width=1, stroke_fill="black"
-        )
+        text, how = decode(label), {"font": font, "anchor": "lm", "stroke_width": 1}
+        place = (x + 2 * radius, y)
+        if canvas.textbbox(place, text, **how)[2] > image.width:
+            # Left of the place, so that it stays to be seen.
+            place, how["anchor"] = (x - 2 * radius, y), "rm"
+        place = _move_inside(image, place, canvas.textbbox(place, text, **how))
+        canvas.text(place, text, fill=colour, stroke_fill="black", **how)
 
 
 def _draw_map(image: Any, answers: Arrays) -> None:
@@ -125,6 +132,12 @@ _DRAWN: dict[str, Callable[[Any, Arrays], None]] = {
     "KEYPOINT": _draw_keypoints,
     "LABEL": _draw_labels,
 }
+
+
+def _move_inside(image: Any, place: tuple[float, float], box: Sequence[float]) -> tuple[float, float]:
+    """Return where a text is to stand that covers `box` at `place`: all of it in the picture, or at least its start."""
+    right, down = min(0, image.width - box[2]), min(0, image.height - box[3])
+    return place[0] + max(right, -box[0]), place[1] + max(down, -box[1])
 
 
 def _prepare(image: Any) -> tuple[Any, Any, int]:

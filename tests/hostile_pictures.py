@@ -97,3 +97,13 @@ _SPOILED: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "a head spoiled of a": _spoil_head,
     "bytes behind a": _append,
 }
+
+
+def build_odd_tiff(tag: int) -> bytes:
+    """Return a red TIFF of 20 x 10 whose entry of that tag says that it has 5,000 values, which lie behind the end."""
+    content = _encode(Image.new("RGB", (20, 10), "red"), "TIFF")
+    (start,) = struct.unpack("<I", content[4:8])
+    (entries,) = struct.unpack("<H", content[start : start + 2])
+    places = range(start + 2, start + 2 + 12 * entries, 12)
+    (place,) = (at for at in places if content[at : at + 2] == struct.pack("<H", tag))
+    return content[: place + 4] + struct.pack("<I", 5000) + content[place + 8 :]

@@ -7,6 +7,7 @@ import ctypes
 import io
 import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,6 +60,10 @@ TENSORS = ("pixel_values", "pixel_mask", "geometry")
 
 # Ours is the only limit, and it is looked at first; Pillow's own would warn below it.
 Image.MAX_IMAGE_PIXELS = None
+
+# What Pillow finds odd in a client's file does not belong in the operator's log at each picture: the file is decoded or
+# refused in a sentence to its sender. Once for all threads, since a filter belongs to the process.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import load_backend
+from harness import CHECKOUT, load_backend
+from hostile_pictures import build_odd_tiff
 from PIL import Image
 from sklearn.datasets import load_sample_images
 from transformers.image_transforms import get_size_with_aspect_ratio
@@ -514,3 +517,36 @@ def test_damaged_pictures_are_refused_or_decoded_and_nothing_else(tmp_path: Path
     refused = [made for made in found if isinstance(made, pictures.FileError)]
     assert len(refused) > len(found) // 3
     assert all(made.pixels.shape == (3, 8, 8) for made in found if not isinstance(made, pictures.FileError))
+
+
+DECODE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pictures, sent_file
+for row, path in enumerate(sys.argv[2:] * 2):
+    sent = sent_file.SentFile(open(path, "rb").read(), "IMAGE", row)
+    try:
+        print(pictures.decode_picture(sent).size)
+    except sent_file.FileError as exc:
+        print(exc)
+"""
+
+
+def test_what_is_odd_in_a_file_is_not_written_into_the_log(tmp_path: Path) -> None:
+    """In a process of its own: pytest has filters of its own."""
+    # How planes lie, without which a picture is decoded, and its width.
+    (tmp_path / "odd").write_bytes(build_odd_tiff(284))
+    (tmp_path / "broken").write_bytes(build_odd_tiff(256))
+    words = [str(CHECKOUT / "backends" / "python_preprocess"), str(tmp_path / "odd"), str(tmp_path / "broken")]
+    # As the stubs have it, whatever this process was started with.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", DECODE, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second, *again = done.stdout.splitlines()
+    assert first == "(20, 10)" and "IMAGE row 1 is damaged: " in second and len(again) == 2
+    assert not [line for line in done.stderr.splitlines() if "PIL" in line], done.stderr
