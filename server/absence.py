@@ -56,7 +56,8 @@ class Absences:
             reasons = [state.reason for state in states if state.name == name and state.reason]
             self._say(
                 f"warning: {name} is not loaded any more: expected it to answer, got "
-                f"'{reasons[0] if reasons else 'no such model'}'; load it again, or activate a version"
+                f"'{reasons[0] if reasons else 'no such model'}'; load it again with the control key, or restart the "
+                f"server"
             )
         for name in sorted((self.names - absent) & wanted):
             self._say(f"{name} is loaded again")

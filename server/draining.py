@@ -24,6 +24,9 @@ from .stubs import StubTable
 _QUIET_S = 0.3
 _INTERVAL_S = 0.03
 
+# A connection that is not let in within this time is done without.
+_OPEN_S = 2.0
+
 # Balancers have this long to see that we are not ready any more; the rest is for what is accepted until then.
 _GRACE_S = EXIT_TIMEOUT_S / 2
 
@@ -40,19 +43,22 @@ class Retirement:
         endpoints: Where tritonserver listens.
         key: Opens its control endpoints.
         models: What clients ask for.
+        is_let_in: Whether anybody new is; if not, nothing can be asked, and each question would take its time.
     """
 
-    def __init__(self, endpoints: Endpoints, key: ControlKey, models: Iterable[str]) -> None:
+    def __init__(self, endpoints: Endpoints, key: ControlKey, models: Iterable[str], *, is_let_in: bool) -> None:
         url = urllib.parse.urlsplit(endpoints.http_url)
-        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=EXIT_TIMEOUT_S)
+        self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=_OPEN_S)
         self._headers = {"Content-Type": "application/json", **key.headers}
         self._models = set(models)
         # Asked once, or tritonserver might not have let it in yet when it lets nobody in any more.
-        self.is_done()
+        self._is_open = is_let_in and self._ask("index") is not None
+        if self._is_open and self._connection.sock:
+            self._connection.sock.settimeout(EXIT_TIMEOUT_S)
 
     def begin(self) -> bool:
         """Have every further request refused, and return whether that was understood."""
-        return all(
+        return self._is_open and all(
             self._ask(f"models/{urllib.parse.quote(model)}/unload") is not None for model in sorted(self._models)
         )
 

@@ -99,7 +99,7 @@ class Follower:
         return len({*self._served, *self._failures})
 
     def doubt(self, name: str, reason: str) -> None:
-        """Take a model that was shown at the start for one that cannot be served; it is tried again like any other."""
+        """Take a model that a tritonserver was started with for one that cannot be served; it is tried again."""
         published = self._served.pop(name)
         self._roller.remove(published)
         self._holdings.release(published)
@@ -116,17 +116,21 @@ class Follower:
             self._roller.show(published)
             self._settle(published)
 
-    def look(self) -> None:
-        """Begin to follow what has changed, if anything has; returns at once."""
+    def look(self, *, follows: bool) -> None:
+        """Begin to follow what has changed, if anything has; returns at once.
+
+        Args:
+            follows: Whether to; if not, what failed is tried again all the same.
+        """
         now = time.monotonic()
         if now < self._next_look or (self._worker and self._worker.is_alive()):
             return
         self._next_look = now + _INTERVAL_S
-        seen = self._fingerprint()
+        seen = self._fingerprint() if follows else self._seen
         due = any(failure.retry_at <= now for failure in self._failures.values())
         if seen != self._seen or due:
             self._seen = seen
-            self._worker = threading.Thread(target=self._follow, daemon=True)
+            self._worker = threading.Thread(target=self._follow if follows else self._retry, daemon=True)
             self._worker.start()
 
     def wait(self) -> None:
@@ -166,6 +170,11 @@ class Follower:
         for published in wanted.values():
             if not self._ended:
                 self._bring(published)
+
+    def _retry(self) -> None:
+        for failure in [*self._failures.values()]:
+            if not self._ended:
+                self._bring(failure.wanted)
 
     def _remove(self, name: str) -> None:
         published = self._served.pop(name)

@@ -130,8 +130,7 @@ class Supervisor:
         try:
             if reason := self._find_end():
                 self._restart(reason)
-            if self._settings.follows:
-                self._follower.look()
+            self._follower.look(follows=self._settings.follows)
             self._healer.look(self._follower.models)
             # What was given up was said of louder.
             self._absences.look(name for name in self._follower.models if name not in self._healer.down)
@@ -361,6 +360,8 @@ class Supervisor:
                 reason = "did not start"
                 time.sleep(0.25 * 2**attempt)
                 continue
+            self._doubt_what_is_missing()
+            self._count_models()
             self._status.ready = True
             self._say(f"tritonserver answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
@@ -370,6 +371,21 @@ class Supervisor:
             got=f"{MAX_FAILED_STARTS} failures in a row",
             remedy="see its log above",
         )
+
+    def _doubt_what_is_missing(self) -> None:
+        """Have tried again what a tritonserver that was started anew could not load: a file or room may come back."""
+        try:
+            states = self._control.read_states()
+        except ControlError as exc:
+            self._say(f"warning: what was loaded is not known: {exc}")
+            return
+        ready = {state.name for state in states if state.ready}
+        reasons = {state.name: " ".join(state.reason.split()) for state in states if state.reason}
+        for published in self._follower.published:
+            if missing := [name for name in published.configs if name not in ready]:
+                reason = next((reasons[name] for name in missing if name in reasons), f"{missing[0]} is not loaded")
+                self._say(f"{published.name}: cannot be loaded, and is tried again: {reason}")
+                self._follower.doubt(published.name, reason)
 
     def _launch_when_possible(self) -> None:
         """Start a tritonserver, after however many attempts this machine has what it takes, or we are asked to stop."""
@@ -391,14 +407,15 @@ class Supervisor:
     def _stop(self) -> bool:
         if not self._status.is_welcoming:
             return True
+        asked = self._stops()
         self._status.ready = False
+        self._say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
         self._follower.end()
         self._pulse.end()
-        all_stubs = self._runs_in_stubs()
         public = [item.name for item in self._follower.published]
-        retirement = Retirement(self._settings.endpoints, self._settings.key, public)
-        asked = self._stops()
-        self._say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
+        is_let_in = self._pulse.lets_callers_in
+        all_stubs = is_let_in and self._runs_in_stubs()
+        retirement = Retirement(self._settings.endpoints, self._settings.key, public, is_let_in=is_let_in)
         return drain(
             self._server,
             self._settings.endpoints,

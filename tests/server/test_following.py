@@ -400,6 +400,30 @@ def test_a_model_whose_file_is_away_comes_back_with_it_and_what_still_answers_go
     assert not any("given up" in line for line in server.lines)
 
 
+@pytest.mark.parametrize("follow", ["on", "off"])
+def test_what_a_tritonserver_that_was_started_anew_cannot_load_is_said_and_tried_again(
+    repository: Path, tmp_path: Path, follow: str
+) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    graph = copy / f"{NAME}_model" / "1" / "model.onnx"
+    with running(copy, "--follow", follow) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        graph.rename(tmp_path / "away")
+        os.kill(server.tritonserver, signal.SIGKILL)
+        wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 0)
+        assert "model.onnx" in read_following(server)[NAME]["reason"]
+        assert read_ready(server)[0] == 503
+        (tmp_path / "away").rename(graph)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+        with Callers(server, copy, count=1) as callers:
+            while not callers.answers and not callers.failures:
+                time.sleep(0.05)
+        assert callers.failures == [] and set(callers.answers) == {1}
+
+
 def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> None:
     copy = tmp_path / "models"
     shutil.copytree(repository, copy)

@@ -176,6 +176,22 @@ def test_idle_connections_to_any_port_that_keep_new_callers_out_are_told_of(publ
         assert sum("new caller" in line for line in server.lines) == 2
 
 
+def test_a_server_that_lets_nobody_in_ends_when_it_is_told_to(published: Published) -> None:
+    few = 400
+    with running(published.repository, under=["prlimit", f"--nofile={few}:{few}"]) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        with contextlib.ExitStack() as stack:
+            for _ in range(few):
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
+            server.wait_for_line("warning: tritonserver lets no new caller in", 60)
+            server.process.terminate()
+            # Questions that nobody answered took 15 s, in which it did not hear the second time.
+            time.sleep(1)
+            server.process.terminate()
+            server.process.wait(timeout=10)
+
+
 def test_a_launcher_that_cannot_open_a_file_blames_nobody_for_it(published: Published) -> None:
     with running(published.repository) as server:
         server.read_until("serving HTTP")
