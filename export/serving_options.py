@@ -17,6 +17,9 @@ TIMEOUT_ACTIONS = ("reject", "delay")
 # tritonserver makes a queue of each.
 MAX_PRIORITY_LEVELS = 100
 
+# As much as a machine of 16 TiB has.
+MAX_KV_CACHE_MB = 1 << 24
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
@@ -34,6 +37,8 @@ class ServingOptions:
         response_cache: Whether answers are kept for requests that are the same to the byte.
         warmup: Lengths, in tokens, of texts that each instance answers before it is ready, besides the shortest and the
             longest.
+        kv_cache_mb: Memory for keys and values of all texts that are being written, in MiB.
+        max_num_seqs: Texts that are written at the same time.
         rate_limit: Resource → how much of it an execution of the graph takes.
     """
 
@@ -125,6 +130,25 @@ class ServingOptions:
             help="lengths of texts that each instance answers before it is ready, besides the shortest and the longest",
         ),
         default=(),
+        **_COMMON,
+    )
+    kv_cache_mb: int | None = declare(
+        Option(
+            name="kv_cache_mb",
+            kind=bounded_count(MAX_KV_CACHE_MB),
+            metavar="MB",
+            help="memory for keys and values of all texts that are being written, in MiB (default: 1024)",
+        ),
+        default=None,
+        **_COMMON,
+    )
+    max_num_seqs: int | None = declare(
+        Option(
+            name="max_num_seqs",
+            kind=bounded_count(MAX_WORKERS),
+            help="texts that are written at the same time; others wait (default: 64)",
+        ),
+        default=None,
         **_COMMON,
     )
     rate_limit: Mapping[str, int] = declare(

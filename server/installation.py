@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .errors import NotFoundError
 from .locations import name_installation
+from .paced_starts import pace_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +82,16 @@ def assemble_backends(installation: Installation, own_backends: Path, directory:
     Args:
         installation: The tritonserver whose backends to take.
         own_backends: Folder of the Python-based backends.
-        directory: An empty folder; holds links, and the Python backend as a copy where its stub lies elsewhere.
+        directory: An empty folder; holds links, and the Python backend as a copy whose processes can be paced.
     """
     for backend in sorted(installation.backends.iterdir()):
         if backend.is_dir() and backend.name != "python":
             (directory / backend.name).symlink_to(backend)
-    python = installation.backends / "python"
-    if installation.python_stub.parent == python:
-        (directory / "python").symlink_to(python)
-    else:
-        # tritonserver refuses a backend library that is a link out of its folder, so files are copied.
-        shutil.copytree(python, directory / "python", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy2(installation.python_stub, directory / "python" / installation.python_stub.name)
+    # tritonserver refuses a backend library that is a link out of its folder, so files are copied.
+    python = directory / "python"
+    shutil.copytree(installation.backends / "python", python, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(installation.python_stub, python / installation.python_stub.name)
+    pace_program(python / installation.python_stub.name)
     for backend in sorted(own_backends.iterdir()):
         if (backend / "model.py").is_file() and not (directory / backend.name).exists():
             (directory / backend.name).symlink_to(backend)

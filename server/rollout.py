@@ -29,6 +29,7 @@ from .errors import ControlError, GoneError, RolloutError
 from .health import JUDGING_PATIENCE_S, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
+from .paced_starts import pacing
 from .published import GOLDEN_FILE, Published, list_versions
 from .wishes import keeps_answers, limits_rate
 
@@ -53,12 +54,14 @@ class Roller:
         repository: Repository that they are published in.
         overlay: What tritonserver is shown of it.
         control: Orders to that tritonserver.
+        backend: Folder of its Python backend.
     """
 
-    def __init__(self, repository: Path, overlay: Overlay, control: Control) -> None:
+    def __init__(self, repository: Path, overlay: Overlay, control: Control, backend: Path) -> None:
         self._repository = repository
         self._overlay = overlay
         self._control = control
+        self._backend = backend
         # A model is revived by another thread than the one that rolls it.
         self._changing = threading.RLock()
         self._limits_rate = False
@@ -110,8 +113,9 @@ class Roller:
         try:
             self._check_wishes(published)
             self.show(published)
-            for name in published.configs:
-                self._control.load(name)
+            with pacing(self._backend):
+                for name in published.configs:
+                    self._control.load(name)
             self._check(published, published.name)
         except (OSError, ValueError, ControlError) as exc:
             self.remove(published)
@@ -135,12 +139,13 @@ class Roller:
         """
         try:
             self._check_wishes(new)
-            if new.version and new.steps:
-                self._load_steps(old, new)
-            if new.version:
-                with self._candidate(new) as name:
-                    self._check(new, name)
-            self._load(new, [new.name], [new.version])
+            with pacing(self._backend):
+                if new.version and new.steps:
+                    self._load_steps(old, new)
+                if new.version:
+                    with self._candidate(new) as name:
+                        self._check(new, name)
+                self._load(new, [new.name], [new.version])
         except RolloutError:
             self._restore(old, new)
             raise

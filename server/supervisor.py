@@ -83,7 +83,7 @@ class Supervisor:
         self._control = Control(settings.endpoints.http_url, settings.key, grpc_address)
         self._shortage = ""
         overlay = Overlay(settings.overlay)
-        self._roller = Roller(settings.repository, overlay, self._control)
+        self._roller = Roller(settings.repository, overlay, self._control, settings.backends / "python")
         self._follower = Follower(settings.repository, self._roller, status.follow, log.say, settings.variant)
         self._follower.start()
         self._launch()

@@ -3,12 +3,14 @@
 Every step of it writes a token of every request that has a place, and between two steps requests join and leave.
 """
 
+import collections
 import json
+import math
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import triton_python_backend_utils as pb_utils
 from generation import Generation
 from generation_metrics import Metrics
 from generation_parameters import Parameters, RequestError
+from shared_limit import SharedLimit, spare
 
 # How the model was proven, by OpenVINO's names; a version of an older modelyard has no such file. Left to itself
 # OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
@@ -32,6 +35,11 @@ BLOCK_TOKENS = 32
 # step wants: sixteen streams, each told of every token, would be written at 0.85 of the engine's speed.
 PIECES_PER_STEP = 4
 PIECE_INTERVAL_S = 0.1
+
+# How long a request waits for memory that another version holds, and how often it is looked for. A rollout takes
+# seconds; versions that somebody keeps side by side have to do with what there is.
+MEMORY_PATIENCE_S = 60.0
+MEMORY_INTERVAL_S = 0.05
 
 # Precision → bytes of a value, and of what belongs to all values of a token in one head: bytes have a scale and a zero.
 VALUE_BYTES = {"f32": (4, 0), "u8": (1, 8)}
@@ -65,8 +73,12 @@ class Engine:
     ) -> None:
         seats = int(settings["max_num_seqs"])
         properties = read_properties(folder)
-        sizes = VALUE_BYTES[properties["KV_CACHE_PRECISION"]]
-        blocks = count_blocks(folder / file, sizes, int(settings["kv_cache_mb"]), context, seats)
+        self._block_bytes = measure_block(folder / file, VALUE_BYTES[properties["KV_CACHE_PRECISION"]])
+        limit = int(settings["kv_cache_mb"]) * (1 << 20)
+        blocks = count_blocks(limit, self._block_bytes, most=seats * (context // BLOCK_TOKENS + 2))
+        # A version that is tried under another name lies where the others do, once links are followed.
+        self._shared_limit = SharedLimit(folder.resolve().parent, limit)
+        self._blocks = blocks
         # A request alone must find room for all of its tokens; one block is the engine's.
         self.room = min(context, (blocks - 1) * BLOCK_TOKENS)
         self.limit = seats + int(settings["max_queue_size"])
@@ -78,7 +90,10 @@ class Engine:
         self._ends = ends
         self._metrics = metrics
         self._waiting: queue.SimpleQueue[Generation | None] = queue.SimpleQueue()
+        # Those for which there was no memory beside another version, first come first.
+        self._held: collections.deque[Generation] = collections.deque()
         self._active: list[Generation] = []
+        self._is_stopped = False
         # Read by Triton's thread, written by both.
         self._lock = threading.Lock()
         self._in_flight = 0
@@ -131,16 +146,16 @@ class Engine:
         """End when all is answered that was added."""
         self._waiting.put(None)
         self._thread.join()
+        self._shared_limit.close()
 
     def _run(self) -> None:
         """Run the engine until there is nothing to do and Triton says so."""
         number = 0
-        while True:
-            while not self._active or not self._waiting.empty():
-                generation = self._waiting.get()
-                if generation is None:
-                    return
-                number = self._join(generation, number)
+        while self._take_in():
+            number = self._let_in(number)
+            if not self._active:
+                time.sleep(MEMORY_INTERVAL_S)
+                continue
             try:
                 self._pipeline.step()
             # The engine fails on a step as a whole: nobody in it has an answer, and those who come next may.
@@ -151,6 +166,47 @@ class Engine:
                     )
             self._advance()
             self._metrics.show(self._pipeline.get_metrics(), self._in_flight)
+
+    def _take_in(self) -> bool:
+        """Take in what was added, and wait for it where there is nothing else to do; tell whether there is anything."""
+        while not self._is_stopped and not (self._waiting.empty() and (self._active or self._held)):
+            generation = self._waiting.get()
+            if generation is None:
+                self._is_stopped = True
+            else:
+                self._held.append(generation)
+        return bool(self._active or self._held)
+
+    def _let_in(self, number: int) -> int:
+        """Hand to the engine, in their order, those for which there is memory; return the last number given away."""
+        while self._held:
+            generation = self._held[0]
+            generation.look(self._metrics)
+            if not generation.is_over:
+                if self._shared_limit.claim(self._count_bytes([*self._active, generation])):
+                    number = self._join(self._held.popleft(), number)
+                    continue
+                if generation.age_s < MEMORY_PATIENCE_S:
+                    break
+                generation.fail(
+                    f"another version of the model holds the memory for keys and values: expected room within "
+                    f"{MEMORY_PATIENCE_S:g} s, got none; ask again later, with fewer max_tokens, or unload the other",
+                    pb_utils.TritonError.UNAVAILABLE,
+                )
+            self._held.popleft()
+            self.give_place()
+        return number
+
+    def _count_bytes(self, generations: Iterable[Generation]) -> int:
+        """Return what the engine may come to hold of these requests, and holds since a fuller time."""
+        longest: int = sum(
+            len(each.answers) * ((len(each.ids) + each.config.max_new_tokens) // BLOCK_TOKENS + 1)
+            for each in generations
+        )
+        # Pages of the pool become the engine's as blocks are first used, and the same ones are used again.
+        held: int = math.ceil(self._pipeline.get_metrics().max_cache_usage / 100 * self._blocks)
+        # One block is the engine's.
+        return max(min(self._blocks, longest + 1), held) * self._block_bytes
 
     def _join(self, generation: Generation, number: int) -> int:
         """Hand a request to the engine, one writing for each of its answers; return the last number given away."""
@@ -181,6 +237,8 @@ class Engine:
                 generation.tell()
         over = sum(each.is_over for each in self._active)
         self._active = [each for each in self._active if not each.is_over]
+        if over:
+            self._shared_limit.claim(self._count_bytes(self._active))
         for _ in range(over):
             self.give_place()
 
@@ -192,21 +250,29 @@ def read_properties(folder: Path) -> dict[str, str]:
     return properties
 
 
-def count_blocks(path: Path, sizes: tuple[int, int], megabytes: int, context: int, seats: int) -> int:
-    """Return how many blocks of keys and values a pool of that size holds, and no more than all seats can take.
+def measure_block(path: Path, sizes: tuple[int, int]) -> int:
+    """Return how many bytes a block of keys and values takes.
+
+    Args:
+        path: The model, an .xml with the weights beside it, which are not read for this.
+        sizes: See `VALUE_BYTES`.
+    """
+    states = [node for node in ov.Core().read_model(str(path)).get_ops() if node.get_type_name() == "ReadValue"]
+    shapes = [node.get_output_partial_shape(0) for node in states]
+    value, head = sizes
+    token: int = sum(shape[1].get_length() * (value * shape[3].get_length() + head) for shape in shapes)
+    return BLOCK_TOKENS * token
+
+
+def count_blocks(limit: int, block_bytes: int, *, most: int) -> int:
+    """Return how many blocks a version's pool has, of the bytes that all versions have together, and at most `most`.
 
     Raises:
         ValueError: Not even two.
     """
-    # An .xml with the weights beside it, which are not read for this.
-    states = [node for node in ov.Core().read_model(str(path)).get_ops() if node.get_type_name() == "ReadValue"]
-    shapes = [node.get_output_partial_shape(0) for node in states]
-    value, head = sizes
-    token_bytes = sum(shape[1].get_length() * (value * shape[3].get_length() + head) for shape in shapes)
-    blocks: int = megabytes * (1 << 20) // (token_bytes * BLOCK_TOKENS)
-    if blocks < 2:
+    blocks = limit // block_bytes
+    if blocks < 4:
         raise ValueError(
-            f"kv_cache_mb is too small: expected at least {2 * token_bytes * BLOCK_TOKENS / (1 << 20):.1f}, "
-            f"got {megabytes}"
+            f"kv_cache_mb is too small: expected at least {4 * block_bytes / (1 << 20):.1f}, got {limit >> 20}"
         )
-    return min(blocks, seats * (context // BLOCK_TOKENS + 2))
+    return min(blocks - spare(blocks), most)

@@ -106,17 +106,26 @@ class Generation:
             return False
         return self.is_written or (self.is_streamed and any(answer.written.is_ahead for answer in self.answers))
 
-    def advance(self, ends: frozenset[int], metrics: Metrics) -> None:
-        """Take in what is new, or leave where the caller has."""
+    @property
+    def age_s(self) -> float:
+        """How long ago it came, in seconds."""
+        return time.monotonic() - self._came
+
+    def look(self, metrics: Metrics) -> None:
+        """Leave where the caller has, which is looked at now and then."""
         now = time.monotonic()
-        if self.is_over:
-            return
         if now - self._looked >= LOOK_INTERVAL_S:
             self._looked = now
             if self.sender.is_cancelled():
                 metrics.count("cancelled", 1)
                 self.fail("the caller has left", pb_utils.TritonError.CANCELLED)
-                return
+
+    def advance(self, ends: frozenset[int], metrics: Metrics) -> None:
+        """Take in what is new, or leave where the caller has."""
+        if not self.is_over:
+            self.look(metrics)
+        if self.is_over:
+            return
         before = sum(answer.tokens for answer in self.answers)
         try:
             for answer in self.answers:
@@ -129,7 +138,7 @@ class Generation:
         if written and not self._has_begun:
             self._has_begun = True
             metrics.count("first_tokens", 1)
-            metrics.count("first_token_seconds", now - self._came)
+            metrics.count("first_token_seconds", self.age_s)
         self.is_written = all(answer.reason for answer in self.answers)
 
     def tell(self) -> None:

@@ -115,7 +115,7 @@ class Engine(ABC):
         is_measured: Whether `--engine auto` measures it beside others, with `open_here`.
         idle_options: Names of the serving options that have no effect on what it runs.
         threads_parameter: Parameter of the backend that says how many threads a copy has; empty where none does.
-        queue_parameter: Parameter of the backend that bounds its own queue; empty where the queue is Triton's.
+        parameter_options: Names of the serving options that are parameters of the backend, by the same names.
         elsewhere: Command that serves the model NAME, where `modelyard serve` does not.
         takes: What it is given: an ONNX graph, or a decoder, a language model whose keys and values it keeps itself.
     """
@@ -132,7 +132,7 @@ class Engine(ABC):
     is_measured: ClassVar[bool] = False
     idle_options: ClassVar[frozenset[str]] = frozenset()
     threads_parameter: ClassVar[str] = ""
-    queue_parameter: ClassVar[str] = ""
+    parameter_options: ClassVar[frozenset[str]] = frozenset()
     elsewhere: ClassVar[str] = ""
     takes: ClassVar[Form] = "graph"
 

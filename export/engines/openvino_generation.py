@@ -55,7 +55,7 @@ class OpenVINOGeneration(Engine):
     graph_precisions: ClassVar[Mapping[str, str]] = dict.fromkeys(PROPERTIES, "fp32")
     # The backend batches by itself, in one process, and answers in pieces.
     idle_options = frozenset({"instances", "response_cache", "rate_limit"})
-    queue_parameter = "max_queue_size"
+    parameter_options = frozenset({"max_queue_size", "kv_cache_mb", "max_num_seqs"})
     takes = "decoder"
 
     def check(self, precision: str, target: "Target") -> None:

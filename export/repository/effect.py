@@ -15,6 +15,9 @@ _QUEUE = {
     "default_priority_level",
 }
 
+# What a backend that writes text has beside a queue.
+_GENERATION = {"kv_cache_mb", "max_num_seqs"}
+
 
 def refuse_idle(serving: ServingOptions, engine: Engine, *, is_lean: bool, is_batched: bool, has_lengths: bool) -> None:
     """Refuse what would have no effect on a model.
@@ -30,11 +33,11 @@ def refuse_idle(serving: ServingOptions, engine: Engine, *, is_lean: bool, is_ba
         SettingsError: One of them would have none.
     """
     asked = {name for name, value in vars(serving).items() if value}
-    own_queue = {"max_queue_size"} if engine.queue_parameter else set()
     idle = engine.idle_options | (set() if find_threads_parameter(engine, is_lean=is_lean) else {"threads"})
     reasons = (
         (asked & idle, f"where {engine.title} runs the model"),
-        (asked & _QUEUE - own_queue if not is_batched else set(), "where Triton joins no requests"),
+        (asked & _QUEUE - engine.parameter_options if not is_batched else set(), "where Triton joins no requests"),
+        (asked & _GENERATION - engine.parameter_options, "where no text is written by modelyard's own backend"),
         (asked & {"max_queue_delay_microseconds", "warmup"} if is_lean else set(), "with --steps lean"),
         (asked & {"warmup"} if not has_lengths else set(), "where the graph takes no tokens of texts"),
     )

@@ -59,8 +59,9 @@ def apply(
         if config.HasField("dynamic_batching"):
             _queue(serving, config.dynamic_batching)
     graph = configs[names.model]
-    if engine.queue_parameter and serving.max_queue_size is not None:
-        graph.parameters[engine.queue_parameter].string_value = str(serving.max_queue_size)
+    for name in sorted(engine.parameter_options):
+        if (value := getattr(serving, name)) is not None:
+            graph.parameters[name].string_value = str(value)
     if serving.threads is not None:
         parameter = find_threads_parameter(engine, is_lean=_is_lean(signature))
         graph.parameters[parameter].string_value = str(serving.threads)

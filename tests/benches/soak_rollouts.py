@@ -44,6 +44,7 @@ from demo.checkpoint import fetch_checkpoint
 from export.repository.activation import activate
 
 NAME = "rolled"
+STEPS = ("preprocess", "model")
 CLIENTS = 8
 KILL_EVERY = 10
 
@@ -213,10 +214,15 @@ def wait_until_served(status_port: int, version: int) -> None:
     raise TimeoutError(f"version {version} was not served within {PATIENCE_S:g} s: {found}")
 
 
+def count_processes(server: Running) -> int:
+    """Return how many backend processes the steps of the model have, of all versions."""
+    return sum(len(server.find_stubs(f"{NAME}_{step}")) for step in STEPS)
+
+
 def wait_until_alone(server: Running, processes: int) -> None:
     """Wait until no process of the version before is left."""
     deadline = time.monotonic() + PATIENCE_S
-    while len(server.find_stubs(f"{NAME}_model")) > processes and time.monotonic() < deadline:
+    while count_processes(server) > processes and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -283,7 +289,7 @@ def _soak(
     found = Soaked(Phase(), Phase(), Phase(), [Memory(server) for server in servers])
     # The first of such a process imports what it needs.
     elsewhere.submit(activate, repository, NAME, 1).result()
-    processes = len(servers[0].find_stubs(f"{NAME}_model"))
+    processes = count_processes(servers[0])
     for number in range(activations):
         if number % ROW == 0:
             for server in servers:
