@@ -50,9 +50,9 @@ class ModelHealer:
         self.model = model
         self._reload = reload
         self.given_up = False
-        # While it could not be loaded anew; what is left of it may answer all the same.
-        self.cannot_load = False
-        # Whether that is for want of shared memory, and how often it was loaded anew before.
+        # From the end of a process until the model is loaded anew; what is left of it may answer all the same.
+        self.is_reviving = False
+        # Whether it cannot be loaded for want of shared memory, and how often it was loaded anew before.
         self.lacks_shared_memory = False
         self.revivals = 0
         self._ended = False
@@ -179,7 +179,7 @@ class ModelHealer:
 
     def _revive(self, reason: str) -> None:
         """Load the model anew, however often that takes: what it lacks, a file perhaps, or room, may come back."""
-        start = time.monotonic()
+        start, self.is_reviving = time.monotonic(), True
         self._say(f"{self.model}: {reason}; loading it anew")
         is_counted, pause_s, told = False, _FIRST_PAUSE_S, ""
         while not self._ended:
@@ -195,7 +195,6 @@ class ModelHealer:
                 # Loading resets the statistics, and the warmup's answers are counted in them.
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
-                self.cannot_load = True
                 self.lacks_shared_memory = _NO_SHARED_MEMORY in str(exc)
                 if not self._ended and str(exc) != told:
                     told = str(exc)
@@ -203,7 +202,7 @@ class ModelHealer:
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
-            self.cannot_load = self.lacks_shared_memory = False
+            self.is_reviving = self.lacks_shared_memory = False
             self.revivals += 1
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
@@ -274,14 +273,15 @@ class Healer:
         self._models = {model: self._models.get(model) or self._make(model) for model in wanted}
         stubs = self.table.refresh()
         self.table.end_lost_loads()
-        living = {stub.model for stub in stubs if not stub.is_dead}
+        for name, healer in self._models.items():
+            healer.look([stub for stub in stubs if stub.model == name])
+        # Of a model that is loaded anew: what was there before may answer, what is new does not yet, and may fail.
+        left = {stub.model for stub in stubs if stub.handled and not stub.is_dead}
         self.down = {
             name
             for name, healer in self._models.items()
-            if healer.given_up or (healer.cannot_load and name not in living)
+            if healer.given_up or (healer.is_reviving and name not in left)
         }
-        for name, healer in self._models.items():
-            healer.look([stub for stub in stubs if stub.model == name])
 
     def find_exhaustion(self) -> str:
         """Return why this tritonserver cannot be healed any more, or nothing: what the dead held is used up."""

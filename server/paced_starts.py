@@ -18,7 +18,7 @@ _INTERVAL_FILE = "interval"
 _PROGRAM_FOLDER = "program"
 
 # Core seconds of a start, and some for what is served beside it.
-_START_CORE_S = 0.5
+_START_CORE_S = 0.7
 
 # No start waits longer, whatever holds the lock: tritonserver gives a process 30 s to be ready.
 _SCRIPT = f"""#!/bin/sh

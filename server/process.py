@@ -91,6 +91,10 @@ class TritonServer:
         """Tell it to answer what is in flight, refuse new connections and end."""
         self._process.terminate()
 
+    def resume(self) -> None:
+        """Let it go on where a signal has stopped it."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> int:
         """End it at once, if it has not ended yet, and return its exit code."""
         self._process.kill()

@@ -377,7 +377,10 @@ class Supervisor:
         try:
             states = self._control.read_states()
         except ControlError as exc:
-            self._say(f"warning: what was loaded is not known: {exc}")
+            self._say(f"warning: what was loaded is not known, and is tried again: {exc}")
+            # To load what is loaded already does nothing.
+            for published in self._follower.published:
+                self._follower.doubt(published.name, f"whether it was loaded is not known: {exc}")
             return
         ready = {state.name for state in states if state.ready}
         reasons = {state.name: " ".join(state.reason.split()) for state in states if state.reason}
@@ -409,6 +412,8 @@ class Supervisor:
             return True
         asked = self._stops()
         self._status.ready = False
+        # One that is stopped by a signal could neither be asked nor end.
+        self._server.resume()
         self._say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
         self._follower.end()
         self._pulse.end()

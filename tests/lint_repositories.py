@@ -388,6 +388,7 @@ SEEDS: dict[str, Seed] = {
     "batching-without-batch": _config(f'backend: "identity"\nmax_batch_size: 0\ndynamic_batching {{ }}\n{ADD}'),
     "cache-clash": _mistake("sequence_batching { }\nresponse_cache { enable: true }"),
     "gpus-on-cpu": _mistake("instance_group [ { kind: KIND_CPU gpus: [ 0 ] } ]"),
+    "many-instances": _mistake("instance_group [ { kind: KIND_CPU count: 200000 } ]"),
     "no-instances": _mistake("instance_group [ { kind: KIND_CPU count: 0 } ]"),
     "profile-clash": _mistake('instance_group [ { kind: KIND_CPU profile: [ "0" ] } ]'),
     "vllm-arguments": _vllm("{}"),

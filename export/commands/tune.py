@@ -2,7 +2,7 @@
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from ..options_file import OPTIONS_FILE, has_table
 from .verb import Verbs, add_repository, add_verb, align, answer, say
 
 if TYPE_CHECKING:
+    from tritonclient.grpc import model_config_pb2 as pb
+
     from ..repository.version import Version
     from ..tuning.search import Tried
     from ..tuning.ways import Way
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
 _EXAMPLES = (
     "tickets --p99-ms 50",
     "tickets --p99-ms 50 --connections 64 --protocol grpc --minutes 5",
+    "tickets --p99-ms 50 --apply",
     "tickets --p99-ms 50 --write && modelyard run ./checkpoint --name tickets",
     "tickets --p99-ms 50 --json",
 )
 
 _MORE = f"""copies of the graph, threads of each, and how long it waits for requests to join are tried on a server of
 its own, under real text: all of them a little, the better ones again and longer. No answer changes. What was
-measured is kept, so that the same command goes on where it was ended. --write puts the best into {OPTIONS_FILE}."""
+measured is kept, so that the same command goes on where it was ended. --apply publishes the same files, with their
+proof, as a version that is served in the best way, which running servers follow; --write puts it into {OPTIONS_FILE},
+for exports to come."""
 
 
 def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
@@ -51,6 +56,9 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         "--minutes", type=_positive, default=10.0, help="after which the best so far is taken (default: 10)"
     )
     parser.add_argument("--fresh", action="store_true", help="measure anew what was measured before")
+    parser.add_argument(
+        "--apply", action="store_true", help="serve it so from now on: the same files, as a new version"
+    )
     parser.add_argument("--write", action="store_true", help=f"put the best into {OPTIONS_FILE} of this folder")
     add_repository(parser)
 
@@ -96,11 +104,19 @@ def run(arguments: argparse.Namespace) -> int:
     tried = search(ways, measure, p99_ms=arguments.p99_ms, has_time=lambda: time.monotonic() < deadline)
     if tried[0].rounds < len(rounds):
         say("time was up before the last round: the same command with more --minutes goes on from here")
-    return _tell(arguments, version, ways[0], tried)
+    best = tried[0].way
+    changed = {**configs, graph: write_way(configs[graph], best)}
+    return _tell(arguments, version, changed, ways[0], tried)
 
 
-def _tell(arguments: argparse.Namespace, version: "Version", now: "Way", tried: "Sequence[Tried[Way]]") -> int:
-    best = tried[0]
+def _tell(
+    arguments: argparse.Namespace,
+    version: "Version",
+    changed: "Mapping[str, pb.ModelConfig]",
+    now: "Way",
+    tried: "Sequence[Tried[Way]]",
+) -> int:
+    best, applied = tried[0], None
     if best.figures.p99_ms > arguments.p99_ms:
         nearest = f"{best.figures.p99_ms:.1f} ms with {_describe(best.way)}"
         raise SettingsError(
@@ -118,7 +134,15 @@ def _tell(arguments: argparse.Namespace, version: "Version", now: "Way", tried: 
     else:
         gain = f", {best.figures.requests_per_s / before.requests_per_s:.2f} times what it is now" if before else ""
         lines += [f"best: {_describe(best.way)}{gain}", *table]
-        lines += _say_next(arguments, version, table)
+        if arguments.apply:
+            from ..repository.serving_change import serve_otherwise
+
+            applied = serve_otherwise(version, changed, asdict(best.way) | options)
+            lines.append(f"published as version {applied}, the same files with their proof, and made the active one")
+        if arguments.write:
+            _write(table)
+            lines.append(f"written to {OPTIONS_FILE}")
+        lines += _say_next(arguments, version)
     content: dict[str, Any] = {
         "name": version.name,
         "version": version.number,
@@ -127,26 +151,34 @@ def _tell(arguments: argparse.Namespace, version: "Version", now: "Way", tried: 
         "protocol": arguments.protocol,
         "best": options,
         "is_served_so": best.way == now,
+        "applied": applied,
         "tried": [asdict(each) for each in tried],
     }
     answer(arguments, content, lines)
     return 0
 
 
-def _say_next(arguments: argparse.Namespace, version: "Version", table: list[str]) -> list[str]:
-    """Write the table where that was asked for; return what to do next."""
-    checkpoint = str(version.read_publication().get("checkpoint", "CHECKPOINT"))
-    again = f"{name_command('run')} {checkpoint} --name {version.name} --repository {arguments.repository}"
-    given = _list_given(version)
-    also = [f"with what it was exported with beside the defaults: {', '.join(given)}"] if given else []
-    if not arguments.write:
-        return [f"Next: put that into {OPTIONS_FILE}, or pass --write, and export it again: {again}", *also]
+def _write(table: list[str]) -> None:
+    """Add a table to the file of options, which `_check_writable` has let pass."""
     path = Path(OPTIONS_FILE)
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     new = path.with_name(f"{path.name}.new")
     new.write_text((before.rstrip("\n") + "\n\n" if before.strip() else "") + "\n".join(table) + "\n", encoding="utf-8")
     new.replace(path)
-    return [f"written to {path}", f"Next: {again}", *also]
+
+
+def _say_next(arguments: argparse.Namespace, version: "Version") -> list[str]:
+    if arguments.apply:
+        later = "" if arguments.write else f"; for exports to come put that into {OPTIONS_FILE}, or pass --write"
+        repository = f"--repository {arguments.repository}"
+        return [f"Next: {name_command('versions')} list {version.name} {repository}; running servers follow{later}"]
+    checkpoint = str(version.read_publication().get("checkpoint", "CHECKPOINT"))
+    again = f"{name_command('run')} {checkpoint} --name {version.name} --repository {arguments.repository}"
+    given = _list_given(version)
+    also = [f"with what it was exported with beside the defaults: {', '.join(given)}"] if given else []
+    if arguments.write:
+        return [f"Next: {again}", *also]
+    return [f"Next: pass --apply to serve it so, or put that into {OPTIONS_FILE} and export it again: {again}", *also]
 
 
 def _list_given(version: "Version") -> list[str]:

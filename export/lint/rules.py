@@ -175,6 +175,8 @@ _ALL = (
           "instances that are not on a GPU name one", "kind: KIND_CPU gpus: [ 0 ]", "kind: KIND_GPU gpus: [ 0 ]"),
     _rule("no-instances", _W, scheduling_rules.check_count,
           "a group of no instances gets Triton's default", "count: 0", "count: 1"),
+    _rule("many-instances", _W, scheduling_rules.check_many,
+          "no machine has room for so many instances", "count: 200000", "count: 2"),
     _rule("profile-clash", _E, scheduling_rules.check_profiles,
           "only TensorRT has profiles", 'backend: "onnxruntime" ... profile: [ "0" ]', 'backend: "onnxruntime"'),
     # vLLM.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from tritonclient.grpc import model_config_pb2 as pb
 
+from ..option_kinds import MAX_WORKERS
 from .finding import Problem
 from .model import Model, Repository
 
@@ -130,6 +131,18 @@ def check_count(model: Model, _: Repository) -> Iterator[Problem]:
                 line=said[0].line,
                 what=f"a group has {group.count} instances, of which Triton makes its default",
                 instead="write `count: 1`",
+            )
+
+
+def check_many(model: Model, _: Repository) -> Iterator[Problem]:
+    """Find more instances than a machine has room for."""
+    for index, group in enumerate(model.config.instance_group):
+        if group.count > MAX_WORKERS:
+            yield Problem(
+                path=model.config_path,
+                line=model.line("instance_group", index, "count"),
+                what=f"a group has {group.count} instances, each with memory, threads or a process of its own",
+                instead=f"write `count: 2`, or at most {MAX_WORKERS}",
             )
 
 

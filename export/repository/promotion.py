@@ -11,7 +11,6 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..errors import RepositoryError
 from ..proof.report_page import PAGE_FILE
 from .activation import check_exchangeable, switch
-from .addition import add_version
 from .change import change
 from .config_file import pin_config, read_config
 from .contents import (
@@ -21,11 +20,12 @@ from .contents import (
     find_free_version,
     list_versions,
 )
+from .copying import add_copy, read_whole_sums
 from .integrity import check_whole
 from .lock import check_destination
 from .removal import remove_leftovers
 from .use import use
-from .version import CONFIGS_FOLDER, PUBLICATION_FILE, SUMS_FILE, Version, find_version
+from .version import CONFIGS_FOLDER, PUBLICATION_FILE, Version, find_version
 from .vllm_arguments import ARGUMENTS_FILE, renumber_arguments
 
 
@@ -77,16 +77,7 @@ def promote(
         )
     chosen = find_version(repository, name, _find_active(repository, name) if version is None else version)
     with use(chosen.folder):
-        check_whole(chosen)
-        sums = chosen.read_sums()
-        if not sums:
-            raise RepositoryError(
-                f"version {chosen.number} of {name} in {repository} cannot be promoted",
-                expected=f"a {SUMS_FILE} of all its files",
-                got="none, for an older modelyard published it",
-                remedy="export it again",
-            )
-        return _add(chosen, sums, destination, activates)
+        return _add(chosen, read_whole_sums(chosen, "promoted"), destination, activates)
 
 
 def _find_active(repository: Path, name: str) -> int:
@@ -114,23 +105,13 @@ def _add(chosen: Version, sums: Mapping[Path, str], destination: Path, activates
         pinned = {part: pin_config(config, version=number, served=[number]) for part, config in configs.items()}
         if created:
             version = Version(repository=destination, name=name, number=number)
-            # The configurations alone name the number; the proof is kept to the byte, under that which it was made for.
-            kept = Path(os.path.normpath(chosen.folder)) / CONFIGS_FOLDER
-            # So does what the vLLM backend is told.
-            copied = [path for path in sums if not path.is_relative_to(kept) and path.name != ARGUMENTS_FILE]
-            files = {part: [path for path in copied if path.parent.parent.name == part] for part in configs}
-            digests = {path.name: sums[path] for path in copied}
-            variants = {
-                key: {part: pin_config(config, version=number, served=[number]) for part, config in each.items()}
-                for key, each in chosen.read_variants().items()
-            }
+            # What the vLLM backend is told names the number.
             documents = {
                 path.name: renumber_arguments(path.read_text(encoding="utf-8"), name, number)
                 for path in sums
                 if path.name == ARGUMENTS_FILE
             }
-            add_version(version, files, digests, documents, pinned, undo, variants)
-            check_whole(version)
+            add_copy(chosen, version, sums, pinned, documents, undo)
         switched = activates and switch(destination, name, pinned, undo)
         active = find_active_version(destination, name)
     outcome: Literal["created", "switched", "unchanged"] = "switched" if switched else "unchanged"

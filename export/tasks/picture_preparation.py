@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from transformers import AutoImageProcessor
-from transformers.image_utils import load_image
 
 from ..checkpoints.storage.paths import parse_json, read_small
 from ..errors import CheckpointError, ModelError, SettingsError, shorten
@@ -64,15 +62,15 @@ class Preparation:
 
     def read(self, content: bytes) -> Pixels:
         """Return what the graph is given of an encoded picture."""
-        return self.reference(load_image(Image.open(io.BytesIO(content))))
+        return self.reference(_decode(content))
 
     def find_geometry(self, content: bytes) -> Geometry:
         """Return where these pixels lie in the upright picture."""
-        return self.recipe.find_geometry(load_image(Image.open(io.BytesIO(content))))
+        return self.recipe.find_geometry(_decode(content))
 
     def find_mask(self, content: bytes) -> npt.NDArray[np.bool_]:
         """Return which of these pixels are the picture's, [height, width]."""
-        return self.recipe.find_mask(load_image(Image.open(io.BytesIO(content))))
+        return self.recipe.find_mask(_decode(content))
 
     def require_one_size(self) -> None:
         """Refuse a recipe that gives pictures of every shape to a graph that takes one.
@@ -97,7 +95,7 @@ class Preparation:
         """
         spread = self.recipe.scale / min(map(abs, self.recipe.std))
         for content in contents:
-            image = load_image(Image.open(io.BytesIO(content)))
+            image = _decode(content)
             have = self.recipe.prepare(image)
             try:
                 want = self.reference(image)
@@ -274,7 +272,18 @@ def _read_torchvision(given: Mapping[str, Any]) -> Recipe:
     )
 
 
+def _decode(content: bytes) -> Image.Image:
+    """Return an encoded picture as transformers has it: upright, in RGB."""
+    # It imports torch, and a recipe is refused before that.
+    from transformers.image_utils import load_image
+
+    picture: Image.Image = load_image(Image.open(io.BytesIO(content)))
+    return picture
+
+
 def _read_processor(directory: Path) -> Preparation:
+    from transformers import AutoImageProcessor
+
     path = directory / PROCESSOR_FILE
     try:
         # Pillow's, which is what the server resizes with.

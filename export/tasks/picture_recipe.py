@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from transformers.image_transforms import get_size_with_aspect_ratio
-from transformers.models.yolos.image_processing_pil_yolos import get_size_with_aspect_ratio_yolos
 
 from ..errors import shorten
 
@@ -274,6 +272,10 @@ class Recipe:
 
     def _find_edges(self, image: Image.Image) -> tuple[int, int]:
         """Return height and width by transformers' rounding; of YOLOS, which alone cuts them, by its own."""
+        # They import torch, and a recipe is refused before that.
+        from transformers.image_transforms import get_size_with_aspect_ratio
+        from transformers.models.yolos.image_processing_pil_yolos import get_size_with_aspect_ratio_yolos
+
         rounding = get_size_with_aspect_ratio
         if self.multiple_of > 1:
             rounding = partial(get_size_with_aspect_ratio_yolos, mod_size=self.multiple_of)

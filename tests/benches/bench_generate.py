@@ -11,7 +11,8 @@ A GPT-2 of random weights is written of with 1, 4 and 16 prompts at once by each
     ctranslate2              the same, where it can be installed in .cache/ctranslate2
 
 All are ready before anything is measured, and each round asks every one of them once, so that what else the machine is
-at meets all alike. What counts are the ratios within a round; they are told with the smallest and the largest.
+at meets all alike. What counts are the ratios within a round; they are told with the smallest and the largest. Then a
+request comes to the server while it is idle, and while it writes eight others, in turns.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ RATIOS = (
     (SERVED, ALONE, 16, 16, 10.0),
     (SERVED, CT2, 16, 16, 1.0),
 )
+
+# Requests that are being written when a late one comes, the late ones one after another, and what is hoped for.
+OTHERS, LATE, LATE_HOPED = 8, 5, 1.5
 
 # When each token of each prompt was there, in seconds from the start.
 Moments = list[list[float]]
@@ -268,6 +272,24 @@ class Served:
             client.close()
         return moments
 
+    def measure_late(self, number: int, tokens: int) -> tuple[float, float]:
+        """Return the seconds to a request's first token: of an idle server, and while it writes others."""
+        prompts = make_prompts(LATE, 100 + number)
+
+        def measure_first() -> float:
+            return float(np.median([self.write([prompt], 2)[0][0] for prompt in prompts]))
+
+        alone = measure_first()
+        others = threading.Thread(target=self.write, args=(make_prompts(OTHERS, number), tokens))
+        others.start()
+        # Until all of them have begun.
+        time.sleep(1)
+        late = measure_first()
+        if not others.is_alive():
+            raise RuntimeError("the others were written before the late ones: expected more --tokens")
+        others.join()
+        return alone, late
+
     def _listen(self, client: Any, prompt: list[int], tokens: int, start: float, known: list[float]) -> None:
         import tritonclient.grpc as grpc
 
@@ -372,6 +394,12 @@ def compare(engines: dict[str, Worker | Served], rounds: int, tokens: int) -> di
     return found
 
 
+def compare_late(served: Worker | Served, rounds: int, tokens: int) -> list[tuple[float, float]]:
+    """Return the seconds to a first token, idle and beside others, of each round."""
+    assert isinstance(served, Served)
+    return [served.measure_late(number, tokens) for number in range(rounds)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=3)
@@ -395,19 +423,22 @@ def main() -> int:
         engines = open_engines(folder, os.cpu_count() or 1)
         try:
             found = compare(engines, options.rounds, tokens)
+            late = compare_late(engines[SERVED], options.rounds, 1000 if options.quick else 4 * tokens)
             peaks = {name: read_peak_bytes(engine.find_pids()) for name, engine in engines.items()}
         finally:
             for engine in engines.values():
                 engine.close()
     if options.json:
         runs = [{"engine": n, "streams": s, **asdict(each)} for (n, s), all_ in found.items() for each in all_]
-        say(json.dumps({"runs": runs, "peak_bytes": peaks}, indent=2))
+        say(json.dumps({"runs": runs, "late": late, "peak_bytes": peaks}, indent=2))
         return 0
-    show(found, peaks)
+    show(found, peaks, late)
     return 0
 
 
-def show(found: dict[tuple[str, int], list[Measured]], peaks: dict[str, int]) -> None:
+def show(
+    found: dict[tuple[str, int], list[Measured]], peaks: dict[str, int], late: Sequence[tuple[float, float]]
+) -> None:
     """Tell medians over rounds, and ratios within them."""
     say(f"{'':22} streams   tok/s   first ms   between ms (p99)   peak MB")
     for (name, streams), runs in sorted(found.items(), key=lambda item: item[0][1]):
@@ -424,6 +455,13 @@ def show(found: dict[tuple[str, int], list[Measured]], peaks: dict[str, int]) ->
                 f"{above} at {many} / {below} at {few}: {np.median(ratios):.2f} "
                 f"({min(ratios):.2f} to {max(ratios):.2f}; hoped for {hoped:g})"
             )
+
+    ratios = [beside / alone for alone, beside in late]
+    alone, beside = np.median(late, axis=0)
+    say(
+        f"first token of a late request: {1e3 * beside:.0f} ms while {OTHERS} others are written, {1e3 * alone:.0f} ms "
+        f"idle: {np.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f}; hoped for {LATE_HOPED:g})"
+    )
 
 
 if __name__ == "__main__":

@@ -85,6 +85,12 @@ REFUSED = {
     ),
     "threads": ("encoder", "--name x --engine openvino --threads 2", "--threads has no effect where OpenVINO runs"),
     "warm-up": ("encoder", "--name x --steps lean --warmup 4", "--warmup has no effect with --steps lean"),
+    "memory of texts": ("encoder", "--name x --kv-cache-mb 64", "--kv-cache-mb has no effect where no text is written"),
+    "seats": (
+        "writer",
+        "--name x --engine vllm --target 25.09 --max-num-seqs 8",
+        "--max-num-seqs has no effect where no text is written",
+    ),
     "lean": ("writer", "--name x --steps lean", "--steps lean has no effect on text-generation"),
     "lengths": ("writer", "--name x --lengths 8 16", "--lengths has no effect on text-generation"),
     "factory: pictures": ("", "--name x --pictures pictures", "--pictures has no effect on"),
@@ -120,13 +126,13 @@ def test_who_calls_the_pipeline_by_itself_is_told_the_same(
     assert late.endswith(told), late
 
 
-def test_a_bad_recipe_is_refused_before_the_users_own_code_is_run(
-    here: Path, export_cli: Callable[..., Finished]
-) -> None:
+def test_a_bad_recipe_is_refused_before_torch_and_before_the_users_own_code_is_run(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     words = [*list_words("factory: steps", here)[:5], "--name", "x", "--repository", str(here / "models")]
-    refused = export_cli(*words, "--preprocess", str(here / "recipe.json"))
+    words += ["--preprocess", str(here / "recipe.json")]
+    refused = run("-m", "export", *words, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert refused.code == 1
-    assert "sharpness" in refused.err and "it was run" not in refused.err
+    assert refused.err.startswith("error: ") and "sharpness" in refused.err, refused.err
 
 
 def test_what_is_said_of_a_task_is_what_its_class_says() -> None:

@@ -10,9 +10,14 @@ import pytest
 from harness import CHECKOUT, run
 
 from export.commands.tune import _list_given
-from export.errors import SettingsError
+from export.errors import RepositoryError, SettingsError
+from export.lint.linter import lint
 from export.repository.config_file import parse_config
+from export.repository.contents import find_active_version
+from export.repository.integrity import check_whole
+from export.repository.serving_change import serve_otherwise
 from export.repository.version import Version, find_version
+from export.targets import find_target
 from export.tuning.journal import Journal
 from export.tuning.search import Figures, plan_rounds, search
 from export.tuning.ways import Way, find_graph, list_ways, read_way, write_way
@@ -124,6 +129,32 @@ def test_the_best_is_told_and_what_cannot_be_done_is_refused(two_versions: Path,
     refused = run("-m", "export", *words, "--write", cwd=tmp_path, env=environment)
     assert refused.code == 1
     assert "modelyard.toml has a table of tickets already" in refused.err
+
+
+def test_the_same_files_are_published_to_be_served_otherwise(two_versions: Path, tmp_path: Path) -> None:
+    repository = Path(shutil.copytree(two_versions, tmp_path / "models"))
+    version = find_version(repository, "tickets", 2)
+    configs = version.read_configs()
+    graph = find_graph(configs, "tickets")
+    way = Way(instances=1, threads=2, max_queue_delay_microseconds=0)
+    changed = {**configs, graph: write_way(configs[graph], way)}
+    number = serve_otherwise(version, changed, {"instances": 1, "threads": 2, "max_queue_delay_microseconds": None})
+    assert number == 3 and find_active_version(repository, "tickets") == 3
+    new = find_version(repository, "tickets", 3)
+    check_whole(new)
+    assert read_way(new.read_configs()[graph]) == way
+    assert read_way(version.read_configs()[graph]) != way
+    assert new.read_report() == version.read_report()
+    asked = {key: value for key, value in new.read_lock()["options"]["serving"].items() if value}
+    assert asked == {"instances": 1, "threads": 2}
+    # Each file of the graph lies there once.
+    (old_file,) = version.find_folder(graph).glob("*.onnx")
+    assert old_file.samefile(new.find_folder(graph) / old_file.name)
+    assert lint(repository, find_target("24.10")) == []
+    (version.find_folder(graph) / old_file.name).unlink()
+    with pytest.raises(RepositoryError):
+        serve_otherwise(version, changed, {})
+    assert find_active_version(repository, "tickets") == 3
 
 
 def test_what_is_to_be_given_again_is_told_from_the_lock(two_versions: Path, tmp_path: Path) -> None:

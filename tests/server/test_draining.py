@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import signal
 import threading
 import time
@@ -158,6 +159,18 @@ def test_what_takes_longer_than_the_grace_period_is_cut_and_the_exit_code_says_s
         for thread in threads:
             thread.join()
     assert all(isinstance(outcome, Exception) for outcome in outcomes)
+
+
+def test_one_that_a_signal_has_stopped_answers_what_is_in_flight_and_ends(slow_repository: Path) -> None:
+    with running(slow_repository) as server:
+        server.read_until("serving")
+        threads, outcomes = start_requests(server, 1.0)
+        time.sleep(0.3)
+        os.kill(server.tritonserver, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(timeout=60)
+        assert (outcomes, server.process.wait(timeout=60)) == ([1.0, 1.0], 0)
 
 
 def test_a_second_signal_stops_it_at_once(slow_repository: Path) -> None:

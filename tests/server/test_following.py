@@ -400,6 +400,35 @@ def test_a_model_whose_file_is_away_comes_back_with_it_and_what_still_answers_go
     assert not any("given up" in line for line in server.lines)
 
 
+def test_it_is_not_ready_from_the_last_process_of_its_only_model_to_the_next_that_answers(
+    repository: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    graph = copy / f"{NAME}_model" / "1" / "model.onnx"
+    content = graph.read_bytes()
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        graph.write_bytes(content[:5000])
+        for stub in server.find_stubs(f"{NAME}_model"):
+            stub.kill()
+        wait_for(server, lambda models: read_ready(server)[0] == 503)
+        # New processes begin meanwhile, and fail.
+        looks = 0
+        while looks < 20 or not any("cannot be loaded anew" in line for line in server.lines):
+            assert read_ready(server)[0] == 503
+            looks += 1
+            time.sleep(0.2)
+        graph.write_bytes(content)
+        wait_for(server, lambda models: read_ready(server)[0] == 200)
+        with Callers(server, copy, count=1) as callers:
+            while not callers.answers and not callers.failures:
+                time.sleep(0.05)
+        assert callers.failures == []
+
+
 @pytest.mark.parametrize("follow", ["on", "off"])
 def test_what_a_tritonserver_that_was_started_anew_cannot_load_is_said_and_tried_again(
     repository: Path, tmp_path: Path, follow: str
