@@ -7,7 +7,7 @@ BENCH   = PYTHONPATH=.:tests:tests/trainers $(BIN)/python -m benches.
 
 # tritonserver's Python backend is linked to the interpreter's shared library, which Debian packages on its own.
 # Installed where we may; elsewhere `python -m server` says what is missing.
-HAS_LIBPYTHON := from server.installation import find_installation; find_installation()
+HAS_LIBPYTHON := from server.tritonserver.installation import find_installation; find_installation()
 VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
 .DEFAULT_GOAL := help

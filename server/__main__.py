@@ -12,22 +12,22 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from .control_key import open_key
 from .doctor import examine, render
 from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError, ShortageError
-from .health import check_ensembles
-from .installation import Installation, assemble_backends, find_installation
+from .following.health import check_ensembles
+from .following.models import check_variant, list_models, wait_for_model
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
-from .models import check_variant, list_models, wait_for_model
-from .orphans import PREFIX, own, remove_orphans
-from .passed_options import check_passed_options
-from .settings import Settings
 from .status import Status
 from .status_port import serve_status
 from .supervisor import Supervisor
+from .tritonserver.control_key import open_key
+from .tritonserver.installation import Installation, assemble_backends, find_installation
+from .tritonserver.orphans import PREFIX, own, remove_orphans
+from .tritonserver.passed_options import check_passed_options
+from .tritonserver.settings import Settings
 
 _DESCRIPTION = """
 Serve a model repository with the real tritonserver. Without a command, it serves.

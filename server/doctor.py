@@ -15,10 +15,10 @@ from typing import Literal
 
 from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError
-from .installation import Installation, build_environment, find_installation
+from .following.models import list_models
 from .limits import COMFORTABLE_OPEN_FILES, check_open_files, check_threads
 from .locations import name_command
-from .models import list_models
+from .tritonserver.installation import Installation, build_environment, find_installation
 
 Verdict = Literal["ok", "warning", "broken"]
 

@@ -15,10 +15,10 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from .control_key import ControlKey
 from .endpoints import Endpoints
-from .process import EXIT_TIMEOUT_S, TritonServer
-from .stubs import StubTable
+from .healing.stubs import StubTable
+from .tritonserver.control_key import ControlKey
+from .tritonserver.process import EXIT_TIMEOUT_S, TritonServer
 
 # Between two steps of an ensemble a request is nowhere to be seen, for well under a millisecond.
 _QUIET_S = 0.3

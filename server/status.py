@@ -3,7 +3,7 @@
 import json
 import threading
 
-from .following import Following
+from .following.follower import Following
 
 _HELP = {
     "modelyard_ready": (

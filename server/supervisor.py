@@ -4,32 +4,32 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from . import wishes
-from .absence import Absences
-from .control import Control
-from .control_key import hide_key
 from .draining import Retirement, drain
 from .endpoints import Endpoints
-from .environment_folders import remove_environment_folders
 from .errors import AbortedStartError, ControlError, GaveUpError, ShortageError, StartError
-from .following import Follower
-from .healing import Healer
+from .following import wishes
+from .following.follower import Follower
+from .following.model_text import read_inputs
+from .following.overlay import Overlay
+from .following.published import Published
+from .following.rollout import Roller
+from .following.verdicts import FAILED, judge_models, render_verdicts
+from .healing.absence import Absences
+from .healing.healer import Healer
+from .healing.work_queue import KNOWN_VERSIONS
 from .limits import describe_open_files
 from .locations import name_command
 from .log import Log
-from .model_text import read_inputs
-from .overlay import Overlay
-from .process import EXIT_TIMEOUT_S, TritonServer
-from .processes import end_children, list_children, read_stat, wants_core
-from .published import Published
-from .pulse import Pulse
-from .rollout import Roller
-from .settings import Settings
 from .shortage import is_shortage
 from .status import Status
-from .stillness import STILL_LOOKS, Stillness
-from .verdicts import FAILED, judge_models, render_verdicts
-from .work_queue import KNOWN_VERSIONS
+from .tritonserver.control import Control
+from .tritonserver.control_key import hide_key
+from .tritonserver.environment_folders import remove_environment_folders
+from .tritonserver.process import EXIT_TIMEOUT_S, TritonServer
+from .tritonserver.processes import end_children, list_children, read_stat, wants_core
+from .tritonserver.pulse import Pulse
+from .tritonserver.settings import Settings
+from .tritonserver.stillness import STILL_LOOKS, Stillness
 
 # Dead and hung processes are looked for this often.
 _INTERVAL_S = 0.1

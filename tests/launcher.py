@@ -20,8 +20,8 @@ import pytest
 from harness import CHECKOUT, Finished, run
 
 from demo.serving import is_free
-from server.processes import list_children
-from server.stubs import Stub, StubTable
+from server.healing.stubs import Stub, StubTable
+from server.tritonserver.processes import list_children
 
 # Below those that the system gives to clients (ip_local_port_range): between a look and a server's start, some client
 # would have taken one. Several processes of tests look in places of their own.

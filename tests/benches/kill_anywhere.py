@@ -46,7 +46,7 @@ from launcher import Running
 from tritonclient.utils import InferenceServerException
 
 from export.repository.contents import find_active_version, list_versions
-from server.processes import read_stat
+from server.tritonserver.processes import read_stat
 
 PATIENCE_S = 60.0
 

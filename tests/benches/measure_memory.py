@@ -28,7 +28,7 @@ from transformers import AutoConfig, BertConfig, BertModel, GPT2Config, GPT2LMHe
 
 from demo.checkpoint import fetch_checkpoint
 from export.commands.inspect_checkpoint import inspect_checkpoint
-from server.processes import list_children
+from server.tritonserver.processes import list_children
 
 WAYS = (
     "onnxruntime:fp32",

@@ -27,7 +27,7 @@ from benches.soak import say
 from benches.soak_rollouts import NAME, publish_two
 from launcher import Running, running
 
-from server.processes import list_children
+from server.tritonserver.processes import list_children
 
 CLIENTS = 32
 

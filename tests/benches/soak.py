@@ -27,7 +27,7 @@ from launcher import Running, read_golden_texts, running
 from tritonclient.utils import InferenceServerException
 
 from demo.serving import REPOSITORY, publish_demo_model
-from server.processes import list_children
+from server.tritonserver.processes import list_children
 
 NAME = "sentence_embedding"
 CAPACITY_CLIENTS = 16

@@ -39,7 +39,7 @@ from launcher import Running, find_ports
 from tritonclient.utils import InferenceServerException
 
 from export.repository.activation import activate
-from server.processes import list_children
+from server.tritonserver.processes import list_children
 
 HAPROXY = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin")
 

@@ -22,7 +22,7 @@ from export.lint.finding import Finding, Level
 from export.lint.linter import UNKNOWN_SUPPRESSION, lint
 from export.lint.rules import RULES
 from export.targets import DEFAULT_TARGET, find_target
-from server.installation import assemble_backends, build_environment, find_installation
+from server.tritonserver.installation import assemble_backends, build_environment, find_installation
 
 PAGE = (CHECKOUT / "docs" / "lint.md").read_text(encoding="utf-8")
 WORDS = {Level.ERROR: "error", Level.WARNING: "warning", Level.NOTE: "note"}

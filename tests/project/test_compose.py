@@ -11,8 +11,8 @@ import pytest
 import yaml
 from harness import CHECKOUT
 
-from server.process import EXIT_TIMEOUT_S
 from server.status import Status
+from server.tritonserver.process import EXIT_TIMEOUT_S
 
 DOCKER = CHECKOUT / "docker"
 

@@ -19,9 +19,9 @@ import pytest
 from benches.load import Load
 from harness import CHECKOUT, Published, run
 
-from server.process import EXIT_TIMEOUT_S
-from server.processes import list_children
-from server.stubs import StubTable
+from server.healing.stubs import StubTable
+from server.tritonserver.process import EXIT_TIMEOUT_S
+from server.tritonserver.processes import list_children
 
 pytestmark = pytest.mark.containers
 

@@ -37,11 +37,11 @@ from export.tasks.sound_recipe import SoundRecipe
 from export.tasks.sounds import AUDIO, SOUND_FILE
 from export.tasks.table import TASKS
 from export.tasks.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
-from server import health, model_text, rollout
-from server import published as repository_reader
-from server.following import Following
+from server.following import health, model_text, rollout
+from server.following import published as repository_reader
+from server.following.follower import Following
+from server.healing.stubs import Limits
 from server.status import Status
-from server.stubs import Limits
 
 PAGE = (CHECKOUT / "docs" / "contracts.md").read_text(encoding="utf-8")
 

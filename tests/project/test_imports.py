@@ -39,8 +39,8 @@ LIBRARIES = {
     "demo": set(),
 }  # fmt: skip
 
-# A folder of `export/` → the folders that it may import, and the modules beside them by name. Each line may name only
-# lines above it, so the table is the order of the floors as well.
+# A folder of `export/` or `server/` → the folders that it may import, and the modules beside them by name. Each line
+# may name only lines above it, so the table is the order of the floors as well.
 FLOORS = {
     "export/errors": (),
     "export/locations": (),
@@ -69,7 +69,7 @@ FLOORS = {
         *("artefacts", "engines", "errors", "proof", "serving_options", "signature", "targets", "tasks"),
     ),
     "export/tuning": ("engines", "errors", "repository"),
-    "export/lint": ("errors", "repository", "targets"),
+    "export/lint": ("errors", "option_kinds", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
     "export/foresight": (
         "checkpoints",
@@ -140,6 +140,23 @@ FLOORS = {
     "export/checkpoints/deepspeed": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
     "export/checkpoints/fsdp": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
     "export/checkpoints/megatron": ("deepspeed", "pickles", "remedies", "storage", "stored_checkpoint"),
+    "server/errors": (),
+    "server/locations": (),
+    "server/shortage": (),
+    "server/endpoints": ("errors",),
+    "server/limits": ("errors",),
+    "server/log": ("errors",),
+    "server/tritonserver": ("endpoints", "errors", "locations", "log", "shortage"),
+    "server/following": ("errors", "locations", "tritonserver"),
+    "server/status": ("following",),
+    "server/status_port": ("errors", "status"),
+    "server/healing": ("errors", "status", "tritonserver"),
+    "server/draining": ("endpoints", "healing", "tritonserver"),
+    "server/doctor": ("endpoints", "errors", "following", "limits", "locations", "tritonserver"),
+    "server/supervisor": (
+        *("draining", "endpoints", "errors", "following", "healing", "limits", "locations", "log", "shortage"),
+        *("status", "tritonserver"),
+    ),
 }
 
 
@@ -225,7 +242,7 @@ def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
 
 def test_every_floor_is_in_the_table() -> None:
     free = {"__init__", "__main__", "__pycache__", "formats"}
-    for folder in ("export", "export/checkpoints"):
+    for folder in ("export", "export/checkpoints", "server"):
         there = {entry.stem for entry in (CHECKOUT / folder).iterdir()} - free
         assert {f"{folder}/{name}" for name in there} == {name for name in FLOORS if str(Path(name).parent) == folder}
 

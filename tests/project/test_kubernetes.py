@@ -15,9 +15,9 @@ from harness import CHECKOUT
 from schemas import PUBLISHED, check
 
 from server.__main__ import _parse
-from server.process import EXIT_TIMEOUT_S
 from server.status import Status
 from server.status_port import _choose
+from server.tritonserver.process import EXIT_TIMEOUT_S
 
 FOLDER = CHECKOUT / "docker" / "kubernetes"
 BUILDER = ["kubectl", "kustomize"] if shutil.which("kubectl") else ["kustomize", "build"]

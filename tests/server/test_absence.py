@@ -8,8 +8,8 @@ from pathlib import Path
 from harness import Published
 from launcher import Running, running
 
-from server.control import Control
-from server.control_key import open_key
+from server.tritonserver.control import Control
+from server.tritonserver.control_key import open_key
 
 
 def read_readiness(server: Running) -> tuple[int, str]:

@@ -13,8 +13,8 @@ from harness import Published, run
 from launcher import Running, running
 from tritonclient.utils import InferenceServerException
 
-from server.control_key import HEADER, open_key
 from server.errors import KeyFileError
+from server.tritonserver.control_key import HEADER, open_key
 
 # Method, path and body of everything that changes what the server does or shows another caller's memory.
 CLOSED_OVER_HTTP = [

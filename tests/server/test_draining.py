@@ -18,7 +18,7 @@ import tritonclient.http
 from harness import Published
 from launcher import Running, running
 
-from server.process import EXIT_TIMEOUT_S
+from server.tritonserver.process import EXIT_TIMEOUT_S
 
 # Takes as many seconds over each request as it is told.
 SLOW = """

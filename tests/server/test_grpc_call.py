@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from server.grpc_call import GrpcError, call
+from server.tritonserver.grpc_call import GrpcError, call
 
 METHOD = "/yard.Service/Order"
 

@@ -25,10 +25,10 @@ from launcher import Running, mounts, running
 from tritonclient.utils import InferenceServerException
 
 from export.repository.config_file import parse_config
-from server.control import Control
-from server.control_key import open_key
-from server.healing import MAX_STREAK, Healer
+from server.healing.healer import MAX_STREAK, Healer
 from server.status import Status
+from server.tritonserver.control import Control
+from server.tritonserver.control_key import open_key
 
 KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
 

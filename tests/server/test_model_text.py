@@ -5,7 +5,7 @@ from google.protobuf import text_format
 from harness import CHECKOUT
 from tritonclient.grpc import model_config_pb2 as pb
 
-from server.model_text import (
+from server.following.model_text import (
     read_fields,
     read_inputs,
     read_parameter,

@@ -19,7 +19,7 @@ from benches.load import Load
 from harness import CHECKOUT, Published
 from launcher import find_ports, running
 
-from server.installation import find_installation
+from server.tritonserver.installation import find_installation
 
 MONITORING = CHECKOUT / "docker" / "monitoring"
 

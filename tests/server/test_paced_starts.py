@@ -5,7 +5,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from server.paced_starts import pace_program, pacing
+from server.tritonserver.paced_starts import pace_program, pacing
 
 # Says when it begins, in seconds, and with which arguments.
 PROGRAM = '#!/bin/sh\ndate +%s.%N\necho "$@"\n'

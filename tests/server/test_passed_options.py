@@ -10,7 +10,7 @@ from harness import Published, run
 from launcher import running
 
 from server.errors import UsageError
-from server.passed_options import check_passed_options
+from server.tritonserver.passed_options import check_passed_options
 
 
 def test_tracing_caching_and_metrics_are_tritonservers_to_be_configured(published: Published, tmp_path: Path) -> None:

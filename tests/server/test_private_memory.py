@@ -11,8 +11,8 @@ import pytest
 from harness import Published
 from launcher import Running, running
 
-from server.private_memory import close_region
-from server.processes import list_children
+from server.tritonserver.private_memory import close_region
+from server.tritonserver.processes import list_children
 
 SECRET = "patient Jane Roe, diagnosis confidential 4711"
 NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--bounding-set=-all"]

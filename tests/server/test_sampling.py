@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from server.sampling import Code, find_code
+from server.healing.sampling import Code, find_code
 
 LOOP = "while True: pass"
 COMPUTE = """

@@ -23,7 +23,7 @@ from tritonclient.utils import InferenceServerException
 from client.bench import read_corpus
 from client.connection import Connection
 from demo.serving import Addresses
-from server.health import check_answer
+from server.following.health import check_answer
 
 MODEL = "sentence_embedding"
 PROTOCOLS = ("http", "grpc")

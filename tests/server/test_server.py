@@ -23,9 +23,9 @@ from tritonclient.utils import InferenceServerException
 
 from demo.serving import Addresses
 from server.errors import CheckError, NotFoundError
-from server.health import check_ensembles, measure_answer
-from server.installation import check_libpython, find_installation
-from server.orphans import PREFIX, own
+from server.following.health import check_ensembles, measure_answer
+from server.tritonserver.installation import check_libpython, find_installation
+from server.tritonserver.orphans import PREFIX, own
 
 BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
 

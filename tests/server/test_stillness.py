@@ -11,8 +11,8 @@ import pytest
 from harness import Published
 from launcher import running
 
-from server.processes import list_children, read_stat
-from server.stillness import STILL_LOOKS, Stillness
+from server.tritonserver.processes import list_children, read_stat
+from server.tritonserver.stillness import STILL_LOOKS, Stillness
 
 READS = "import sys, time\nfile = open('/dev/zero', 'rb', 0)\nwhile True:\n    file.read(1)\n    time.sleep(0.001)"
 COMPUTES = "while True: pass"

@@ -13,7 +13,7 @@ from launcher import find_ports
 
 from export.engines.table import ENGINES
 from export.tasks.text import POSTPROCESS_BACKEND, PREPROCESS_BACKEND
-from server.installation import assemble_backends, build_environment, find_installation
+from server.tritonserver.installation import assemble_backends, build_environment, find_installation
 
 # Backends that the image brings itself.
 NATIVE = {"onnxruntime", "tensorrt"}

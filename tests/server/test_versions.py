@@ -12,7 +12,7 @@ from launcher import running
 
 from export.commands.waiting import wait_until_served
 from export.errors import ServingError
-from server.overlay import Overlay
+from server.following.overlay import Overlay
 
 
 def call(*words: object) -> Finished:

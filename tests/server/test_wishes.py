@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server.wishes import keeps_answers, limits_rate, list_options
+from server.following.wishes import keeps_answers, limits_rate, list_options
 
 LIMITED = 'instance_group [ { count: 1 rate_limiter { resources [ { name: "cores" count: 1 } ] } } ]'
 PLAIN = 'name: "rate_limiter" instance_group [ { count: 1 } ]'

@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from server.processes import TICKS_PER_S, kill, list_children, read_arguments, read_stat
+from server.tritonserver.processes import TICKS_PER_S, kill, list_children, read_arguments, read_stat
 
 _STUB = "triton_python_backend_stub"
 

@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import KeyFileError
+from ..errors import KeyFileError
 from .processes import read_stat
 
 HEADER = "modelyard-key"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 
-from .control import Control
-from .errors import ControlError
-from .status import Status
+from ..errors import ControlError
+from ..status import Status
+from ..tritonserver.control import Control
 from .stubs import Limits, Stub, StubTable
 
 # Deaths without one answered request in between, and deaths in all, after which a model is given up.

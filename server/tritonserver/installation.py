@@ -10,8 +10,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import NotFoundError
-from .locations import name_installation
+from ..errors import NotFoundError
+from ..locations import name_installation
 from .paced_starts import pace_program
 
 

@@ -8,9 +8,9 @@ import subprocess
 import threading
 from pathlib import Path
 
-from .errors import ShortageError
+from ..errors import ShortageError
+from ..log import Log
 from .installation import build_environment
-from .log import Log
 from .private_memory import keep_shared_memory_private
 from .settings import Settings
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .errors import RolloutError
+from ..errors import RolloutError
 from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, read_repository

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .control import Control, ModelState
+from ..tritonserver.control import Control, ModelState
+from ..tritonserver.settings import Settings
 from .health import JUDGING_PATIENCE_S, check_answer
-from .settings import Settings
 
 FAILED = "FAILED: "
 

@@ -24,12 +24,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from .control import Control
-from .errors import ControlError, GoneError, RolloutError
+from ..errors import ControlError, GoneError, RolloutError
+from ..tritonserver.control import Control
+from ..tritonserver.paced_starts import pacing
 from .health import JUDGING_PATIENCE_S, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .paced_starts import pacing
 from .published import GOLDEN_FILE, Published, list_versions
 from .wishes import keeps_answers, limits_rate
 

@@ -4,8 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from .control import Control
-from .errors import ControlError
+from ..errors import ControlError
+from ..tritonserver.control import Control
 
 # Between two looks. One of them alone says nothing: while a model is rolled or loaded anew, it may be away.
 _INTERVAL_S = 2.0

@@ -12,8 +12,8 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ControlError, GoneError
 from .control_key import ControlKey
-from .errors import ControlError, GoneError
 
 # Loading a model may have to wait for a warmup or a cold disk.
 _LOAD_TIMEOUT_S = 120.0

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.parse
 
-from .shortage import is_shortage
+from ..shortage import is_shortage
 
 _START_INTERVAL_S = 0.05
 _INTERVAL_S = 0.5

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..tritonserver.private_memory import close_region
+from ..tritonserver.processes import TICKS_PER_S, ProcessStat, kill, list_children, read_arguments, read_stat
 from .lost_loads import FIRST_CONTROL_HANDLE, end_lost_load, is_waited_for, list_regions
-from .private_memory import close_region
-from .processes import TICKS_PER_S, ProcessStat, kill, list_children, read_arguments, read_stat
 from .sampling import Code, find_code
 from .work_queue import WorkQueue, read_queue
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..endpoints import Endpoints
 from .control_key import ControlKey
-from .endpoints import Endpoints
 from .installation import Installation
 
 

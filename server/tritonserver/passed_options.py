@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .errors import UsageError
+from ..errors import UsageError
 
 # What the launcher itself decides, or would lose sight of, and what to do about it.
 _OWNED = {

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .errors import EmptyError, NotFoundError, UsageError
-from .locations import name_command
+from ..errors import EmptyError, NotFoundError, UsageError
+from ..locations import name_command
 from .published import list_variants, read_repository
 
 _INTERVAL_S = 0.5

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckError, GoldenError
+from ..locations import name_command
 from .agreement import find_disagreement, read_following
-from .errors import CheckError, GoldenError
-from .locations import name_command
 from .model_text import CONFIG_FILE
 from .published import read_repository
 

@@ -1,0 +1,1 @@
+"""Backend processes: what is seen of them from outside, and how a model of which one died is brought back."""
