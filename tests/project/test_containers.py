@@ -195,7 +195,7 @@ def test_prometheus_scrapes_it_by_name_and_evaluates_its_rules(container: Contai
 def test_a_process_that_loops_or_blocks_can_be_seen_inside(container: Container) -> None:
     """The container's user has no rights, and needs none to look into what it started."""
     look = (
-        "from modelyard.server.stubs import StubTable\n"
+        "from modelyard.server.healing.stubs import StubTable\n"
         "from pathlib import Path\n"
         "(pid,) = [int(p.parent.name) for p in Path('/proc').glob('[0-9]*/comm') if 'tritonserver' in p.read_text()]\n"
         "print({stub.is_idle for stub in StubTable(pid).refresh()})"
