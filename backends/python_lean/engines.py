@@ -12,22 +12,33 @@ Array = npt.NDArray[Any]
 Run = Callable[[Sequence[str], Mapping[str, Array]], list[Array]]
 
 
-def open_onnxruntime(path: Path, threads: int) -> Run:
-    """Return a session of so many threads, as the backend `onnxruntime` opens it."""
+def open_onnxruntime(path: Path, threads: int, *, has_cores: bool = False) -> Run:
+    """Return a session of so many threads, as the backend `onnxruntime` opens it.
+
+    Args:
+        path: The graph.
+        threads: What it computes with.
+        has_cores: Whether there is a core for each thread of all instances.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    # A thread that waits for work would keep its core from the other instances.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # A thread that waits for the next operator by spinning is there sooner, and else keeps its core from another
+    # instance; between two runs none does.
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(has_cores)))
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     # Lengths vary from run to run, and a memory plan is kept for every one of them.
     options.enable_mem_pattern = False
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return lambda names, feed: session.run(names, dict(feed))
 
 
-def open_openvino(path: Path, threads: int) -> Run:
-    """Return a request of one stream and so many threads, as the backend `python_openvino` opens it."""
+def open_openvino(path: Path, threads: int, *, has_cores: bool = False) -> Run:
+    """Return a request of one stream and so many threads, as the backend `python_openvino` opens it.
+
+    How its threads wait is OpenVINO's own choice, whether there are cores or not.
+    """
     from compiled import compile_model
 
     request = compile_model(path, streams=1, threads=threads).create_infer_request()
@@ -40,4 +51,4 @@ def open_openvino(path: Path, threads: int) -> Run:
 
 
 # The file that an engine loads → how it is opened.
-ENGINES: Mapping[str, Callable[[Path, int], Run]] = {"model.onnx": open_onnxruntime, "openvino.json": open_openvino}
+ENGINES: Mapping[str, Callable[..., Run]] = {"model.onnx": open_onnxruntime, "openvino.json": open_openvino}

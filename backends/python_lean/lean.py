@@ -25,13 +25,21 @@ class LeanModel:
         described: What `lean.json` beside them holds.
         step: Makes tensors of rows (`python_preprocess/steps.py`).
         threads: What the engine computes with.
+        has_cores: Whether there is a core for each thread of all instances.
 
     Raises:
         ValueError: There is no engine for that file, or it was proven on another kind of machine.
     """
 
     def __init__(
-        self, folder: Path, engine_file: str, described: Mapping[str, Any], step: Any, threads: int = 1
+        self,
+        folder: Path,
+        engine_file: str,
+        described: Mapping[str, Any],
+        step: Any,
+        *,
+        threads: int = 1,
+        has_cores: bool = False,
     ) -> None:
         if engine_file not in ENGINES:
             raise ValueError(f"no engine reads {engine_file}: expected one of {', '.join(ENGINES)}")
@@ -41,7 +49,7 @@ class LeanModel:
         self._answers: list[str] = described["answers"]
         path = folder / "postprocess.json"
         self._postprocess = build_postprocess(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-        self._run = ENGINES[engine_file](folder / engine_file, threads)
+        self._run = ENGINES[engine_file](folder / engine_file, threads, has_cores=has_cores)
         # What is allocated at a first run is allocated now.
         for row in step.list_samples():
             for made in step.encode([row]):

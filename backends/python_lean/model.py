@@ -52,8 +52,15 @@ class TritonPythonModel:
         folder = Path(args["model_repository"], args["model_version"])
         described = json.loads((folder / "lean.json").read_text(encoding="utf-8"))
         self._step = open_step(folder, config, [*described["inputs"], *described["carried"]], described)
+        threads = _read_threads(config)
+        copies = sum(group["count"] for group in config["instance_group"])
         self._model = LeanModel(
-            folder, config["default_model_filename"], described, self._step, threads=_read_threads(config)
+            folder,
+            config["default_model_filename"],
+            described,
+            self._step,
+            threads=threads,
+            has_cores=copies * threads <= len(os.sched_getaffinity(0)),
         )
 
     def execute(self, requests: list[Any]) -> list[Any]:
