@@ -65,8 +65,9 @@ class TritonPythonModel:
                 refuse(sender, str(exc), pb_utils.TritonError.INVALID_ARG)
 
     def finalize(self) -> None:
-        """Stop the engine."""
+        """Stop the engine, and let go of it: its metrics are tritonserver's, which has none for them after this."""
         self._engine.stop()
+        del self._engine
 
     def _read(self, request: Any, sender: Any) -> Generation:
         """Return what a request asks for.

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,12 @@ class Watch:
                 continue
 
 
+def find_crashes(pids: set[int]) -> list[str]:
+    """Return what the kernel says of processes that crashed; nothing where it may not be asked."""
+    done = subprocess.run(["dmesg"], capture_output=True, text=True, check=False)
+    return [line for line in done.stdout.splitlines() if any(f"[{pid}]: segfault" in line for pid in pids)]
+
+
 def test_two_versions_share_the_memory_and_every_text_is_wholly_of_one(tmp_path: Path) -> None:
     repository, tokenizer = tmp_path / "models", train_bpe()
     for version in (1, 2):
@@ -77,6 +84,7 @@ def test_two_versions_share_the_memory_and_every_text_is_wholly_of_one(tmp_path:
 
         with Watch(server.tritonserver) as watch, ThreadPoolExecutor(8) as pool:
             first = list(pool.map(write, prompts))
+            pids = {stub.pid for stub in server.find_stubs("writer")}
 
             asking = [pool.submit(write_on, prompt) for prompt in prompts]
             wait = ["--wait", f"localhost:{server.status}", "--repository", str(repository)]
@@ -85,7 +93,9 @@ def test_two_versions_share_the_memory_and_every_text_is_wholly_of_one(tmp_path:
             ended.set()
             during = [future.result() for future in asking]
             last = list(pool.map(write, prompts))
+            pids |= {stub.pid for stub in server.find_stubs("writer")}
     assert code == 0
+    assert len(pids) == 2 and find_crashes(pids) == []
     for old, texts, new in zip(first, during, last, strict=True):
         assert old != new and set(texts) <= {old, new}
     both = [claims for claims in watch.seen if len(claims) == 2 and all(claims)]
