@@ -58,6 +58,8 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "default_priority_level": (["--default-priority-level", "2"], 2),
     "response_cache": (["--response-cache"], True),
     "warmup": (["--warmup", "16", "8"], [8, 16]),
+    "kv_cache_mb": (["--kv-cache-mb", "256"], 256),
+    "max_num_seqs": (["--max-num-seqs", "16"], 16),
     "rate_limit": (["--rate-limit", "cores=2"], {"cores": 2}),
 }
 FACTORY = ["--factory", "model.py:build", "--inputs", "inputs.json"]
