@@ -137,7 +137,9 @@ def _tell(
         if arguments.apply:
             from ..repository.serving_change import serve_otherwise
 
-            applied = serve_otherwise(version, changed, asdict(best.way) | options)
+            # What says no more than there is without it is left out, as an export would leave it out.
+            serving = {name: options.get(name) for name in asdict(best.way)}
+            applied = serve_otherwise(version, changed, serving)
             lines.append(f"published as version {applied}, the same files with their proof, and made the active one")
         if arguments.write:
             _write(table)
