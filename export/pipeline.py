@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .artefacts import Artefacts
 from .engines.fastest import EngineChoice, choose_fastest
+from .engines.openvino_generation import OpenVINOGeneration
 from .engines.table import AUTO, Engine, list_engines
 from .engines.vllm_engine import DTYPES, VLLM
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
@@ -178,6 +179,8 @@ def _keep_engine(request: ExportRequest, routes: Sequence[Route], task: Task, re
         try:
             for serving in (request.serving, *request.variants.values()):
                 check_effect(serving, route.engine, task.signature)
+                if isinstance(route.engine, OpenVINOGeneration) and isinstance(task, TextGeneration):
+                    route.engine.check_pool(task.cache_shapes, request.precision, serving.kv_cache_mb)
             check_contract(request.repository, name_models(request.name, task.signature), task.signature, route.engine)
         except ExportError as exc:
             if not kept and route is routes[-1]:
@@ -309,10 +312,12 @@ def _publish(
             document=lambda version: {
                 LOCK_FILE: render_lock(lock),
                 PUBLICATION_FILE: render_publication(
-                    checkpoint=request.address
-                    or str((request.checkpoint and request.checkpoint.absolute()) or request.factory),
-                    kind=source.origin,
-                    task=source.task.name,
+                    {
+                        "checkpoint": request.address
+                        or str((request.checkpoint and request.checkpoint.absolute()) or request.factory),
+                        "kind": source.origin,
+                        "task": source.task.name,
+                    }
                 ),
                 PAGE_FILE: render_report_page(
                     report.to_json(),

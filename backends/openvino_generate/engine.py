@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 from generation import Generation
 from generation_metrics import Metrics
 from generation_parameters import Parameters, RequestError
-from shared_limit import SharedLimit, spare
+from shared_limit import LEAST_BLOCKS, SharedLimit, spare
 
 # How the model was proven, by OpenVINO's names; a version of an older modelyard has no such file. Left to itself
 # OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.
@@ -154,6 +154,8 @@ class Engine:
         while self._take_in():
             number = self._let_in(number)
             if not self._active:
+                # Those that wait are to be seen.
+                self._metrics.show(self._pipeline.get_metrics(), self._in_flight)
                 time.sleep(MEMORY_INTERVAL_S)
                 continue
             try:
@@ -268,11 +270,10 @@ def count_blocks(limit: int, block_bytes: int, *, most: int) -> int:
     """Return how many blocks a version's pool has, of the bytes that all versions have together, and at most `most`.
 
     Raises:
-        ValueError: Not even two.
+        ValueError: There are too few for two versions.
     """
     blocks = limit // block_bytes
-    if blocks < 4:
-        raise ValueError(
-            f"kv_cache_mb is too small: expected at least {4 * block_bytes / (1 << 20):.1f}, got {limit >> 20}"
-        )
+    if blocks < 2 * LEAST_BLOCKS:
+        least = -(-2 * LEAST_BLOCKS * block_bytes // (1 << 20))
+        raise ValueError(f"kv_cache_mb is too small: expected at least {least}, got {limit >> 20}; raise it")
     return min(blocks - spare(blocks), most)

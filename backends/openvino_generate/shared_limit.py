@@ -17,12 +17,15 @@ _PARENT = Path("/dev/shm")
 
 _SPARED = 8
 
+# So many blocks hold what a version is asked before it is let in: a recorded prompt and its text, and the engine's own.
+LEAST_BLOCKS = 4
+
 _CLAIM_BYTES = 8
 
 
-def spare(units: int) -> int:
-    """Return how many of so many units a version leaves to the one that comes after it, at least two."""
-    return max(2, units // _SPARED)
+def spare(blocks: int) -> int:
+    """Return how many of so many blocks a version leaves to the one that comes after it."""
+    return max(LEAST_BLOCKS, blocks // _SPARED)
 
 
 class SharedLimit:
@@ -34,19 +37,23 @@ class SharedLimit:
     Args:
         model: The folder in which the versions lie, the same for all that share.
         total: Bytes that there are for all.
+        parent: Where the claims are.
 
     Raises:
         OSError: There is no room for the file.
-        PermissionError: The folder is another user's.
+        PermissionError: The folder is a link, or another user's.
     """
 
-    def __init__(self, model: Path, total: int) -> None:
+    def __init__(self, model: Path, total: int, parent: Path = _PARENT) -> None:
         self._total = total
         self._claim = 0
-        folder = _PARENT / f"modelyard-kv-{os.geteuid()}"
+        folder = parent / f"modelyard-kv-{os.geteuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-            raise PermissionError(f"{folder} belongs to another user: expected a folder of one's own; remove it")
+            raise PermissionError(
+                f"versions cannot share their memory in {folder}: expected a folder of this user's own, got a link or "
+                "another user's; remove it"
+            )
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         # Versions of one model are children of one tritonserver.
         self._shared = f"{os.getppid()}-{hashlib.sha256(os.fsencode(model)).hexdigest()[:16]}-"

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoints import StoredCheckpoint
 from ..checkpoints.storage.paths import read_json_beside
+from ..engines.openvino_generation import BLOCK_TOKENS, VALUE_BYTES, measure_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +53,9 @@ GRAPHS: Mapping[str, Mapping[str, Held]] = {
 }
 
 # The pool of keys and values that a version is published with, and what it is counted by: `kv_cache_mb`,
-# `max_num_seqs` (docs/generation.md), blocks of 32 tokens and one more for each request.
+# `max_num_seqs` (docs/generation.md), and one more block for each request.
 _POOL_BYTES = 1024 * (1 << 20)
 _SEATS = 64
-_BLOCK_TOKENS = 32
-# Precision → bytes of one value, and of scale and zero for the values of a token in one head.
-VALUE_BYTES = {"fp32": (4, 0), "bf16": (1, 8), "int8": (1, 8)}
-
 # What configurations call the same thing, in the order of preference.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
@@ -106,10 +103,9 @@ def count_pool(config: Mapping[str, Any], precision: str) -> int:
     )
     if not all((layers, heads, kv_heads, width, context)):
         return 0
-    value, head = VALUE_BYTES[precision]
     head_width = _find_size(config, ("head_dim",)) or width // heads
-    block = _BLOCK_TOKENS * 2 * layers * kv_heads * (value * head_width + head)
-    return min(_POOL_BYTES // block, _SEATS * (context // _BLOCK_TOKENS + 2)) * block
+    block = measure_block([(kv_heads, head_width)] * layers, precision)
+    return min(_POOL_BYTES // block, _SEATS * (context // BLOCK_TOKENS + 2)) * block
 
 
 def _find_size(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

@@ -43,6 +43,12 @@ _PIECES = {"logits": (1.0,), "logits_with_past": (0.5, 0.75, 1.0)}
 # What a pool is counted in on CPUs (openvino-genai 2026.4).
 BLOCK_TOKENS = 32
 
+# Precision → bytes of one value in it, and of scale and zero for the values of a token in one head.
+VALUE_BYTES = {"fp32": (4, 0), "bf16": (1, 8), "int8": (1, 8)}
+
+# A version must hold a recorded prompt with its text, as must the one that comes after it in a rollout.
+_LEAST_BLOCKS = 8
+
 
 class OpenVINOGeneration(Engine):
     """Runs `ContinuousBatchingPipeline` in the backend `openvino_generate`."""
@@ -64,6 +70,29 @@ class OpenVINOGeneration(Engine):
 
         self.find_graph_precision(precision)
         check_cpu(precision)
+
+    def check_pool(self, cache_shapes: Sequence[tuple[int, int]], precision: str, megabytes: int | None) -> None:
+        """Refuse a pool of keys and values with which the backend would not load the model.
+
+        Args:
+            cache_shapes: The heads of each layer's keys and values, and the size of one.
+            precision: Name of the precision.
+            megabytes: `--kv-cache-mb`, the usual one where None.
+
+        Raises:
+            EngineError: It is too small.
+        """
+        given = int(PARAMETERS["kv_cache_mb"]) if megabytes is None else megabytes
+        least = -(-_LEAST_BLOCKS * measure_block(cache_shapes, precision) // (1 << 20))
+        if given < least:
+            raise EngineError(
+                "the memory for keys and values is too small for this model",
+                expected=f"--kv-cache-mb {least} or more",
+                got=str(given),
+                remedy="raise it, or choose a --precision that keeps them in 8 bits"
+                if precision == "fp32"
+                else "raise it",
+            )
 
     def write(
         self, model: "PreTrainedModel", cache_shapes: Sequence[tuple[int, int]], path: Path, precision: str
@@ -139,6 +168,17 @@ class OpenVINOGeneration(Engine):
         config.instance_group.add(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)
         for name, value in PARAMETERS.items():
             config.parameters[name].string_value = value
+
+
+def measure_block(cache_shapes: Sequence[tuple[int, int]], precision: str) -> int:
+    """Return the bytes that keys and values of `BLOCK_TOKENS` tokens take.
+
+    Args:
+        cache_shapes: The heads of each layer's keys and values, and the size of one.
+        precision: Name of the precision.
+    """
+    value, head = VALUE_BYTES[precision]
+    return BLOCK_TOKENS * 2 * sum(heads * (value * size + head) for heads, size in cache_shapes)
 
 
 def read_properties(folder: Path) -> dict[str, str]:

@@ -1,8 +1,6 @@
 """A version that is served otherwise: the files of another under the next number, with their proof. Needs no torch."""
 
-import json
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from typing import Any
 
 from tritonclient.grpc import model_config_pb2 as pb
@@ -16,7 +14,7 @@ from .lock import check_destination
 from .lockfile import LOCK_FILE, read_lock, render_lock
 from .removal import remove_leftovers
 from .use import use
-from .version import PUBLICATION_FILE, Version
+from .version import PUBLICATION_FILE, Version, render_publication
 
 
 def serve_otherwise(chosen: Version, configs: Mapping[str, pb.ModelConfig], serving: Mapping[str, Any]) -> int:
@@ -42,7 +40,7 @@ def serve_otherwise(chosen: Version, configs: Mapping[str, pb.ModelConfig], serv
         sums = read_whole_sums(chosen, "served otherwise")
         documents = {
             LOCK_FILE: render_lock(_change_lock(chosen, serving)),
-            PUBLICATION_FILE: json.dumps({**chosen.read_publication(), "published": _now()}, indent=2) + "\n",
+            PUBLICATION_FILE: render_publication(chosen.read_publication()),
         }
         with change(repository, name, "served otherwise in") as undo:
             remove_leftovers(repository, name, configs)
@@ -59,7 +57,3 @@ def _change_lock(chosen: Version, serving: Mapping[str, Any]) -> dict[str, Any]:
     options = lock["options"]
     # A release that knew fewer options recorded fewer.
     return {**lock, "options": {**options, "serving": {**options.get("serving", {}), **serving}}}
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")

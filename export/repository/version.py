@@ -150,16 +150,15 @@ def find_version(repository: Path, name: str, number: int) -> Version:
     return Version(repository=repository, name=name, number=number)
 
 
-def render_publication(*, checkpoint: str, kind: str, task: str) -> str:
-    """Return the text that says when, and from what, a version is published.
+def render_publication(facts: Mapping[str, Any]) -> str:
+    """Return the text that says that a version is published now, and from what.
 
     Args:
-        checkpoint: The folder that it was exported from, or the function that built the module.
-        kind: What that is, in words.
-        task: Name of what it is served as.
+        facts: `checkpoint`, the folder that it was exported from or the function that built the module; `kind`, what
+            that is, in words; and `task`, the name of what it is served as.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return json.dumps({"published": now, "checkpoint": checkpoint, "kind": kind, "task": task}, indent=2) + "\n"
+    return json.dumps({**facts, "published": now}, indent=2) + "\n"
 
 
 def render_sums(hashes: Mapping[str, str]) -> str:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from harness import CHECKOUT, load_backend
 
+from export.engines.openvino_generation import OpenVINOGeneration, measure_block
+from export.errors import EngineError
+
 shared_limit = load_backend("openvino_generate", "shared_limit")
 
 # Claims what it is told, a number a line, and says whether there was room.
@@ -80,14 +83,27 @@ def test_two_versions_have_together_what_there_is_and_a_killed_one_has_nothing()
         assert len(find_claims(other)) == 1
 
 
-@pytest.mark.parametrize(("units", "spared"), [(4, 2), (16, 2), (32, 4), (1000, 125)])
-def test_an_eighth_is_left_to_the_version_that_comes_after(units: int, spared: int) -> None:
-    assert shared_limit.spare(units) == spared
+@pytest.mark.parametrize(("blocks", "spared"), [(8, 4), (32, 4), (64, 8), (1000, 125)])
+def test_an_eighth_is_left_to_the_version_that_comes_after(blocks: int, spared: int) -> None:
+    assert shared_limit.spare(blocks) == spared
 
 
-def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_limit, "_PARENT", tmp_path)
+def test_the_export_refuses_what_would_be_too_little_for_two_versions() -> None:
+    engine = OpenVINOGeneration()
+    # 24 layers of 16 heads of 64: 6 MiB a block in fp32.
+    shapes = [(16, 64)] * 24
+    least = 2 * shared_limit.LEAST_BLOCKS * measure_block(shapes, "fp32") >> 20
+    assert least == 48
+    engine.check_pool(shapes, "fp32", least)
+    engine.check_pool(shapes, "int8", least - 1)
+    with pytest.raises(EngineError, match="expected --kv-cache-mb 48 or more, got 47; raise it, or choose"):
+        engine.check_pool(shapes, "fp32", least - 1)
+
+
+def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"modelyard-kv-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="belongs to another user: expected a folder of one's own; remove it"):
-        shared_limit.SharedLimit(tmp_path, 32)
+    with pytest.raises(
+        PermissionError, match="expected a folder of this user's own, got a link or another user's; remove it"
+    ):
+        shared_limit.SharedLimit(tmp_path, 32, tmp_path)

@@ -13,8 +13,8 @@ from harness import CHECKOUT, run
 
 from export.commands.free_memory import read_free_memory
 from export.commands.inspect_checkpoint import inspect_checkpoint
-from export.commands.memory_estimates import GRAPHS, VALUE_BYTES, count_pool
-from export.engines.openvino_generation import BLOCK_TOKENS, PARAMETERS, PROPERTIES
+from export.commands.memory_estimates import GRAPHS, count_pool
+from export.engines.openvino_generation import BLOCK_TOKENS, PARAMETERS, PROPERTIES, VALUE_BYTES
 from export.engines.table import ENGINES
 
 # What the documents promise.
