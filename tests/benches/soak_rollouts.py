@@ -1,6 +1,6 @@
 """One activation after another under load: failed requests, mixed answers, latency beside idle, memory.
 
-    python -m benches.soak_rollouts [--activations 100] [--rate 8] [--servers 1] [--repository DIR]
+    python -m benches.soak_rollouts [--activations 100] [--rate 8] [--servers 1] [--repository DIR] [--logs DIR]
 
 Publishes two versions of a small model whose answers have nothing in common, starts `python -m server`, and activates
 them in turns while eight clients (over pooled HTTP connections, gRPC, and gRPC streams) each send at a steady rate.
@@ -113,7 +113,10 @@ def streaming(port: int) -> Iterator[Ask]:
 
     def ask(text: str) -> Any:
         client.async_stream_infer(NAME, [make_input(tritonclient.grpc, text)])
-        result, error = answers.get(timeout=PATIENCE_S)
+        try:
+            result, error = answers.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            raise InferenceServerException(f"no answer within {PATIENCE_S:g} s") from None
         if error is not None:
             raise error
         return result
@@ -166,17 +169,24 @@ class Callers:
             thread.join()
 
     def _send(self, connect: Callable[[], contextlib.AbstractContextManager[Ask]]) -> None:
-        with connect() as ask:
-            while not self._ended.wait(self._interval_s):
-                phase, start = self.phase, time.monotonic()
-                try:
-                    vector = ask(self._text).as_numpy("EMBEDDING")[0]
-                except InferenceServerException as exc:
-                    phase.errors[exc.message()[:120], self.is_wounded] += 1
-                    continue
-                phase.latencies.append(time.monotonic() - start)
-                near = [n for n, expected in self._expected.items() if np.abs(vector - expected).max() < NEAR]
-                phase.versions[near[0] if near else 0] += 1
+        # A stream ends with its first error: what was asked over it last is lost, and another one is begun.
+        while not self._ended.is_set():
+            with connect() as ask:
+                while not self._ended.wait(self._interval_s) and self._send_one(ask):
+                    pass
+
+    def _send_one(self, ask: Ask) -> bool:
+        """Send a request, count what comes of it, and return whether it was answered."""
+        phase, start = self.phase, time.monotonic()
+        try:
+            vector = ask(self._text).as_numpy("EMBEDDING")[0]
+        except InferenceServerException as exc:
+            phase.errors[exc.message()[:120], self.is_wounded] += 1
+            return False
+        phase.latencies.append(time.monotonic() - start)
+        near = [n for n, expected in self._expected.items() if np.abs(vector - expected).max() < NEAR]
+        phase.versions[near[0] if near else 0] += 1
+        return True
 
 
 def publish_two(folder: Path) -> Path:
@@ -238,14 +248,25 @@ def wound(server: Running, callers: Callers) -> None:
 
 
 @contextlib.contextmanager
-def serving(repository: Path, count: int) -> Iterator[tuple[list[Running], Running | Balancer]]:
-    """Serve a repository by so many servers; yield them, and whom clients ask."""
+def serving(
+    repository: Path, count: int, logs: Path | None = None
+) -> Iterator[tuple[list[Running], Running | Balancer]]:
+    """Serve a repository by so many servers; yield them, and whom clients ask. What they say is written to `logs`."""
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(running(repository)) for _ in range(count)]
         for server in servers:
             server.read_until("serving HTTP")
             server.follow()
+        if logs is not None:
+            stack.callback(write_logs, servers, logs)
         yield servers, servers[0] if count == 1 else stack.enter_context(balancing(servers))
+
+
+def write_logs(servers: Sequence[Running], folder: Path) -> None:
+    """Write what each server has said to a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, server in enumerate(servers):
+        (folder / f"server-{number}.log").write_text("\n".join(server.lines) + "\n", encoding="utf-8")
 
 
 @dataclass
@@ -325,13 +346,14 @@ def main() -> int:
         "--repository", type=Path, help=f"that holds versions 1 and 2 of {NAME!r} (default: published anew)"
     )
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second of each of the eight clients")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="write there what the servers say")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="modelyard-soak-"))
     try:
         repository = options.repository or publish_two(folder)
         activate(repository, NAME, 1)
         with (
-            serving(repository, options.servers) as (servers, entry),
+            serving(repository, options.servers, options.logs) as (servers, entry),
             Callers(entry, repository, options.rate) as callers,
         ):
             time.sleep(3)
