@@ -8,7 +8,6 @@ from pathlib import Path
 
 from .artefacts import Artefacts
 from .engines.fastest import EngineChoice, choose_fastest
-from .engines.openvino_generation import OpenVINOGeneration
 from .engines.table import AUTO, Engine, list_engines
 from .engines.vllm_engine import DTYPES, VLLM
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
@@ -179,8 +178,8 @@ def _keep_engine(request: ExportRequest, routes: Sequence[Route], task: Task, re
         try:
             for serving in (request.serving, *request.variants.values()):
                 check_effect(serving, route.engine, task.signature)
-                if isinstance(route.engine, OpenVINOGeneration) and isinstance(task, TextGeneration):
-                    route.engine.check_pool(task.cache_shapes, request.precision, serving.kv_cache_mb)
+                parameters = {name: getattr(serving, name) for name in route.engine.parameter_options}
+                route.engine.check_parameters(parameters, task.cache_shapes, request.precision)
             check_contract(request.repository, name_models(request.name, task.signature), task.signature, route.engine)
         except ExportError as exc:
             if not kept and route is routes[-1]:

@@ -167,6 +167,20 @@ class Engine(ABC):
             EngineError: It cannot; the reason is the message.
         """
 
+    def check_parameters(  # noqa: B027 - most engines have nothing to refuse
+        self, parameters: Mapping[str, int | None], cache_shapes: Sequence[tuple[int, int]], precision: str
+    ) -> None:
+        """Refuse what was asked of the backend where it could not load this model with that.
+
+        Args:
+            parameters: Name in `parameter_options` → what was asked for, None where nothing was.
+            cache_shapes: The heads of each layer's keys and values, and the size of one.
+            precision: Name of the precision.
+
+        Raises:
+            EngineError: It could not.
+        """
+
     def build(self, graph: VerifiedGraph, directory: Path) -> None:
         """Write `model_file`, and whatever belongs to it, into the empty folder `directory`.
 

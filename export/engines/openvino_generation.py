@@ -71,18 +71,11 @@ class OpenVINOGeneration(Engine):
         self.find_graph_precision(precision)
         check_cpu(precision)
 
-    def check_pool(self, cache_shapes: Sequence[tuple[int, int]], precision: str, megabytes: int | None) -> None:
-        """Refuse a pool of keys and values with which the backend would not load the model.
-
-        Args:
-            cache_shapes: The heads of each layer's keys and values, and the size of one.
-            precision: Name of the precision.
-            megabytes: `--kv-cache-mb`, the usual one where None.
-
-        Raises:
-            EngineError: It is too small.
-        """
-        given = int(PARAMETERS["kv_cache_mb"]) if megabytes is None else megabytes
+    def check_parameters(
+        self, parameters: Mapping[str, int | None], cache_shapes: Sequence[tuple[int, int]], precision: str
+    ) -> None:
+        """See `Engine`. The memory for keys and values may be too small."""
+        given = parameters["kv_cache_mb"] or int(PARAMETERS["kv_cache_mb"])
         least = -(-_LEAST_BLOCKS * measure_block(cache_shapes, precision) // (1 << 20))
         if given < least:
             raise EngineError(

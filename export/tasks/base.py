@@ -56,6 +56,7 @@ class Task(ABC):
         is_ensemble: Whether steps stand around the graph, so that its signature has a contract.
         has_lean: Whether `backends/python_lean` can do what these steps do.
         has_lengths: Whether its first step can pad texts to a few lengths.
+        cache_shapes: The heads of each layer's keys and values, and the size of one, where an engine keeps them.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
@@ -69,6 +70,7 @@ class Task(ABC):
     module: nn.Module
     signature: ModelSignature
     unused_tensors: list[str]
+    cache_shapes: Sequence[tuple[int, int]] = ()
 
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:

@@ -83,7 +83,6 @@ class TextGeneration(GenerationTask):
         model: What the checkpoint holds.
         weights: Its tensors, under the checkpoint's own names, in fp32.
         directory: The folder of its configuration.
-        cache_shapes: The heads of each layer's keys and values, and the size of one.
         context: How many tokens prompt and answer may have together.
         generation_config: How the checkpoint has texts written.
         texts: Texts that the server's tokenizer must read as transformers' does.

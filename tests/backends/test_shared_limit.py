@@ -94,10 +94,10 @@ def test_the_export_refuses_what_would_be_too_little_for_two_versions() -> None:
     shapes = [(16, 64)] * 24
     least = 2 * shared_limit.LEAST_BLOCKS * measure_block(shapes, "fp32") >> 20
     assert least == 48
-    engine.check_pool(shapes, "fp32", least)
-    engine.check_pool(shapes, "int8", least - 1)
+    engine.check_parameters({"kv_cache_mb": least}, shapes, "fp32")
+    engine.check_parameters({"kv_cache_mb": least - 1}, shapes, "int8")
     with pytest.raises(EngineError, match="expected --kv-cache-mb 48 or more, got 47; raise it, or choose"):
-        engine.check_pool(shapes, "fp32", least - 1)
+        engine.check_parameters({"kv_cache_mb": least - 1}, shapes, "fp32")
 
 
 def test_a_folder_of_another_user_is_not_written_to(tmp_path: Path) -> None:
