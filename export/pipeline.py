@@ -9,7 +9,6 @@ from pathlib import Path
 from .artefacts import Artefacts
 from .engines.fastest import EngineChoice, choose_fastest
 from .engines.table import AUTO, Engine, list_engines
-from .engines.vllm_engine import DTYPES, VLLM
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
 from .graph.batchings import BATCHINGS
 from .graph.conversion import PrecisionReport
@@ -26,15 +25,13 @@ from .repository.lock import check_destination
 from .repository.lockfile import LOCK_FILE, build_lock, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
-from .repository.version import PUBLICATION_FILE, Version, render_publication
-from .repository.vllm_arguments import ARGUMENTS_FILE, render_arguments
+from .repository.version import PUBLICATION_FILE, render_publication
 from .source import Source, load_source
 from .stages import Draft, Job, Stage, plan_stages, restored_fast_path
 from .subject import describe_subject
 from .targets import Target, find_target
 from .tasks.base import Task
 from .tasks.comparison import describe_errors
-from .tasks.text_generation import TextGeneration
 
 # Called with the report of each stage before it is judged.
 OnReport = Callable[[VerificationReport, Stage], None]
@@ -324,7 +321,9 @@ def _publish(
                     version=version.number,
                     subject=describe_subject(request, source, engine.name, lock, version),
                 ),
-                **_list_arguments(request, source, engine, version),
+                **engine.list_version_files(
+                    request.name, version.number, precision=request.precision, context=source.task.context
+                ),
             },
         )
 
@@ -334,15 +333,6 @@ def _name_source(request: ExportRequest) -> str:
     if request.address:
         return request.address
     return str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory)
-
-
-def _list_arguments(request: ExportRequest, source: Source, engine: Engine, version: Version) -> dict[str, str]:
-    """Return what an engine is told that names the version's own place: file name → text."""
-    task = source.task
-    if not isinstance(engine, VLLM) or not isinstance(task, TextGeneration):
-        return {}
-    arguments = {"dtype": DTYPES[request.precision], "max_model_len": task.context}
-    return {ARGUMENTS_FILE: render_arguments(request.name, version.number, arguments)}
 
 
 def _build_lock(

@@ -206,6 +206,17 @@ class Engine(ABC):
         """
         raise AssertionError(f"Bug: {self.title} is not measured")
 
+    def list_version_files(self, name: str, version: int, *, precision: str, context: int) -> Mapping[str, str]:
+        """Return the files that name a version's own place, and so are written once its number is known: name → text.
+
+        Args:
+            name: The Triton model.
+            version: Its version.
+            precision: Name of the precision.
+            context: How many tokens prompt and answer may have together, 0 where the task has no such limit.
+        """
+        return {}
+
     @abstractmethod
     def configure(self, config: "pb.ModelConfig") -> None:
         """Write into a model's configuration, which has everything else, what this engine alone needs.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..errors import EngineError
 from ..targets import find_target
 from .engine import Engine, Runner
+from .vllm_arguments import ARGUMENTS_FILE, render_arguments
 
 if TYPE_CHECKING:
     from tritonclient.grpc import model_config_pb2 as pb
@@ -63,6 +64,11 @@ class VLLM(Engine):
     def open(self, path: Path, target: "Target") -> AbstractContextManager[Runner]:
         """See `Engine`; weights are compared as bytes, and nothing is run."""
         raise AssertionError("Bug: vLLM does not run here")
+
+    def list_version_files(self, name: str, version: int, *, precision: str, context: int) -> Mapping[str, str]:
+        """See `Engine`; vLLM takes the whole path of the weights."""
+        arguments = {"dtype": DTYPES[precision], "max_model_len": context}
+        return {ARGUMENTS_FILE: render_arguments(name, version, arguments)}
 
     def configure(self, config: "pb.ModelConfig") -> None:
         """See `Engine`. The backend reads `model.json` beside the weights, and leaves GPUs to vLLM."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..repository.vllm_arguments import ARGUMENTS_FILE, MOUNT, locate
+from ..engines.vllm_arguments import ARGUMENTS_FILE, MOUNT, locate
 from .finding import Problem
 from .model import Model, Repository
 

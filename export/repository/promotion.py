@@ -8,6 +8,7 @@ from typing import Literal
 
 from tritonclient.grpc import model_config_pb2 as pb
 
+from ..engines.vllm_arguments import ARGUMENTS_FILE, renumber_arguments
 from ..errors import RepositoryError
 from ..proof.report_page import PAGE_FILE
 from .activation import check_exchangeable, switch
@@ -26,7 +27,6 @@ from .lock import check_destination
 from .removal import remove_leftovers
 from .use import use
 from .version import CONFIGS_FOLDER, PUBLICATION_FILE, Version, find_version
-from .vllm_arguments import ARGUMENTS_FILE, renumber_arguments
 
 
 @dataclass(frozen=True, kw_only=True)

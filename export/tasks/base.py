@@ -57,6 +57,7 @@ class Task(ABC):
         has_lean: Whether `backends/python_lean` can do what these steps do.
         has_lengths: Whether its first step can pad texts to a few lengths.
         cache_shapes: The heads of each layer's keys and values, and the size of one, where an engine keeps them.
+        context: How many tokens prompt and answer may have together, where an engine writes the answer; else 0.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
@@ -71,6 +72,7 @@ class Task(ABC):
     signature: ModelSignature
     unused_tensors: list[str]
     cache_shapes: Sequence[tuple[int, int]] = ()
+    context: int = 0
 
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from export.engines.vllm_arguments import MOUNT
 from harness import CHECKOUT
 from safetensors.torch import load_file, save_file
 from trainers.writers import build_writer, train_bpe
@@ -21,7 +22,6 @@ from export.errors import VerificationError
 from export.lint.linter import lint
 from export.proof.weights import verify_weights
 from export.repository.config_file import parse_config
-from export.repository.vllm_arguments import MOUNT
 from export.targets import find_target
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task
