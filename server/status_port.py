@@ -16,6 +16,10 @@ from .status import Status
 
 MAX_CONNECTIONS = 64
 
+# So many are taken in before those that they displace are closed: asyncio takes in all that wait, and a flood of them
+# would have every descriptor of the launcher.
+_TAKEN_AT_ONCE = 8
+
 # From the first byte of a connection to its last.
 _CONNECTION_S = 5.0
 _MAX_HEAD_BYTES = 8192
@@ -55,14 +59,17 @@ def serve_status(status: Status, host: str, port: int) -> Callable[[], None]:
 
 
 async def _serve(status: Status, listener: socket.socket, ended: asyncio.Event) -> None:
-    connections: dict[asyncio.Task[None], None] = {}
+    connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None, "Bug: asyncio calls this from a task"
-        connections[task] = None
+        connections[task] = writer
         if len(connections) > MAX_CONNECTIONS:
-            next(iter(connections)).cancel()
+            # Out of the table at once, so that the next newcomer displaces another one.
+            oldest = next(iter(connections))
+            connections.pop(oldest).transport.abort()
+            oldest.cancel()
         try:
             await asyncio.wait_for(_answer(status, reader, writer), _CONNECTION_S)
             writer.close()
@@ -70,9 +77,11 @@ async def _serve(status: Status, listener: socket.socket, ended: asyncio.Event) 
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError, asyncio.CancelledError):
             writer.transport.abort()
         finally:
-            del connections[task]
+            connections.pop(task, None)
 
-    server = await asyncio.start_server(take, sock=listener, limit=_MAX_HEAD_BYTES)
+    server = await asyncio.start_server(take, sock=listener, limit=_MAX_HEAD_BYTES, backlog=_TAKEN_AT_ONCE)
+    # What asyncio has set to that as well: how many may wait.
+    listener.listen(MAX_CONNECTIONS)
     await ended.wait()
     server.close()
     for task in list(connections):

@@ -130,6 +130,8 @@ class Supervisor:
         try:
             if reason := self._find_end():
                 self._restart(reason)
+            if not self._is_version_known and not self._pulse.owes_answer:
+                self._learn_version()
             self._follower.look(follows=self._settings.follows)
             self._healer.look(self._follower.models)
             # What was given up was said of louder.
@@ -178,6 +180,7 @@ class Supervisor:
         self._healer = Healer(server.pid, self._control, self._status, self._say, self._roller.revive)
         self._absences = Absences(self._control, self._say)
         self._cpu_ticks, self._idle_looks, self._is_busy = -1, 0, False
+        self._is_key_hidden = self._is_version_known = False
         self._status.refuse_callers("")
 
     def _end(self) -> None:
@@ -199,30 +202,17 @@ class Supervisor:
         """
         start = told = looked = time.monotonic()
         stillness = Stillness(self._server.pid)
-        hidden = False
         while not self._stops():
-            live = self._pulse.has_answered
-            # It has parsed its arguments by the time it starts the first backend process.
-            if not hidden and (live or list_children(self._server.pid)):
-                hidden = True
-                if not hide_key(self._settings.key, self._server.pid):
-                    self._say("warning: the control key stands in the process list; see docs/threat_model.md")
-            if live:
-                self._learn_version()
-                self._learn_processes()
-                return True
-            self._end_lost_loads()
-            if self._is_stopped():
-                self._server.kill()
-            code = self._server.poll()
-            if code is not None:
-                # Under load it aborts now and then, for an exception between it and a process that it starts.
-                raise (AbortedStartError if code < 0 else StartError)(
-                    "tritonserver could not start",
-                    expected=f"it to listen on {self._settings.endpoints.http_url}",
-                    got=f"signal {-code}" if code < 0 else f"exit code {code}",
-                    remedy="see its log above",
-                )
+            try:
+                if self._look_at_start():
+                    return True
+            except (OSError, MemoryError) as exc:
+                # It may have started all the same; that is found out once it can be looked at.
+                if not is_shortage(exc):
+                    raise
+                self._tell_shortage(str(exc))
+            else:
+                self._tell_shortage("")
             if time.monotonic() - looked > _LOADING_LOOK_S:
                 looked = time.monotonic()
                 self._look_for_stillness(stillness)
@@ -230,6 +220,38 @@ class Supervisor:
                 told = time.monotonic()
                 self._say(f"loading models, {told - start:.0f} s")
             time.sleep(0.05)
+        return False
+
+    def _look_at_start(self) -> bool:
+        """Look once at one that starts; return whether it has started.
+
+        Raises:
+            AbortedStartError: It was killed.
+            StartError: It ended instead.
+            OSError: This process has no descriptor left to look with.
+        """
+        live = self._pulse.has_answered
+        # It has parsed its arguments by the time it starts the first backend process.
+        if not self._is_key_hidden and (live or list_children(self._server.pid)):
+            if not hide_key(self._settings.key, self._server.pid):
+                self._say("warning: the control key stands in the process list; see docs/threat_model.md")
+            self._is_key_hidden = True
+        if live:
+            self._learn_version()
+            self._learn_processes()
+            return True
+        self._end_lost_loads()
+        if self._is_stopped():
+            self._server.kill()
+        code = self._server.poll()
+        if code is not None:
+            # Under load it aborts now and then, for an exception between it and a process that it starts.
+            raise (AbortedStartError if code < 0 else StartError)(
+                "tritonserver could not start",
+                expected=f"it to listen on {self._settings.endpoints.http_url}",
+                got=f"signal {-code}" if code < 0 else f"exit code {code}",
+                remedy="see its log above",
+            )
         return False
 
     def _look_for_stillness(self, stillness: Stillness) -> None:
@@ -257,8 +279,11 @@ class Supervisor:
         """Find out what can be told of this tritonserver's backend processes."""
         try:
             version = self._control.read_version()
-        except ControlError as exc:
-            version = str(exc)
+        except ControlError:
+            # Asked again at the next look; until then nobody reads what may lie elsewhere.
+            self._healer.table.reads_queues = False
+            return
+        self._is_version_known = True
         self._healer.table.reads_queues = version in KNOWN_VERSIONS
         if version not in KNOWN_VERSIONS:
             self._say(
@@ -282,6 +307,8 @@ class Supervisor:
         code = self._server.poll()
         if code is not None:
             return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if crash := self._server.find_crash():
+            return f"crashed with signal {crash} and did not end"
         if self._pulse.silent_for_s > _STOPPED_S and self._is_stopped():
             return "was stopped by a signal"
         if self._is_stuck():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import KeyFileError
+from ..shortage import is_shortage
 from .processes import read_stat
 
 HEADER = "modelyard-key"
@@ -84,6 +85,9 @@ def hide_key(key: ControlKey, pid: int) -> bool:
 
     Returns:
         Whether the command line holds no key now.
+
+    Raises:
+        OSError: This process has no descriptor left for it.
     """
     try:
         stat = read_stat(pid)
@@ -97,7 +101,9 @@ def hide_key(key: ControlKey, pid: int) -> bool:
                 memory.seek(start + match.start())
                 memory.write(b"x" * len(key.value))
         return key.value.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (OSError, IndexError, ValueError, OverflowError):
+    except (OSError, IndexError, ValueError, OverflowError) as exc:
+        if is_shortage(exc):
+            raise
         return False
 
 

@@ -6,12 +6,14 @@ import resource
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 from ..errors import ShortageError
 from ..log import Log
 from .installation import build_environment
 from .private_memory import keep_shared_memory_private
+from .processes import is_handling
 from .settings import Settings
 
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
@@ -30,6 +32,14 @@ _HARMLESS_WITHOUT_GPU = (
 
 # Information, as glog begins such a line. Backend processes log it whatever --log-info says.
 _INFORMATION = re.compile(rb"I\d{4} ")
+
+# What tritonserver 2.51 logs as it handles a signal, and which it does not survive. It then writes where it was,
+# for which it allocates: if its memory is corrupt it may wait for itself there, and answers some and others never.
+_SIGNAL = re.compile(rb"Signal \((\d{1,2})\) received\.\s*")
+_DEADLY = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+
+# What it gets to end of such a signal by itself.
+_DYING_S = 1.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -53,6 +63,8 @@ class TritonServer:
     def __init__(self, settings: Settings, models: list[str], options: list[str], log: Log) -> None:
         self._key, self._is_verbose = settings.key, settings.verbose
         self._log = log
+        # The deadly signal that its log tells of, and when it did.
+        self._crash: tuple[int, float] | None = None
         # An empty working directory: the Python backend has it first on sys.path.
         working_directory = settings.run_directory / "empty"
         try:
@@ -87,6 +99,19 @@ class TritonServer:
         """Return the exit code, or None while it runs."""
         return self._process.poll()
 
+    def find_crash(self) -> int:
+        """Return the signal in whose handler it stays for good, or 0.
+
+        Anything may be written to its log: whether a thread of it handles that signal, the kernel says.
+        """
+        if self._crash is None or time.monotonic() - self._crash[1] < _DYING_S:
+            return 0
+        number, _ = self._crash
+        if is_handling(self.pid, number):
+            return number
+        self._crash = None
+        return 0
+
     def terminate(self) -> None:
         """Tell it to answer what is in flight, refuse new connections and end."""
         self._process.terminate()
@@ -114,6 +139,8 @@ class TritonServer:
     def _relay_log(self) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
+            if (crash := _SIGNAL.fullmatch(line)) and int(crash[1]) in _DEADLY:
+                self._crash = int(crash[1]), time.monotonic()
             if self._is_verbose or not _is_noise(line):
                 self._log.relay(self._key.redact(line))
 

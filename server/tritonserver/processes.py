@@ -138,6 +138,27 @@ def wants_core(pid: int) -> bool:
     return any(stat is not None and stat.state in "RD" for stat in stats)
 
 
+def is_handling(pid: int, number: int) -> bool:
+    """Tell whether a thread of process `pid` is in the handler of a signal: it is kept from another one of the kind.
+
+    Raises:
+        OSError: This process has no descriptor left to look with.
+    """
+    bit = 1 << (number - 1)
+    return any(_read_blocked(pid, task) & bit for task in list_tasks(pid))
+
+
+def _read_blocked(pid: int, task: int) -> int:
+    """Return the signals that a thread takes none of, as bits; none of one that is gone."""
+    try:
+        with open(f"/proc/{pid}/task/{task}/status", encoding="utf-8", errors="surrogateescape") as file:  # noqa: PTH123
+            status = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    _, _, rest = status.partition("\nSigBlk:")
+    return int(rest.split(None, 1)[0], 16) if rest else 0
+
+
 def kill(pid: int, started: int) -> None:
     """End a process at once, unless its id belongs to another one by now.
 

@@ -17,6 +17,8 @@ import pytest
 from harness import Published
 from launcher import Running, running
 
+from server.tritonserver.processes import list_children
+
 INFER = "/v2/models/sentence_embedding/infer"
 BODY = json.dumps({"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["Hello"]}]})
 FILES = 1024
@@ -226,6 +228,38 @@ def test_a_tritonserver_that_dies_while_none_can_be_started_comes_back_when_one_
         server.wait_for_line("answers again", 60)
         assert infer(connect(server)) == 200
         assert server.check().code == 0
+
+
+def test_a_start_that_cannot_be_looked_at_comes_to_its_end_once_it_can(published: Published) -> None:
+    with running(published.repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        pid = server.tritonserver
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for_line("was killed by signal 9; starting it anew", 60)
+        wait_for(lambda: list_tritonservers(server) not in ([], [pid]))
+        with no_files_for(server.process.pid):
+            server.wait_for_line("cannot look after tritonserver for now", 60)
+            # Longer than it takes to start.
+            time.sleep(8)
+        server.wait_for_line("tritonserver answers again", 60)
+        wait_for(lambda: read_ready(server) == (200, "ready\n"))
+        assert infer(connect(server)) == 200
+        # No key that opens the control endpoints, which is 64 hexadecimal digits.
+        command = Path(f"/proc/{server.tritonserver}/cmdline").read_bytes()
+        assert not re.search(rb"[0-9a-f]{64}", command)
+        assert not [line for line in server.lines if "those that hang are not" in line]
+
+
+def list_tritonservers(server: Running) -> list[int]:
+    """Return the processes of the launcher that run, or begin to run, a tritonserver."""
+    return [pid for pid in list_children(server.process.pid) if b"tritonserver" in read_command(pid)]
+
+
+def read_command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def test_a_launcher_that_was_stopped_takes_its_own_absence_for_nobodys(published: Published) -> None:

@@ -85,6 +85,27 @@ def test_more_idle_connections_than_files_take_nothing_from_those_who_ask_nor_fr
     assert server.check().code == 0
 
 
+def test_a_flood_of_connections_takes_no_more_descriptors_than_that(server: Running) -> None:
+    most, kept = 0, []
+    address = ("127.0.0.1", server.status)
+    for number in range(6000):
+        connection = socket.socket()
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            connection.connect(address)
+        with contextlib.suppress(OSError):
+            connection.send(b"GET /ready HTTP/1.1\r\nX: ")
+        kept.append(connection)
+        if number % 20 == 0:
+            most = max(most, count_entries(server.process.pid, "fd"))
+        while len(kept) > CONNECTIONS:
+            kept.pop(0).close()
+    for connection in kept:
+        connection.close()
+    assert most < 3 * MAX_CONNECTIONS
+    assert ask(server, "/ready") == (200, "ready\n")
+
+
 def test_who_sends_a_byte_now_and_then_is_cut_off_all_the_same(server: Running) -> None:
     with connect(server) as connection, pytest.raises(OSError):
         # Several times as long as it may take.

@@ -1,17 +1,19 @@
 """A tritonserver that comes to grief while it loads is started anew, and one that stands still is found."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from harness import Published
 from launcher import running
 
-from server.tritonserver.processes import list_children, read_stat
+from server.tritonserver.processes import is_handling, list_children, read_stat
 from server.tritonserver.stillness import STILL_LOOKS, Stillness
 
 READS = "import sys, time\nfile = open('/dev/zero', 'rb', 0)\nwhile True:\n    file.read(1)\n    time.sleep(0.001)"
@@ -54,6 +56,34 @@ def test_one_whose_processes_all_wait_stands_still() -> None:
 def test_one_whose_child_gets_on_does_not(does: str) -> None:
     with child_that(does) as pid:
         assert not look(pid, 0.02).is_over
+
+
+# What tritonserver's handler of a deadly signal ends with, and where it stays if its memory is corrupt.
+STAYS = "#include <unistd.h>\nint raise(int number) { (void)number; for (;;) pause(); }\n"
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler: apt install gcc")
+def test_a_tritonserver_that_crashes_and_does_not_end_is_started_anew(published: Published, tmp_path: Path) -> None:
+    (tmp_path / "stays.c").write_text(STAYS)
+    library = tmp_path / "stays.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "stays.c"], check=True)
+    with running(published.repository, environment={"LD_PRELOAD": str(library)}) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        os.kill(server.tritonserver, signal.SIGABRT)
+        server.wait_for_line(f"tritonserver crashed with signal {signal.SIGABRT:d} and did not end", 30)
+        server.wait_for_line("tritonserver answers again", 120)
+        assert server.check().code == 0
+
+
+def test_a_process_that_handles_a_signal_is_told_from_one_that_does_not() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGABRT})
+    try:
+        assert is_handling(os.getpid(), signal.SIGABRT)
+        assert not is_handling(os.getpid(), signal.SIGSEGV)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
+    assert not is_handling(os.getpid(), signal.SIGABRT)
 
 
 def test_a_tritonserver_that_is_killed_before_it_serves_is_started_anew(published: Published) -> None:
