@@ -57,6 +57,10 @@ class Overlay:
                 (folder / entry_name).symlink_to((source / entry_name).absolute())
         self.write_config(name, config)
 
+    def shows(self, name: str, version: str) -> bool:
+        """Tell whether a version of a model is shown."""
+        return (self.directory / name / version).is_symlink()
+
     def write_config(self, name: str, config: str) -> None:
         """Give a model that is shown another configuration."""
         (self.directory / name / CONFIG_FILE).write_text(config, encoding="utf-8", errors="surrogateescape")

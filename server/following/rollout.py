@@ -20,7 +20,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -81,13 +81,20 @@ class Roller:
             with contextlib.suppress(OSError, ControlError):
                 self._check_wishes(published)
 
-    def revive(self, model: str) -> None:
+    def revive(self, model: str, versions: Collection[str] = ()) -> None:
         """Reload a model as it is shown; what is left of it answers until the new one is ready.
+
+        Args:
+            model: Its name.
+            versions: Those whose processes ended. Nothing is done where a rollout has replaced all of them meanwhile:
+                what it has loaded is whole, and a load would take it from those whom it answers.
 
         Raises:
             ControlError: It cannot be loaded.
         """
         with self._changing:
+            if versions and not any(self._overlay.shows(model, version) for version in versions):
+                return
             try:
                 config = self._overlay.read_config(model)
                 # tritonserver 2.51 takes a load of an unchanged configuration for done.

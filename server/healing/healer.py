@@ -45,7 +45,7 @@ class ModelHealer:
         control: Control,
         status: Status,
         say: Callable[[str], None],
-        reload: Callable[[str], None],
+        reload: Callable[[str, frozenset[str]], None],
     ) -> None:
         self.model = model
         self._reload = reload
@@ -76,7 +76,7 @@ class ModelHealer:
         self._retire()
         if self.given_up:
             return
-        ends = []
+        ends, versions = [], set()
         for stub in stubs:
             if stub.handled:
                 continue
@@ -98,9 +98,10 @@ class ModelHealer:
             else:
                 continue
             stub.handled = True
+            versions.add(stub.version)
         living = [stub for stub in stubs if not stub.handled]
         if ends:
-            self._replace(stubs, "; ".join(ends))
+            self._start_worker(self._replace_in_worker, stubs, "; ".join(ends), frozenset(versions))
         elif len(living) < self._expected:
             self._missing_looks += 1
             if self._missing_looks >= _MISSING_LOOKS:
@@ -158,16 +159,14 @@ class ModelHealer:
             return
         self._suspicion = None
         self._status.count_death(self.model, "died")
-        self._replace_in_worker(stubs, f"{expected - len(living)} of {expected} instances died as they started")
-
-    def _replace(self, stubs: list[Stub], reason: str) -> None:
-        self._start_worker(self._replace_in_worker, stubs, reason)
+        reason = f"{expected - len(living)} of {expected} instances died as they started"
+        self._replace_in_worker(stubs, reason, frozenset())
 
     def _start_worker(self, target: Callable[..., None], *arguments: object) -> None:
         self._worker = threading.Thread(target=target, args=arguments, daemon=True)
         self._worker.start()
 
-    def _replace_in_worker(self, stubs: list[Stub], reason: str) -> None:
+    def _replace_in_worker(self, stubs: list[Stub], reason: str, versions: frozenset[str]) -> None:
         now = time.monotonic()
         self._deaths.append(now)
         # Instances are replaced together, so what dies of the old ones from here on is not a new death.
@@ -175,10 +174,15 @@ class ModelHealer:
             stub.handled = True
         known = {stub for stub, _ in self._replaced}
         self._replaced += [(stub, now) for stub in stubs if stub not in known]
-        self._revive(reason)
+        self._revive(reason, versions)
 
-    def _revive(self, reason: str) -> None:
-        """Load the model anew, however often that takes: what it lacks, a file perhaps, or room, may come back."""
+    def _revive(self, reason: str, versions: frozenset[str]) -> None:
+        """Load the model anew, however often that takes: what it lacks, a file perhaps, or room, may come back.
+
+        Args:
+            reason: What happened.
+            versions: Of those that ended; empty where that is not known.
+        """
         start, self.is_reviving = time.monotonic(), True
         self._say(f"{self.model}: {reason}; loading it anew")
         is_counted, pause_s, told = False, _FIRST_PAUSE_S, ""
@@ -191,7 +195,7 @@ class ModelHealer:
                 if self._is_hopeless():
                     self._give_up()
                     return
-                self._reload(self.model)
+                self._reload(self.model, versions)
                 # Loading resets the statistics, and the warmup's answers are counted in them.
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
@@ -252,7 +256,7 @@ class Healer:
         control: Control,
         status: Status,
         say: Callable[[str], None],
-        reload: Callable[[str], None],
+        reload: Callable[[str, frozenset[str]], None],
     ) -> None:
         self.table = StubTable(tritonserver_pid)
         self._make = partial(ModelHealer, control=control, status=status, say=say, reload=reload)

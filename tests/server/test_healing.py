@@ -25,10 +25,13 @@ from launcher import Running, mounts, running
 from tritonclient.utils import InferenceServerException
 
 from export.repository.config_file import parse_config
+from server.following.overlay import Overlay
+from server.following.rollout import Roller
 from server.healing.healer import MAX_STREAK, Healer
 from server.status import Status
 from server.tritonserver.control import Control
 from server.tritonserver.control_key import open_key
+from server.tritonserver.processes import read_arguments
 
 KILLS = int(os.environ.get("MODELYARD_KILLS", "2"))
 
@@ -276,7 +279,7 @@ def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
         os.kill(first, signal.SIGKILL)
-        healer = Healer(server.tritonserver, control, Status(), report, asked.append)
+        healer = Healer(server.tritonserver, control, Status(), report, lambda model, versions: asked.append(model))
         deadline = time.monotonic() + BACK_WITHIN_S
         while not asked:
             assert time.monotonic() < deadline
@@ -286,6 +289,22 @@ def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
         os.kill(server.process.pid, signal.SIGCONT)
     assert asked == [model]
     server.wait_for_line("answers again", BACK_WITHIN_S)
+
+
+def test_what_a_rollout_has_put_in_the_place_of_the_dead_is_not_loaded_again(
+    server: Running, repository: Path, key_file: Path
+) -> None:
+    """Loaded again while it writes for others, a model that writes text brought tritonserver 2.51 down."""
+    model = "sentence_embedding_model"
+    (shown,) = [word for word in read_arguments(server.tritonserver) if word.startswith("--model-repository=")]
+    overlay = Overlay(Path(shown.partition("=")[2]))
+    control = Control(f"http://127.0.0.1:{server.http}", open_key(key_file), None)
+    roller = Roller(repository, overlay, control, overlay.directory.parent / "backends" / "python")
+    before = find_settled(server, repository, model)
+    roller.revive(model, {"7"})
+    assert find_settled(server, repository, model) == before
+    roller.revive(model, {"7", "1"})
+    assert not set(before) & set(find_settled(server, repository, model))
 
 
 def test_a_model_that_blocks_inside_a_request_is_replaced(server: Running) -> None:
