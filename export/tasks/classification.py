@@ -23,6 +23,7 @@ from ..weights.transforms import SelectPrefix
 from .base import HeadModule, TaskSource, build_inputs
 from .encoding import Question
 from .foreseen import VALUE_HEAD, is_cross_encoder
+from .sentence_settings import RECORD_FILE, read_settings
 from .text import Answer, TextTask
 
 LABEL = "LABEL"
@@ -39,7 +40,7 @@ class TextClassification(TextTask):
         model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSequenceClassification)
         self.model = model
         self.labels = read_labels(source.config)
-        self.function = choose_function(source.config)
+        self.function = choose_function(source.config, read_settings(source.directory / RECORD_FILE))
         self.top_k = min(source.options.get("top_k") or len(self.labels), len(self.labels))
         inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
@@ -183,16 +184,21 @@ def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[s
     return names
 
 
-def choose_function(config: PretrainedConfig) -> str:
+def choose_function(config: PretrainedConfig, beside: Mapping[str, Any] | None = None) -> str:
     """Return what turns logits into scores: `softmax`, `sigmoid` or `none`.
 
     As transformers' `TextClassificationPipeline` chooses; but a cross-encoder of one score records its own, which
     Sentence-Transformers applies and its users' thresholds are set for.
+
+    Args:
+        config: The checkpoint's configuration.
+        beside: What Sentence-Transformers recorded in a file of its own.
     """
     if config.num_labels == 1:
         recorded = getattr(config, "sentence_transformers", None)
         activation = recorded.get("activation_fn") if isinstance(recorded, dict) else None
-        # As releases before Sentence-Transformers 4 recorded it.
+        # As Sentence-Transformers 6 records it, and as releases before 4 did.
+        activation = activation or (beside or {}).get("activation_fn")
         activation = activation or getattr(config, "sbert_ce_default_activation_function", None)
         known = {"Identity": "none", "Sigmoid": "sigmoid"}
         name = str(activation).rsplit(".", 1)[-1]

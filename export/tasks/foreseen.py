@@ -56,8 +56,12 @@ VALUE_HEAD = "v_head.weight"
 
 
 def is_sentence_model(directory: Path, tensors: Collection[str]) -> bool:
-    """Tell whether Sentence-Transformers recorded what the model is pooled with."""
-    return find_sentence_home(directory) is not None and VALUE_HEAD not in tensors
+    """Tell whether Sentence-Transformers recorded what the model is pooled with.
+
+    Release 6 lists the modules of a cross-encoder as well, which pools nothing.
+    """
+    is_listed = find_sentence_home(directory) is not None
+    return is_listed and VALUE_HEAD not in tensors and not _is_saved_as_cross_encoder(directory)
 
 
 def is_cross_encoder(directory: Path, config: Mapping[str, Any]) -> bool:
@@ -67,10 +71,13 @@ def is_cross_encoder(directory: Path, config: Mapping[str, Any]) -> bool:
         directory: Folder of the checkpoint.
         config: What its configuration says.
     """
-    recorded = read_json_if_any(directory / "config_sentence_transformers.json")
-    named = isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
     keys = ("sentence_transformers", "sbert_ce_default_activation_function")
-    return named or any(config.get(key) for key in keys)
+    return _is_saved_as_cross_encoder(directory) or any(config.get(key) for key in keys)
+
+
+def _is_saved_as_cross_encoder(directory: Path) -> bool:
+    recorded = read_json_if_any(directory / "config_sentence_transformers.json")
+    return isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
 
 
 def foresee_tasks(directory: Path, config: Mapping[str, Any], tensors: Collection[str]) -> list[str]:

@@ -21,12 +21,10 @@ from .cases import Outputs
 from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from .encoding import Question
 from .foreseen import is_sentence_model
+from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
 from .text import Answer, TextTask
 
 EMBEDDING = "EMBEDDING"
-
-# Sentence-Transformers, Pooling.py: `pooling_mode_*` → what it is called here.
-_POOLING_MODES = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
 
 _UNRECORDED = f"default, because there is no {MODULES_FILE}"
 
@@ -57,6 +55,9 @@ class FeatureExtraction(TextTask):
         mode, normalize = source.options.get("pooling"), source.options.get("normalize")
         if mode is not None or normalize is not None:
             self.pooling = override_pooling(self.pooling, mode, normalize)
+        if not self.pooling.is_default:
+            check_transformer(source.directory, self.tokenizer)
+        self.default_prompt = find_default_prompt(source.directory)
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
         auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
@@ -84,12 +85,23 @@ class FeatureExtraction(TextTask):
     @property
     def warnings(self) -> tuple[str, ...]:
         """See `Task`."""
+        return (*self._warn_of_guess(), *self._warn_of_prompt())
+
+    def _warn_of_guess(self) -> tuple[str, ...]:
         if not self.pooling.is_default:
             return ()
         return (
             f"the pooling is a guess ({self.pooling}): the proof shows that such vectors are served, not that the "
             "model was trained for them; say how it was with --pooling and --normalize or --no-normalize, or export "
             f"the folder that Sentence-Transformers saved, with its {MODULES_FILE}.",
+        )
+
+    def _warn_of_prompt(self) -> tuple[str, ...]:
+        if not self.default_prompt:
+            return ()
+        return (
+            f"Sentence-Transformers puts {self.default_prompt!r} in front of every text for this model, which what is "
+            "served does not: have clients send it as the beginning of each text.",
         )
 
     def answer(self, question: Question) -> Answer:
@@ -193,19 +205,10 @@ def read_pooling(directory: Path) -> PoolingSettings:
             got=", ".join(kinds),
             remedy="export a checkpoint made of these modules",
         )
-    settings: Any = read_json_if_any(modules[1].folder / "config.json") or {}
-    modes = [
-        key.removeprefix("pooling_mode_") for key, on in settings.items() if key.startswith("pooling_mode_") and on
-    ]
-    if len(modes) != 1 or modes[0] not in _POOLING_MODES:
-        raise ModelError(
-            f"the pooling of {directory} is not exported",
-            expected="one of " + ", ".join(_POOLING_MODES),
-            got=", ".join(modes) or "none",
-            remedy="export a checkpoint that is pooled one of these ways",
-        )
+    for module in modules[2:]:
+        check_vector_module(module)
     return PoolingSettings(
-        mode=_POOLING_MODES[modes[0]],
+        mode=read_mode(directory, modules[1].folder),
         normalize="Normalize" in kinds,
         source=MODULES_FILE,
         dense=tuple(dense),

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..checkpoints.plain.sentence_modules import read_transformer_settings
 from ..checkpoints.storage.paths import check_inside, read_json_if_any
 from ..errors import CheckpointError, VocabularyError
 from .new_rows import check_initializer
@@ -171,7 +172,7 @@ def read_max_length(
         CheckpointError: Nothing limits the length, so no maximum can be verified.
     """
     limits: list[int] = []
-    settings: Any = read_json_if_any(directory / "sentence_bert_config.json") or {}
+    settings = read_transformer_settings(directory)
     if isinstance(settings.get("max_seq_length"), int):
         limits.append(settings["max_seq_length"])
     # transformers writes 1e30 where the tokenizer has no limit of its own.

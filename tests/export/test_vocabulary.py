@@ -152,6 +152,15 @@ def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: P
         read_max_length(tmp_path, tokenizer, BertConfig(max_position_embeddings=0))
 
 
+def test_the_length_is_read_from_the_file_that_sentence_transformers_reads(checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer, config = load_tokenizer(checkpoint), BertConfig(max_position_embeddings=512)
+    # As releases before 3 named it, after the model's type.
+    (tmp_path / "sentence_roberta_config.json").write_text('{"max_seq_length": 100}')
+    assert read_max_length(tmp_path, tokenizer, config) == 100
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 200}')
+    assert read_max_length(tmp_path, tokenizer, config) == 200
+
+
 def test_the_servers_tokenizer_makes_the_same_ids_as_transformers(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     add_tokens(tokenizer, [START, END])

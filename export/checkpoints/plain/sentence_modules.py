@@ -8,9 +8,15 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..remedies import RECOPY
-from ..storage.paths import check_inside, read_json
+from ..storage.paths import check_inside, read_json, read_json_if_any
 
 MODULES_FILE = "modules.json"
+
+# In the order in which Sentence-Transformers looks for them; before 3.0 it named them after the model's type.
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +75,19 @@ def find_sentence_home(directory: Path) -> Path | None:
         if _is_entry(entry) and entry["path"] == directory.name:
             return above
     return None
+
+
+def read_transformer_settings(directory: Path) -> dict[str, Any]:
+    """Return what Sentence-Transformers recorded of the transformer in `directory`; nothing where it did not.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    for name in _TRANSFORMER_FILES:
+        settings = read_json_if_any(directory / name)
+        if isinstance(settings, dict) and settings:
+            return settings
+    return {}
 
 
 def _is_entry(entry: Any) -> bool:
