@@ -11,6 +11,7 @@ from .model import Model
 from .options import Words
 from .pieces import Text, ask_tensors, ask_texts, encode
 from .session import Arrays, Session, gather
+from .ways import find_way
 
 
 class Label(NamedTuple):
@@ -142,13 +143,6 @@ async def rerank(
     return [Ranked(index, scores[index]) for index in sorted(range(len(scores)), key=lambda index: -scores[index])]
 
 
-# How a model is asked that takes something else, by its input.
-_OTHERS = {
-    "text_input": "ask it with `infer --prompt`, or `generate`",
-    "IMAGE": "ask it with `infer --image`, or `image`",
-}
-
-
 async def find_texts_model(session: Session, name: str | None) -> Model:
     """Return the model named, or the one ensemble there is, which takes a text or a pair of them.
 
@@ -161,9 +155,7 @@ async def find_texts_model(session: Session, name: str | None) -> Model:
             f"{model.name} takes no texts",
             expected="one or two inputs of one string a row",
             got=", ".join(model.inputs),
-            remedy=next(
-                (how for name, how in _OTHERS.items() if name in model.inputs), "ask the ensemble it belongs to"
-            ),
+            remedy=await find_way(session, model),
         )
     return model
 

@@ -17,7 +17,7 @@ CACHE = (
 
 
 _IS_INSTALLED = __package__.startswith("modelyard.")
-_OTHERS = {} if _IS_INSTALLED else {"run": "python -m export run"}
+_OTHERS = {} if _IS_INSTALLED else {"run": "python -m export run", "check": "python -m server check"}
 
 
 def name_command(verb: str) -> str:

@@ -18,6 +18,7 @@ from .errors import DeadlineError, ModelError, UsageError
 from .faults import FAILURES, explain
 from .pieces import Text, encode
 from .session import Session, make_trust
+from .ways import find_way
 
 # What a model that generates text calls its input, and what it makes.
 PROMPT, WRITTEN = "text_input", "text_output"
@@ -141,7 +142,6 @@ async def find_writer(session: Session, name: str | None) -> str:
     Raises:
         ClientError: There is none, or not exactly one, or the one that is named takes no prompt.
     """
-    words = session.options.words
     name = name or session.options.model
     if name is None:
         models = [await session.find_model(each) for each in await session.list_models()]
@@ -152,15 +152,15 @@ async def find_writer(session: Session, name: str | None) -> str:
             f"there is not exactly one model that generates text at {session.options.address}",
             expected="one",
             got=", ".join(writers) or "none",
-            remedy=f"choose with {words.model}",
+            remedy=f"choose with {session.options.words.model}",
         )
-    inputs = (await session.find_model(name)).inputs
-    if PROMPT not in inputs:
+    model = await session.find_model(name)
+    if PROMPT not in model.inputs:
         raise ModelError(
             f"{name} generates no text",
             expected=f"an input {PROMPT}",
-            got=", ".join(inputs),
-            remedy=f"ask with {words.text}",
+            got=", ".join(model.inputs),
+            remedy=await find_way(session, model),
         )
     return name
 

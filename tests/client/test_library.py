@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,12 @@ from client import (
     UnreachableError,
     UsageError,
 )
+from client.answers import find_texts_model
 from client.files import answer_file
+from client.model import Model, Tensor
+from client.options import Options
+from client.session import Session
+from client.streams import find_writer
 from demo.serving import Addresses
 
 INFER = str(CHECKOUT / "client" / "infer.py")
@@ -124,6 +130,58 @@ def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, 
                 ask()
             assert type(raised.value) is kind
     assert all(issubclass(kind, ClientError) for name, kind in vars(library).items() if name.endswith("Error"))
+
+
+class Described(Session):
+    """A server that is known to have these models, and is asked nothing else."""
+
+    def __init__(self, *models: Model) -> None:
+        super().__init__(Options("localhost:9"))
+        self.known = {model.name: model for model in models}
+
+    async def find_model(self, name: str | None = None) -> Model:
+        return self.known[name or ""]
+
+    async def list_models(self) -> list[str]:
+        return sorted(self.known)
+
+
+def describe(name: str, *takes: tuple[str, str, tuple[int, ...]]) -> Model:
+    tensors = tuple(Tensor(name=name, datatype=datatype, shape=shape) for name, datatype, shape in takes)
+    return Model(name=name, version="1", takes=tensors, makes=(), max_batch_size=8, has_batch=True)
+
+
+IDS = (("input_ids", "INT64", (-1, -1)), ("attention_mask", "INT64", (-1, -1)))
+
+
+@pytest.mark.parametrize("find", [find_writer, find_texts_model])
+def test_a_graph_that_stands_alone_is_said_to_take_tensors_and_a_step_to_have_its_ensemble(
+    find: Callable[[Session, str | None], Awaitable[object]],
+) -> None:
+    ensemble = describe("pair", ("TEXT", "BYTES", (-1, 1)))
+    steps = [
+        describe("pair_model", *IDS),
+        describe("pair_postprocess", ("logits", "FP32", (-1, 3)), ("TEXT", "BYTES", (-1, 1))),
+    ]
+    server = Described(ensemble, *steps, describe("alone", *IDS), describe("lone_model", *IDS))
+    tensors = "got input_ids, attention_mask; it takes tensors: send them with tritonclient, or have `python -m server"
+    for name, remedy in (
+        ("alone", tensors),
+        ("lone_model", tensors),
+        ("pair_model", "; ask the ensemble it belongs to."),
+        ("pair_postprocess", "; ask the ensemble it belongs to."),
+    ):
+        with pytest.raises(ModelError, match=remedy):
+            asyncio.run(find(server, name))
+
+
+def test_a_model_that_writes_nothing_is_asked_with_what_it_takes() -> None:
+    server = Described(
+        describe("texts", ("TEXT", "BYTES", (-1, 1))), describe("sounds", ("AUDIO", "BYTES", (-1, 1, 1)))
+    )
+    for name, remedy in (("texts", "; ask with texts."), ("sounds", "; ask it with `infer --audio`, or `audio`.")):
+        with pytest.raises(ModelError, match=f"{name} generates no text: expected an input text_input, got .*{remedy}"):
+            asyncio.run(find_writer(server, name))
 
 
 def test_what_is_refused_for_now_is_asked_again_and_what_is_refused_for_good_is_not(server: Addresses) -> None:
