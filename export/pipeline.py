@@ -10,6 +10,7 @@ from .artefacts import Artefacts
 from .engines.fastest import EngineChoice, choose_fastest
 from .engines.table import AUTO, Engine, list_engines
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
+from .file_limit import locating
 from .graph.batchings import BATCHINGS
 from .graph.conversion import PrecisionReport
 from .graph.precisions import PRECISIONS, Precision
@@ -113,7 +114,11 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     routes = kept
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
-    with restored_fast_path(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
+    with (
+        restored_fast_path(),
+        tempfile.TemporaryDirectory(prefix="modelyard-") as folder,
+        locating(Path(folder).parent),
+    ):
         every = _run_routes(routes, refused, job, Path(folder), progress, on_report)
         choice = _choose(every, refused, task, progress) if request.engine == AUTO else None
         proven = next(each for each in every if choice is None or each.engine.name == choice.chosen)
@@ -131,7 +136,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         publication=publication,
         conversion=draft.conversion,
         choice=choice,
-        notes=draft.notes,
+        notes=(*draft.notes, *_note_warmup(report)),
         peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
 
@@ -326,6 +331,13 @@ def _publish(
                 ),
             },
         )
+
+
+def _note_warmup(report: VerificationReport) -> list[str]:
+    """Return that instances are not warmed up, where that is so."""
+    if not report.refused_warmup:
+        return []
+    return ["served without a warmup, which is rows of zeros: the graph runs texts, but not zeros alone"]
 
 
 def _name_source(request: ExportRequest) -> str:

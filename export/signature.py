@@ -1,6 +1,6 @@
 """The one description of a model's tensors that graph, config and test inputs are all derived from."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -131,6 +131,21 @@ class ModelSignature:
     def is_batched(self) -> bool:
         """Whether every tensor's first dimension is the batch, so that requests can be joined."""
         return all(tensor.dims[:1] == (BATCH,) for tensor in self)
+
+    def list_warmups(self, lengths: Iterable[int] = ()) -> dict[str, Mapping[str, int]]:
+        """Return name → sizes of the rows of zeros that are run before it is ready; a symbol without one has size 1.
+
+        Args:
+            lengths: Of texts in tokens, besides the shortest and the longest.
+        """
+        if SEQ_LEN in self.longest:
+            longest = self.longest[SEQ_LEN]
+            return {
+                "shortest, 1 tokens": {SEQ_LEN: 1},
+                **{f"{length} tokens": {SEQ_LEN: length} for length in lengths},
+                f"longest, {longest} tokens": {SEQ_LEN: longest},
+            }
+        return {"one row": {PAST_LEN: 0, **self.smallest}} if self.is_batched else {}
 
     @property
     def can_be_ragged(self) -> bool:

@@ -60,6 +60,7 @@ class TextTokenizer:
         # A batch is padded request by request: a caller's shape must not depend on other callers.
         self._tokenizer.no_padding()
         self._shortening = None if has_windows else Shortening(self._tokenizer)
+        self._overlap = Overlap(self._tokenizer) if has_windows else None
         self._tensor_names = list(tensor_names)
         self._has_windows = has_windows
         self._lengths = lengths
@@ -82,10 +83,12 @@ class TextTokenizer:
 
     def _encode_all(self, asked: "list[str | tuple[str, ...]]") -> "list[Encoding | TextError]":
         try:
-            return list(self._tokenizer.encode_batch(asked))
+            if self._overlap is None or not self._overlap.is_less_for_any(asked):
+                return list(self._tokenizer.encode_batch(asked))
         # The library raises plain Exception for a text that its model has no token for, and names no row.
         except Exception:
-            return [self._encode_one(text) for text in asked]
+            pass
+        return [self._encode_one(text) for text in asked]
 
     def _shorten(self, rows: Sequence[tuple[str, ...]]) -> "Sequence[tuple[str, ...] | TextError]":
         if self._shortening is None:
@@ -125,7 +128,10 @@ class TextTokenizer:
 
     def _encode_one(self, text: "str | tuple[str, ...]") -> "Encoding | TextError":
         try:
-            return self._tokenizer.encode(*([text] if isinstance(text, str) else text))
+            tokenizer = self._tokenizer if self._overlap is None else self._overlap.choose(self._tokenizer, text)
+            return tokenizer.encode(*([text] if isinstance(text, str) else text))
+        except TextError as exc:
+            return exc
         # As above.
         except Exception as exc:
             if "Truncation error" in str(exc):
@@ -223,6 +229,53 @@ class Shortening:
             return True
         counts = [len(self._tokenizer.encode(text, add_special_tokens=False)) for text in short]
         return bool(short) and max(counts) < min(cut[text].tokens for text in row if text in cut)
+
+
+class Overlap:
+    """Has the windows of a second text share fewer tokens where the first one leaves them no more than they share.
+
+    The library panics there, which is no Exception. The export finds the same overlap (export/tasks/encoding.py).
+
+    Args:
+        tokenizer: Tokenizer that makes windows; it stays as it is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._truncation = dict(tokenizer.truncation or {})
+        self._room = self._truncation["max_length"] - tokenizer.num_special_tokens_to_add(True)
+        # A window that has little left for the second text moves on by little: there would be a great many of them.
+        self._least_room = max(1, self._truncation["max_length"] // 4)
+        self._whole = Tokenizer.from_str(tokenizer.to_str())
+        self._whole.no_truncation()
+        self._whole.no_padding()
+        self._narrow = Tokenizer.from_str(self._whole.to_str())
+
+    def is_less_for_any(self, rows: "Sequence[str | tuple[str, ...]]") -> bool:
+        """Tell whether a first text leaves a window no more room than windows share."""
+        firsts = [row[0] for row in rows if not isinstance(row, str)]
+        made = self._whole.encode_batch(firsts, add_special_tokens=False)
+        return any(self._room - len(first) <= self._truncation["stride"] for first in made)
+
+    def choose(self, tokenizer: Tokenizer, row: "str | tuple[str, ...]") -> Tokenizer:
+        """Return what tokenises the row: `tokenizer`, or one with a smaller overlap.
+
+        Raises:
+            TextError: There would be too many windows.
+        """
+        if isinstance(row, str):
+            return tokenizer
+        first, second = (len(self._whole.encode(text, add_special_tokens=False)) for text in row)
+        room = self._room - first
+        # Where nothing is left for the second text, the library says so itself.
+        if room < 1 or room > self._truncation["stride"] or second <= room:
+            return tokenizer
+        if room < self._least_room:
+            raise TextError(
+                f"TEXT leaves too little room for TEXT_PAIR, which is read in parts: expected at least "
+                f"{self._least_room} of {self._truncation['max_length']} tokens for each part, got {room}; shorten TEXT"
+            )
+        self._narrow.enable_truncation(**{**self._truncation, "stride": room // 2})
+        return self._narrow
 
 
 class TokenizedRow:

@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..checkpoints.storage.paths import find_linked, read_json_beside
@@ -24,6 +26,12 @@ _CONSOLIDATE_BYTES_PER_S = 4.0e9
 # Of all-MiniLM-L6-v2 (91 MB) and a BERT-base (438 MB): 34 and 74 s of one core.
 _EXPORT_BASE_S = 24.0
 _EXPORT_BYTES_PER_S = 8.7e6
+
+# How the names of transformers' classes end that score every word of the vocabulary.
+_WORD_HEADS = (
+    *("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForMaskedLM", "ForPreTraining"),
+    *("ForConditionalGeneration", "MTModel", "EncoderDecoderModel"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +108,21 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
 
 def _find_tie(checkpoint: StoredCheckpoint) -> str:
     """Return who says that the head is the embeddings, which then are in the files once."""
-    derived = (checkpoint.config or {}).get("tie_word_embeddings")
-    recorded = read_json_beside(checkpoint.directory / "config.json").get("tie_word_embeddings")
-    source = "the trainer's arguments" if derived is True else "config.json" if recorded is True else ""
-    return f"the head is the embeddings, as {source} say{'s' * (source == 'config.json')}" if source else ""
+    recorded = read_json_beside(checkpoint.directory / "config.json")
+    if _says_tied(checkpoint.config or {}):
+        return "the head is the embeddings, as the trainer's arguments say"
+    return "the head is the embeddings, as config.json says" if _says_tied(recorded) else ""
+
+
+def _says_tied(config: Mapping[str, Any]) -> bool:
+    """Tell whether a configuration ties a head to the embeddings.
+
+    transformers writes `tie_word_embeddings` for models too that have no such head.
+    """
+    named = config.get("architectures")
+    architectures = [str(name) for name in named] if isinstance(named, list) else []
+    has_head = not architectures or any(name.endswith(_WORD_HEADS) for name in architectures)
+    return config.get("tie_word_embeddings") is True and has_head
 
 
 def _estimate(checkpoint: StoredCheckpoint) -> dict[str, float]:

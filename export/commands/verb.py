@@ -13,6 +13,7 @@ from rich.console import Console
 
 from .. import interruption
 from ..errors import ExportError, ServingError, escape_controls
+from ..file_limit import advise
 from ..locations import REPOSITORY, name_command
 
 Verbs = argparse._SubParsersAction  # what `add_subparsers` returns, which has no public name
@@ -118,6 +119,10 @@ def carry_out(run: Run, arguments: argparse.Namespace) -> int:
         if not _can_answer():
             where = "the answer cannot be written: "
             _drop_answer()
+        elif advice := advise(exc):
+            expected, remedy = advice
+            what = f"a file {f'at {exc.filename} ' if exc.filename else ''}cannot be written"
+            return _refuse(console, str(ExportError(what, expected=expected, got=str(exc.strerror), remedy=remedy)))
         return _refuse(console, str(ExportError(f"{where}{exc.strerror or exc}")))
 
 

@@ -17,6 +17,7 @@ from ..checkpoints.storage.dtypes import ElementType
 from ..checkpoints.storage.safetensors_file import METADATA_KEY
 from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import CheckpointError, list_some
+from ..file_limit import advise
 
 # The README of the format asks for 8; the page cache and vector loads like 64.
 _HEADER_ALIGNMENT = 64
@@ -193,8 +194,9 @@ def _write_all(file: int, data: bytes | memoryview, offset: int) -> None:
         try:
             count = os.pwrite(file, view, offset)
         except OSError as exc:
+            expected, remedy = advise(exc) or ("", "make room on the disk")
             raise CheckpointError(
-                "the weights cannot be written", got=exc.strerror or str(exc), remedy="make room on the disk"
+                "the weights cannot be written", expected=expected, got=exc.strerror or str(exc), remedy=remedy
             ) from exc
         view, offset = view[count:], offset + count
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..file_limit import advise
 
 
 @contextlib.contextmanager
@@ -44,7 +45,9 @@ def stage_folder(target: Path) -> Iterator[Path]:
         staged.rename(target)
     except OSError as exc:
         where = f" at {exc.filename}" if exc.filename else ""
-        raise CheckpointError(f"{target} cannot be written", got=(exc.strerror or str(exc)) + where) from exc
+        expected, remedy = advise(exc) or ("", "")
+        got = (exc.strerror or str(exc)) + where
+        raise CheckpointError(f"{target} cannot be written", expected=expected, got=got, remedy=remedy) from exc
     finally:
         shutil.rmtree(staged, ignore_errors=True)
         os.close(lock)

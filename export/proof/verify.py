@@ -15,6 +15,7 @@ from ..engines.engine import Run, Runner
 from ..engines.table import ONNXRUNTIME, Engine
 from ..errors import EngineError, RuntimeFailure, VerificationError
 from ..graph.files import Feed
+from ..signature import ModelSignature
 from ..targets import Target
 from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
@@ -81,6 +82,8 @@ class VerificationReport:
         precision: What another precision than fp32 costs and gains.
         runtime_peak_bytes: The most memory that ONNX Runtime's process held.
         engines: How fast the engines were that could be chosen, where one was.
+        refused_warmup: Why the graph does not run a row of zeros, with which instances would be warmed up; empty where
+            it does.
     """
 
     sha256: dict[str, str]
@@ -95,6 +98,7 @@ class VerificationReport:
     precision: Mapping[str, Any] | None = None
     runtime_peak_bytes: int = 0
     engines: Mapping[str, Any] | None = None
+    refused_warmup: str = ""
 
     @property
     def passed(self) -> bool:
@@ -171,6 +175,8 @@ def verify(
             if applied:
                 kept.append(results[-1])
         peak_bytes = runner.peak_bytes
+        # The last thing it is asked for: it may abort.
+        refused_warmup = _try_warmups(task.signature, runner, arrange)
     return VerificationReport(
         sha256={path.name: hash_file(path) for path in sorted(files.all)},
         cases=results,
@@ -183,6 +189,7 @@ def verify(
         distribution=distribution,
         accepted_worse=judged.accepted,
         runtime_peak_bytes=peak_bytes,
+        refused_warmup=refused_warmup,
     )
 
 
@@ -258,6 +265,24 @@ class Reference:
 
 def _run_arranged(runner: Runner, arrange: Callable[[Feed], Feed], names: Sequence[str], feed: Feed) -> list[Any]:
     return runner.run(names, arrange(feed))
+
+
+def _try_warmups(signature: ModelSignature, runner: Runner, arrange: Callable[[Feed], Feed]) -> str:
+    """Return why the graph does not run the rows of zeros that instances are warmed up with; empty where it does.
+
+    Not every graph does: some heads look for the token that ends a text, which zeros need not be.
+    """
+    names = [tensor.name for tensor in signature.outputs]
+    for label, sizes in signature.list_warmups().items():
+        known = dict.fromkeys((symbol for tensor in signature for symbol in tensor.symbols), 1) | dict(sizes)
+        # Arranged as tokens, not as padding that may be left out, and then made zeros as a server makes them.
+        ones = {t.name: torch.ones(t.resolve_dims(known), dtype=t.torch_dtype).numpy() for t in signature.inputs}
+        feed = {name: np.zeros_like(each) if name in ones else each for name, each in arrange(ones).items()}
+        try:
+            runner.run(names, feed)
+        except (RuntimeFailure, EngineError) as exc:
+            return f"{label}: {str(exc).rstrip('.')}"
+    return ""
 
 
 def _run_case(

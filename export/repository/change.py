@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import ExportError, RepositoryError
+from ..file_limit import advise
 from .contents import find_active_version
 from .files import make_folder
 from .lock import PATIENCE_S, hold
@@ -43,7 +44,8 @@ def _explain(exc: BaseException, stopped: OSError | None, repository: Path, name
     what = f"{name} cannot be {doing} {repository}"
     got = (exc.strerror if isinstance(exc, OSError) else None) or str(exc).rstrip(".") or type(exc).__name__
     if stopped is None:
-        return RepositoryError(what, got=got, remedy="free the disk or correct the permissions, then do it again")
+        expected, remedy = advise(exc) or ("", "free the disk or correct the permissions")
+        return RepositoryError(what, expected=expected, got=got, remedy=f"{remedy}, then do it again")
     served = "it is not known which version is active"
     with contextlib.suppress(ExportError, OSError):
         active = find_active_version(repository, name)

@@ -11,7 +11,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..engines.limits import INSTANCES, INTRA_OP_THREADS, LEAN_BACKEND, LEAN_THREADS_PARAMETER, MAX_BATCH_SIZE
 from ..engines.table import ONNXRUNTIME, Engine
 from ..serving_options import ServingOptions
-from ..signature import BATCH, PAST_LEN, ROW_SHAPES, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from ..signature import BATCH, ROW_SHAPES, STRING, Contract, ModelSignature, TensorSignature
 from . import intent
 from .names import OWNER_PARAMETER, ModelNames
 
@@ -60,6 +60,7 @@ def build_configs(
     served: Iterable[int],
     engine: Engine = ONNXRUNTIME,
     serving: ServingOptions = DEFAULT_SERVING,
+    has_warmup: bool = True,
 ) -> Mapping[str, pb.ModelConfig]:
     """Return model name → configuration, steps first, the ensemble last.
 
@@ -70,13 +71,16 @@ def build_configs(
         served: Versions that the steps serve; more than one only while a new version replaces an old one.
         engine: What runs the model.
         serving: How it is to be served.
+        has_warmup: Whether the graph runs with zeros, so that instances can be warmed up with them.
     """
     served = sorted(set(served))
     contract = signature.contract
     if contract is not None and contract.is_lean:
         configs = {names.name: _build_lean(names.name, contract, served, engine)}
     else:
-        configs = {names.model: _build_model(names.model, signature.served, served, engine, version, serving)}
+        configs = {names.model: _build_model(names.model, signature.served, served, engine, version)}
+        warmups = signature.served.list_warmups(serving.warmup) if has_warmup else {}
+        configs[names.model].model_warmup.extend(_warmup(*each, signature.served) for each in warmups.items())
     if contract is not None and names.is_ensemble:
         configs = {names.preprocess: _build_preprocess(names.preprocess, signature, contract, served), **configs}
         if contract.postprocess is not None:
@@ -125,7 +129,6 @@ def _build_model(
     served: list[int],
     engine: Engine,
     version: int,
-    serving: ServingOptions,
 ) -> pb.ModelConfig:
     config = pb.ModelConfig(
         name=name,
@@ -135,7 +138,6 @@ def _build_model(
         version_policy=_serve(served),
         input=[_input(tensor, is_batched=signature.is_batched) for tensor in signature.inputs],
         output=[_output(tensor, is_batched=signature.is_batched, version=version) for tensor in signature.outputs],
-        model_warmup=_warmups(signature, serving.warmup),
     )
     if signature.is_batched:
         config.dynamic_batching.CopyFrom(_batching(0))
@@ -221,17 +223,6 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
             timeout_action=pb.ModelQueuePolicy.REJECT, allow_timeout_override=True, max_queue_size=MAX_QUEUE_SIZE
         ),
     )
-
-
-def _warmups(signature: ModelSignature, lengths: Iterable[int]) -> list[pb.ModelWarmup]:
-    if SEQ_LEN in signature.longest:
-        longest = signature.longest[SEQ_LEN]
-        return [
-            _warmup("shortest, 1 tokens", {SEQ_LEN: 1}, signature),
-            *(_warmup(f"{length} tokens", {SEQ_LEN: length}, signature) for length in lengths),
-            _warmup(f"longest, {longest} tokens", {SEQ_LEN: longest}, signature),
-        ]
-    return [_warmup("one row", {PAST_LEN: 0, **signature.smallest}, signature)] if signature.is_batched else []
 
 
 def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> pb.ModelWarmup:

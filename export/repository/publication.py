@@ -123,7 +123,15 @@ def publish(
         remove_leftovers(repository, names.name, names.all)
 
         def configure(number: int, serving: ServingOptions = serving) -> Mapping[str, pb.ModelConfig]:
-            return build_configs(names, signature, version=number, served=[number], engine=engine, serving=serving)
+            return build_configs(
+                names,
+                signature,
+                version=number,
+                served=[number],
+                engine=engine,
+                serving=serving,
+                has_warmup=not report.refused_warmup,
+            )
 
         def vary(number: int) -> Mapping[str, Mapping[str, pb.ModelConfig]]:
             return {key: configure(number, each) for key, each in variants.items()}

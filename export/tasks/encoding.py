@@ -23,6 +23,8 @@ class Question:
 class QuestionEncoder:
     """transformers' own tokenizer with the truncation that the server is to have.
 
+    Where a first text leaves windows no more tokens than they are to share, they share half of what it leaves.
+
     Args:
         tokenizer: The checkpoint's tokenizer, with the added tokens.
         max_length: The longest sequence, in tokens, special tokens included.
@@ -46,11 +48,24 @@ class QuestionEncoder:
                 [question.text],
                 pairs,
                 truncation="only_second",
-                stride=self.stride,
+                stride=self.find_stride(question),
                 return_overflowing_tokens=True,
                 **options,
             )
         return [{name: made[name][index] for name in names} for index in range(len(made["input_ids"]))]
+
+    def find_stride(self, question: Question) -> int:
+        """Return how many tokens two windows of a question share, which must be fewer than a window has room for.
+
+        The server's step finds the same (backends/python_preprocess/tokenization.py).
+        """
+        stride, room = self.stride or 0, self.find_room(question)
+        return stride if stride < room else max(room, 0) // 2
+
+    def find_room(self, question: Question) -> int:
+        """Return how many tokens of the second text a window has beside the whole first one; may be negative."""
+        first = self.tokenizer(question.text, add_special_tokens=False)["input_ids"]
+        return self.max_length - self.tokenizer.num_special_tokens_to_add(pair=True) - len(first)
 
     def build_server_tokenizer(self) -> Tokenizer:
         """Return the tokenizer as the server loads it: truncation and padding set inside `tokenizer.json`.
@@ -84,6 +99,8 @@ class QuestionEncoder:
         bare.no_padding()
         for question in questions:
             want = [(row["input_ids"], row["token_type_ids"]) for row in self.encode(question)]
+            if self.stride is not None:
+                bare.enable_truncation(**(bare.truncation or {}) | {"stride": self.find_stride(question)})
             encoding = bare.encode(question.text, question.pair)
             windows: list[Encoding] = [encoding, *(encoding.overflowing if self.stride is not None else [])]
             got = [(window.ids, window.type_ids) for window in windows]

@@ -80,7 +80,22 @@ class QuestionAnswering(TextTask):
     def build_questions(self, texts: Sequence[str]) -> list[Question]:
         """See `Task`. Questions are short, because a question is never truncated; the last context needs windows."""
         contexts = [*texts[1:], " ".join([*texts] * 4)]
-        return [Question(text=text[:20], pair=context) for text, context in zip(texts, contexts, strict=True)]
+        return [self._ask(text[:20], context) for text, context in zip(texts, contexts, strict=True)]
+
+    def _ask(self, text: str, context: str) -> Question:
+        """Return a question about `context`, cut until a quarter of a window is left for that, as a server asks."""
+        question = Question(text=text, pair=context)
+        room, least = self.encoder.find_room(question), max(1, self.max_length // 4)
+        if room >= least:
+            return question
+        if len(text) > 1:
+            return self._ask(text[: len(text) // 2], context)
+        raise ModelError(
+            "the model reads too few tokens at a time for a question and its context",
+            expected=f"room for {least} tokens of the context beside a question of one letter",
+            got=f"{max(room, 0)} of {self.max_length} tokens",
+            remedy="see model_max_length in tokenizer_config.json and max_position_embeddings in config.json",
+        )
 
     def compare(
         self, expected: Sequence[Outputs], got: Sequence[Outputs], bounds: Mapping[str, float]
@@ -96,7 +111,7 @@ class QuestionAnswering(TextTask):
             question.pair,
             truncation="only_second",
             max_length=self.max_length,
-            stride=self.stride,
+            stride=self.encoder.find_stride(question),
             return_overflowing_tokens=True,
         )
         context = question.pair or ""

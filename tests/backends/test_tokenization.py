@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from harness import Exported, load_backend
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 tokenization = load_backend("python_preprocess", "tokenization")
 
@@ -99,3 +99,28 @@ def test_decoding_names_the_row_and_the_byte() -> None:
     assert tokenization.decode_text("é".encode(), 0) == "é"
     with pytest.raises(tokenization.TextError, match="TEXT row 3 is not UTF-8: .* got 0xc3 at byte 1"):
         tokenization.decode_text(b"a\xc3", 3)
+
+
+def test_windows_share_less_where_a_long_first_text_leaves_less(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    saved = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    saved.pre_tokenizer = pre_tokenizers.Whitespace()
+    saved.enable_truncation(16, stride=8, strategy="only_second")
+    saved.enable_padding()
+    saved.save(str(path))
+    tokenizer = tokenization.TextTokenizer(path, ["input_ids"], has_windows=True)
+
+    def starts(row: "tokenization.TokenizedRow") -> list[int]:
+        # Where the second text's first token in each window begins, in words of two characters.
+        return [window.offsets[window.ids.index(1)][0] // 2 for window in row.windows]
+
+    rows = [("a " * size, "b " * 20) for size in (7, 8, 12, 13, 16)] + [("a " * 13, "b " * 3)]
+    roomy, half, quarter, less, full, fits = tokenizer.encode(rows)
+    assert starts(roomy) == [*range(12)]
+    assert starts(half) == [0, 4, 8, 12]
+    assert starts(quarter) == [*range(0, 18, 2)]
+    assert str(less).startswith(
+        "TEXT leaves too little room for TEXT_PAIR, which is read in parts: expected at least 4"
+    )
+    assert str(full).startswith("TEXT leaves no room for TEXT_PAIR: expected fewer than 16 tokens")
+    assert starts(fits) == [0], "what fits beside it needs no overlap"

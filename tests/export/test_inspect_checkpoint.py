@@ -79,6 +79,24 @@ def test_a_head_that_is_tied_by_the_configuration_is_said_to_be(tmp_path: Path) 
     assert "tied         the head is the embeddings, as config.json says\n" in text
 
 
+@pytest.mark.parametrize(
+    ("architecture", "has_head"),
+    [
+        *[(name, True) for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "MarianMTModel")],
+        *[(name, True) for name in ("T5ForConditionalGeneration", "BertForPreTraining")],
+        *[(name, False) for name in ("BertModel", "BertForSequenceClassification", "RobertaForQuestionAnswering")],
+    ],
+)
+def test_a_model_without_a_head_over_words_ties_none(architecture: str, has_head: bool, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    config = {"tie_word_embeddings": True, "architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = "the head is the embeddings, as config.json says" if has_head else ""
+    found = inspect_checkpoint(tmp_path)
+    assert found.tied_by == said
+    assert f"tied         {said or 'none in the files'}\n" in format_inspection(found)
+
+
 def test_a_published_model_tells_its_versions(published: Published, export_cli: Callable[..., Finished]) -> None:
     name = published.result["publication"]["name"]
     told = export_cli("inspect", str(published.repository / name))

@@ -34,6 +34,12 @@ def test_an_error_of_the_system_is_one_sentence_and_a_bug_is_none(
     monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(PermissionError(13, "Permission denied", "/x")))
     finished = export_cli("inspect", "x")
     assert (finished.code, finished.err) == (1, "error: /x: Permission denied.\n")
+    monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(OSError(27, "File too large", "/x")))
+    # The file system's own limit: nothing is set for this process.
+    assert export_cli("inspect", "x").err == (
+        "error: a file at /x cannot be written: expected a file system that takes files of any size, got File too "
+        "large; write to another file system.\n"
+    )
     monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(KeyError("x")))
     with pytest.raises(KeyError):
         export_cli("inspect", "x")
@@ -104,6 +110,35 @@ def test_an_answer_that_nothing_takes_is_an_error(tmp_path: Path) -> None:
         finished = run_verb("inspect", tmp_path, stdout=full, env=environment)
     assert finished.returncode == 1
     assert finished.stderr == "error: the answer cannot be written: No space left on device.\n"
+
+
+def test_a_limit_on_file_sizes_is_named_with_the_place_where_it_was_met(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    room.mkdir()
+    limits = ("bash", "-c", 'ulimit -f 30; exec "$@"', "bash")
+    environment = os.environ | {"TMPDIR": str(room)}
+    finished = run_verb(
+        *("run", tiny_checkpoint, "--name", "tiny", "--repository", tmp_path / "models"), wrap=limits, env=environment
+    )
+    assert finished.returncode == 1
+    assert finished.stderr.splitlines()[-1] == (
+        f"error: a file at {room} cannot be written: expected no limit on the size of a file, got File too large; "
+        "raise the limit on file sizes (ulimit -f), which is 30,720 bytes."
+    )
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("size", [100, 1_000_000], ids=["what belongs to the weights", "the weights"])
+def test_a_limit_on_file_sizes_is_named_where_weights_are_written(size: int, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    save_file({"w": torch.ones(size)}, checkpoint / "model.safetensors")
+    (checkpoint / "vocab.txt").write_text("word\n" * 20_000)
+    limits = ("bash", "-c", 'ulimit -f 30; exec "$@"', "bash")
+    finished = run_verb("consolidate", checkpoint, tmp_path / "out", wrap=limits)
+    assert finished.returncode == 1
+    assert " cannot be written: expected no limit on the size of a file, got File too large" in finished.stderr
+    assert finished.stderr.endswith("; raise the limit on file sizes (ulimit -f), which is 30,720 bytes.\n")
 
 
 def test_an_interruption_while_loading_is_one_sentence(tmp_path: Path) -> None:

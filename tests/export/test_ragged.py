@@ -42,6 +42,7 @@ def test_the_files_are_what_native_backends_ask_for(joined: Path) -> None:
     folder = joined / f"{NAME}_model"
     config = parse_config((folder / "config.pbtxt").read_text())
     assert [tensor.allow_ragged_batch for tensor in config.input] == [True] * 3
+    assert [warmup.name.split(",")[0] for warmup in config.model_warmup] == ["shortest", "longest"]
     (made,) = config.batch_input
     assert (made.kind, list(made.source_input)) == (made.BATCH_ITEM_SHAPE, [config.input[0].name])
     graph = onnx.load(folder / "1" / "model.onnx").graph

@@ -2,15 +2,19 @@ import base64
 import io
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from harness import load_backend
 from PIL import Image
+from tokenizers import Tokenizer
 from trainers.architectures import ARCHITECTURES, Architecture, save_model
-from trainers.task_checkpoints import build_reward_model
+from trainers.task_checkpoints import BUILDERS, build_reward_model
 from transformers import AutoImageProcessor, BertConfig, OPTConfig, OPTModel
 from transformers.image_utils import load_image
 
@@ -19,9 +23,12 @@ from export.checkpoints import TensorSpec, open_checkpoint
 from export.errors import CheckpointError, ModelError
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
-from export.tasks.classification import Reward, choose_function, read_labels
+from export.tasks.classification import Reward, TextPairClassification, choose_function, read_labels
 from export.tasks.encoding import Question
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
+from export.tasks.sentence_settings import check_transformer
+from export.tasks.spans import QuestionAnswering
+from export.tasks.text import read_verification_texts
 from export.weights.tokenizer import load_tokenizer
 from export.weights.torch_model import load_config, load_model
 from export.weights.transforms import CastToFloat32
@@ -29,7 +36,7 @@ from export.weights.transforms import CastToFloat32
 MODULES = "sentence_transformers.models"
 
 
-def write_modules(directory: Path, kinds: list[str], **modes: bool) -> None:
+def write_modules(directory: Path, kinds: list[str], **modes: object) -> None:
     modules = [{"idx": i, "path": f"{i}_{kind}", "type": f"{MODULES}.{kind}"} for i, kind in enumerate(kinds)]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
@@ -40,6 +47,95 @@ def test_pooling_is_read_as_sentence_transformers_recorded_it(checkpoint: Path, 
     assert read_pooling(checkpoint) == PoolingSettings(mode="mean", normalize=True, source="modules.json")
     write_modules(tmp_path, ["Transformer", "Pooling"], pooling_mode_cls_token=True, pooling_mode_mean_tokens=False)
     assert read_pooling(tmp_path) == PoolingSettings(mode="cls", normalize=False, source="modules.json")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "mode"), [("cls", "cls"), ("mean", "mean"), ("lasttoken", "last"), (["mean"], "mean")]
+)
+def test_pooling_is_read_as_sentence_transformers_6_records_it(recorded: object, mode: str, tmp_path: Path) -> None:
+    write_modules(
+        tmp_path, ["Transformer", "Pooling"], embedding_dimension=32, pooling_mode=recorded, include_prompt=True
+    )
+    assert read_pooling(tmp_path) == PoolingSettings(mode=mode, normalize=False, source="modules.json")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "got"), [(["cls", "mean"], "cls, mean"), ("max", "max"), ([], "none"), (3, "3"), ([None], "None")]
+)
+def test_modes_of_sentence_transformers_6_that_are_not_exported_are_refused(
+    recorded: object, got: str, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, ["Transformer", "Pooling"], embedding_dimension=32, pooling_mode=recorded)
+    with pytest.raises(ModelError, match=f"expected one of mean, cls, lasttoken, got {got}; export a checkpoint"):
+        read_pooling(tmp_path)
+
+
+def test_a_prompt_that_the_pooling_leaves_out_is_refused_and_another_is_the_clients(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    record = {"model_type": "SentenceTransformer", "prompts": {"q": "query: "}, "default_prompt_name": "q"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(record))
+    (warning,) = build_task("feature-extraction", build_source(folder)).warnings
+    assert warning.startswith("Sentence-Transformers puts 'query: ' in front of every text for this model, ")
+    settings = {"pooling_mode": "mean", "include_prompt": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="got include_prompt false, and the prompt 'query: '; export"):
+        read_pooling(folder)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(record | {"default_prompt_name": None}))
+    assert read_pooling(folder).mode == "mean"
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "got"),
+    [
+        ("2_Dense", {"use_residual": True}, "use_residual true"),
+        ("2_Dense", {"module_input_name": "token_embeddings"}, "module_input_name token_embeddings"),
+        ("3_Normalize", {"module_output_name": "other"}, "module_output_name other"),
+    ],
+)
+def test_a_module_that_is_wired_otherwise_is_refused(
+    module: str, settings: dict[str, object], got: str, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, ["Transformer", "Pooling", "Dense", "Normalize"], pooling_mode="cls")
+    usual = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+    for name in ("2_Dense", "3_Normalize"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(usual))
+    assert read_pooling(tmp_path).normalize
+    (tmp_path / module / "config.json").write_text(json.dumps(usual | settings))
+    with pytest.raises(ModelError, match=rf"{module} is not exported: expected .*, got {got}; export a checkpoint"):
+        read_pooling(tmp_path)
+
+
+WIRED = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "got"),
+    [
+        ({"transformer_task": "fill-mask"}, "transformer_task fill-mask"),
+        ({"modality_config": {"text": {"method": "forward", "method_output_name": "x"}}}, "method_output_name x"),
+        ({"modality_config": {"image": {}}}, "method none, method_output_name none"),
+        ({"processing_kwargs": {"text": {"max_length": 8}}}, "text"),
+        ({"do_lower_case": True}, "do_lower_case true beside one that tells capitals apart"),
+    ],
+)
+def test_a_transformer_that_makes_something_else_of_a_text_is_refused(
+    settings: dict[str, object], got: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(WIRED | {"processing_kwargs": {"image": {"x": 1}}}))
+    tokenizer = load_tokenizer(checkpoint)
+    check_transformer(tmp_path, tokenizer)
+    if "do_lower_case" in settings:
+        tokenizer._tokenizer.normalizer = None
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(WIRED | settings))
+    with pytest.raises(ModelError, match=f"got {got}; "):
+        check_transformer(tmp_path, tokenizer)
 
 
 def test_without_a_record_the_mean_is_taken_and_said_to_be_the_default(tmp_path: Path) -> None:
@@ -156,10 +252,11 @@ def test_records_beside_the_architecture_come_first(tmp_path: Path) -> None:
     config = BertConfig(architectures=["BertForSequenceClassification"])
     head = {"v_head.weight": TensorSpec(shape=(1, 4), dtype=torch.float32)}
     assert find_task_name(tmp_path, config, head) == "reward"
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
-    assert find_task_name(tmp_path, config, {}) == "text-pair-classification"
     (tmp_path / "modules.json").write_text("[]")
     assert find_task_name(tmp_path, config, {}) == "feature-extraction"
+    # Sentence-Transformers 6 lists a cross-encoder's modules as well.
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    assert find_task_name(tmp_path, config, {}) == "text-pair-classification"
 
 
 def test_a_task_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
@@ -221,6 +318,29 @@ def test_pooling_can_be_asked_for(tiny_checkpoint: Path) -> None:
 )
 def test_the_function_is_the_one_the_model_was_trained_with(settings: dict, function: str) -> None:
     assert choose_function(BertConfig(**settings)) == function
+
+
+def test_the_function_of_a_cross_encoder_may_be_recorded_beside_its_configuration() -> None:
+    # As Sentence-Transformers 6 does.
+    recorded = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    assert choose_function(BertConfig(num_labels=1), recorded) == "none"
+    assert choose_function(BertConfig(num_labels=3), recorded) == "softmax"
+
+
+def test_a_cross_encoder_of_sentence_transformers_6_is_served_with_the_function_it_records(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = BUILDERS["text-pair-classification"](tmp_path / "scorer", checkpoint)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("sentence_transformers", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_modules(folder, ["Transformer"])
+    record = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(record))
+    name = find_task_name(folder, load_config(folder), open_checkpoint(folder).specs())
+    assert name == "text-pair-classification"
+    task = build_task(name, build_source(folder))
+    assert isinstance(task, TextPairClassification) and task.function == "none"
 
 
 def test_labels_that_are_not_named_once_each_are_refused() -> None:
@@ -294,3 +414,30 @@ def test_a_tower_without_a_recipe_is_refused_with_a_task_that_takes_it(
     assert main(words) == 1
     (task,) = re.findall(r"or --task ([a-z-]+)\.", capsys.readouterr().err)
     assert main([*words, "--task", task]) == 0
+
+
+@pytest.mark.parametrize("max_length", [128, 24, 16])
+def test_questions_that_fill_most_of_a_window_are_read_as_the_server_reads_them(
+    max_length: int, tmp_path: Path
+) -> None:
+    save_model(ARCHITECTURES["bert question answering"], tmp_path)
+    task = build_task("question-answering", replace(build_source(tmp_path), max_length=max_length))
+    assert isinstance(task, QuestionAnswering)
+    questions, encoder = task.build_questions(read_verification_texts()), task.encoder
+    assert any(encoder.find_stride(each) < task.stride for each in questions) == (max_length < 128)
+    file = tmp_path / "served" / "tokenizer.json"
+    file.parent.mkdir()
+    encoder.build_server_tokenizer().save(str(file))
+    encoder.check_agrees(Tokenizer.from_file(str(file)), questions)
+    served = load_backend("python_preprocess", "tokenization").TextTokenizer(file, ["input_ids"], has_windows=True)
+    rows = served.encode([(each.text, each.pair) for each in questions])
+    for question, row in zip(questions, rows, strict=True):
+        assert [window.ids for window in row.windows] == [window["input_ids"] for window in encoder.encode(question)]
+    assert set(task.answer(questions[-1])) == {"ANSWER", "SCORE", "START", "END"}
+
+
+def test_a_window_that_holds_no_question_is_refused(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["bert question answering"], tmp_path)
+    task = build_task("question-answering", replace(build_source(tmp_path), max_length=4))
+    with pytest.raises(ModelError, match="room for 1 tokens of the context beside a question of one letter, got 0 of"):
+        task.build_example()

@@ -7,14 +7,16 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from harness import Exported, verify_files
+from harness import Exported, run, verify_files
 from onnx import numpy_helper
 from tokenizers import Tokenizer
+from trainers.architectures import ARCHITECTURES, save_model
 
 from export.artefacts import Artefacts, hash_file
 from export.errors import GraphError, VerificationError
 from export.graph.onnx_export import check_graph, export_onnx
 from export.proof.verify import verify
+from export.repository.config_file import parse_config
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.comparison import compare_embeddings
@@ -207,3 +209,24 @@ def test_vectors_of_another_length_or_without_one_are_far_from_equal() -> None:
     assert compare_embeddings(one, 2 * one)["max_relative_length_error"] == pytest.approx(1.0)
     assert np.isnan(compare_embeddings(one, 0 * one)["max_abs_error"])
     assert compare_embeddings(one, one[:, :1])["max_abs_error"] == np.inf
+
+
+def test_a_graph_that_zeros_break_is_published_without_a_warmup(tmp_path: Path) -> None:
+    # Its head looks for the token that ends a text, and zeros have none.
+    save_model(ARCHITECTURES["bart classification"], tmp_path / "bart")
+    options = ["--name", "bart", "--repository", str(tmp_path / "models"), "--warmup", "16", "--json"]
+    done = run("-m", "export", "run", str(tmp_path / "bart"), *options)
+    assert done.code == 0, done.err
+    (note,) = json.loads(done.out)["notes"]
+    assert note.startswith("served without a warmup, ")
+    config = parse_config((tmp_path / "models" / "bart_model" / "config.pbtxt").read_text())
+    assert not config.model_warmup
+
+
+def test_a_graph_that_runs_zeros_is_warmed_up_with_them(exported: Exported) -> None:
+    assert exported.report.refused_warmup == ""
+    assert [*exported.source.task.signature.list_warmups([16])] == [
+        "shortest, 1 tokens",
+        "16 tokens",
+        "longest, 64 tokens",
+    ]

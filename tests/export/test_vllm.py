@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from export.engines.vllm_arguments import MOUNT
 from harness import CHECKOUT
 from safetensors.torch import load_file, save_file
 from trainers.writers import build_writer, train_bpe
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from export.__main__ import main
 from export.artefacts import Artefacts, list_model
 from export.checkpoints import open_checkpoint
+from export.engines.vllm_arguments import MOUNT
 from export.engines.vllm_engine import VLLM
 from export.errors import VerificationError
 from export.lint.linter import lint

@@ -1,0 +1,30 @@
+"""A file that may not become as large as it has to: the disk may have room enough."""
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+_BEYOND_ROOM = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
+
+
+def advise(error: BaseException) -> tuple[str, str] | None:
+    """Return what was expected and what can be done where a file would be too large; None for any other error."""
+    if not isinstance(error, OSError) or error.errno != errno.EFBIG:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "a file system that takes files of any size", "write to another file system"
+    return "no limit on the size of a file", f"raise the limit on file sizes (ulimit -f), which is {limit:,} bytes"
+
+
+@contextlib.contextmanager
+def locating(folder: Path) -> Iterator[None]:
+    """Have an error of writing in the block that names no file, as `write` itself raises it, name the folder."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in _BEYOND_ROOM and exc.filename is None:
+            exc.filename = str(folder)
+        raise
