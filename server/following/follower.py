@@ -1,5 +1,6 @@
 """Follows the repository: what becomes active there is served here, within a second or two."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..errors import RolloutError
+from ..errors import GoneError, RolloutError
 from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, read_repository
@@ -22,6 +23,10 @@ _LONGEST_ORDER_S = 10.0
 # What could not be rolled out is tried again after this long, and each time after twice as long.
 _FIRST_RETRY_S = 10.0
 _LAST_RETRY_S = 600.0
+
+# One that tritonserver has not survived so often is not tried again by itself: every try takes all models down. One
+# end may be another's doing.
+_MAX_ENDS = 2
 
 State = Literal["served", "rolling", "failed"]
 
@@ -49,6 +54,8 @@ class _Failure:
     reason: str
     retry_at: float
     delay_s: float
+    # How often tritonserver ended meanwhile.
+    ends: int = 0
 
 
 class Follower:
@@ -206,7 +213,7 @@ class Follower:
             if served != wanted.version:
                 self._holdings.release(wanted)
             if not self._ended:
-                self._fail(wanted, served, str(exc))
+                self._fail(wanted, served, exc)
             return
         if old and served != wanted.version:
             self._holdings.release(old)
@@ -229,12 +236,19 @@ class Follower:
         self._failures.pop(published.name, None)
         self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
 
-    def _fail(self, wanted: Published, served: int, reason: str) -> None:
-        before = self._failures.get(wanted.name)
-        again = before and before.wanted == wanted
-        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and again else _FIRST_RETRY_S
+    def _fail(self, wanted: Published, served: int, error: RolloutError) -> None:
+        failure = self._failures.get(wanted.name)
+        before = failure if failure and failure.wanted == wanted else None
+        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before else _FIRST_RETRY_S
+        ends = (before.ends if before else 0) + isinstance(error.__cause__, GoneError)
+        reason, is_deadly = str(error), ends >= _MAX_ENDS
+        retry_at = math.inf if is_deadly else time.monotonic() + delay
         self._failures[wanted.name] = _Failure(
-            wanted=wanted, reason=reason, retry_at=time.monotonic() + delay, delay_s=delay
+            wanted=wanted, reason=reason, retry_at=retry_at, delay_s=delay, ends=ends
         )
-        self._say(f"ERROR: {reason} Tried again in {delay:.0f} s, or once the repository changes.")
+        if is_deadly:
+            then = f"Not tried again before a restart: tritonserver ended {ends} times as it was loaded."
+        else:
+            then = f"Tried again in {delay:.0f} s, or once the repository changes."
+        self._say(f"ERROR: {reason} {then}")
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))

@@ -58,6 +58,45 @@ def test_one_whose_child_gets_on_does_not(does: str) -> None:
         assert not look(pid, 0.02).is_over
 
 
+# Ends the tritonserver that loads it.
+DEADLY = """
+import os, signal, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(5)
+"""
+DEADLY_CONFIG = """
+name: "deadly"
+backend: "python"
+input { name: "X" data_type: TYPE_FP32 dims: [1] }
+output { name: "Y" data_type: TYPE_FP32 dims: [1] }
+instance_group { kind: KIND_CPU }
+"""
+
+
+def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(published: Published, tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    shutil.copytree(published.repository, repository)
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        staged = tmp_path / "deadly"
+        (staged / "1").mkdir(parents=True)
+        (staged / "1" / "model.py").write_text(DEADLY)
+        (staged / "config.pbtxt").write_text(DEADLY_CONFIG)
+        staged.rename(repository / "deadly")
+        server.wait_for_line("Tried again in 10 s", 60)
+        server.wait_for_line("tritonserver answers again", 60)
+        server.wait_for_line("Not tried again before a restart: tritonserver ended 2 times as it was loaded", 60)
+        server.wait_for_line("tritonserver answers again", 60)
+        assert "sentence_embedding answers as verified" in server.check().err
+        # Longer than until the next try.
+        signal.sigtimedwait([], 25)
+        assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == 2
+
+
 # What tritonserver's handler of a deadly signal ends with, and where it stays if its memory is corrupt.
 STAYS = "#include <unistd.h>\nint raise(int number) { (void)number; for (;;) pause(); }\n"
 
