@@ -13,7 +13,7 @@ from ..errors import ShortageError
 from ..log import Log
 from .installation import build_environment
 from .private_memory import keep_shared_memory_private
-from .processes import is_handling
+from .processes import DEADLY_SIGNALS, is_handling
 from .settings import Settings
 
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
@@ -33,10 +33,9 @@ _HARMLESS_WITHOUT_GPU = (
 # Information, as glog begins such a line. Backend processes log it whatever --log-info says.
 _INFORMATION = re.compile(rb"I\d{4} ")
 
-# What tritonserver 2.51 logs as it handles a signal, and which it does not survive. It then writes where it was,
-# for which it allocates: if its memory is corrupt it may wait for itself there, and answers some and others never.
+# What tritonserver 2.51 logs as it handles a signal. Of one that it does not survive it then writes where it was, for
+# which it allocates: if its memory is corrupt it may wait for itself there, and answers some and others never.
 _SIGNAL = re.compile(rb"Signal \((\d{1,2})\) received\.\s*")
-_DEADLY = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
 # What it gets to end of such a signal by itself.
 _DYING_S = 1.0
@@ -139,7 +138,7 @@ class TritonServer:
     def _relay_log(self) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
-            if (crash := _SIGNAL.fullmatch(line)) and int(crash[1]) in _DEADLY:
+            if (crash := _SIGNAL.fullmatch(line)) and int(crash[1]) in DEADLY_SIGNALS:
                 self._crash = int(crash[1]), time.monotonic()
             if self._is_verbose or not _is_noise(line):
                 self._log.relay(self._key.redact(line))

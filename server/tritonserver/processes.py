@@ -5,6 +5,9 @@ import os
 import signal
 from dataclasses import dataclass
 
+# Those that a process dies of, and that it sends to itself.
+DEADLY_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 # Fields of /proc/PID/stat, less the three up to the state: that one stands behind the name, which may hold anything.
@@ -139,13 +142,15 @@ def wants_core(pid: int) -> bool:
 
 
 def is_handling(pid: int, number: int) -> bool:
-    """Tell whether a thread of process `pid` is in the handler of a signal: it is kept from another one of the kind.
+    """Tell whether a thread of process `pid` is in the handler of a deadly signal: it is kept from another of the kind.
 
     Raises:
         OSError: This process has no descriptor left to look with.
     """
-    bit = 1 << (number - 1)
-    return any(_read_blocked(pid, task) & bit for task in list_tasks(pid))
+    bit, everyone = 1 << (number - 1), sum(1 << (each - 1) for each in DEADLY_SIGNALS)
+    blocked = (_read_blocked(pid, task) for task in list_tasks(pid))
+    # A thread that takes none at all is in no handler.
+    return any(each & bit and each & everyone != everyone for each in blocked)
 
 
 def _read_blocked(pid: int, task: int) -> int:

@@ -47,6 +47,7 @@ FLOORS = {
     "export/interruption": (),
     "export/progress": (),
     "export/artefacts": (),
+    "export/file_limit": (),
     "export/signature": (),
     "export/option_kinds": (),
     "export/http_failures": ("errors",),
@@ -55,7 +56,7 @@ FLOORS = {
     "export/serving_options": ("errors", "option_kinds"),
     "export/options_file": ("errors", "option_kinds"),
     "export/checkpoints": ("errors",),
-    "export/consolidation": ("checkpoints", "errors"),
+    "export/consolidation": ("checkpoints", "errors", "file_limit"),
     "export/graph": ("errors", "signature", "targets"),
     "export/engines": ("errors", "graph", "locations", "signature", "targets"),
     "export/weights": ("checkpoints", "consolidation", "errors", "option_kinds"),
@@ -64,12 +65,13 @@ FLOORS = {
         *("engines", "errors", "graph", "locations", "option_kinds", "options_file", "serving_options", "targets"),
         *("tasks", "weights"),
     ),
-    "export/proof": ("artefacts", "engines", "errors", "graph", "targets", "tasks", "weights"),
+    "export/proof": ("artefacts", "engines", "errors", "graph", "signature", "targets", "tasks", "weights"),
     "export/repository": (
-        *("artefacts", "engines", "errors", "proof", "serving_options", "signature", "targets", "tasks"),
+        *("artefacts", "engines", "errors", "file_limit", "proof", "serving_options", "signature", "targets"),
+        *("tasks",),
     ),
     "export/tuning": ("engines", "errors", "repository"),
-    "export/lint": ("errors", "option_kinds", "repository", "targets"),
+    "export/lint": ("engines", "errors", "option_kinds", "repository", "targets"),
     "export/identity": ("artefacts", "checkpoints", "errors", "options", "repository", "targets"),
     "export/foresight": (
         "checkpoints",
@@ -97,8 +99,8 @@ FLOORS = {
     "export/stages": ("artefacts", "engines", "graph", "progress", "proof", "targets", "tasks", "weights"),
     "export/subject": ("identity", "options", "proof", "repository", "source"),
     "export/pipeline": (
-        *("artefacts", "engines", "errors", "graph", "identity", "options", "progress", "proof", "repository"),
-        *("source", "stages", "subject", "targets", "tasks"),
+        *("artefacts", "engines", "errors", "file_limit", "graph", "identity", "options", "progress", "proof"),
+        *("repository", "source", "stages", "subject", "targets", "tasks"),
     ),
     "export/commands": (
         *(
@@ -107,6 +109,7 @@ FLOORS = {
             "engines",
             "errors",
             "fetching",
+            "file_limit",
             "foresight",
             "graph",
             "identity",

@@ -115,14 +115,21 @@ def test_a_tritonserver_that_crashes_and_does_not_end_is_started_anew(published:
         assert server.check().code == 0
 
 
-def test_a_process_that_handles_a_signal_is_told_from_one_that_does_not() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGABRT})
-    try:
-        assert is_handling(os.getpid(), signal.SIGABRT)
-        assert not is_handling(os.getpid(), signal.SIGSEGV)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
-    assert not is_handling(os.getpid(), signal.SIGABRT)
+@pytest.mark.parametrize(
+    ("blocked", "handles"),
+    [("{}", False), ("{signal.SIGABRT}", True), ("{signal.SIGSEGV}", False), ("signal.valid_signals()", False)],
+    ids=["none", "it", "another", "all"],
+)
+def test_a_process_that_handles_a_signal_is_told_from_one_that_does_not(blocked: str, handles: bool) -> None:
+    code = (
+        f"import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, {blocked}); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = is_handling(process.pid, signal.SIGABRT)
+        process.kill()
+    assert found == handles
 
 
 def test_a_tritonserver_that_is_killed_before_it_serves_is_started_anew(published: Published) -> None:
