@@ -40,6 +40,9 @@ _SIGNAL = re.compile(rb"Signal \((\d{1,2})\) received\.\s*")
 # What it gets to end of such a signal by itself.
 _DYING_S = 1.0
 
+# How libraries colour their lines (ECMA-48, SGR), whether anybody sees it or a file is written.
+_COLOUR = re.compile(rb"\x1b\[[0-9;]*m")
+
 _PR_SET_PDEATHSIG = 1
 
 # Looked up here: between fork and exec nothing should be allocated.
@@ -141,7 +144,7 @@ class TritonServer:
             if (crash := _SIGNAL.fullmatch(line)) and int(crash[1]) in DEADLY_SIGNALS:
                 self._crash = int(crash[1]), time.monotonic()
             if self._is_verbose or not _is_noise(line):
-                self._log.relay(self._key.redact(line))
+                self._log.relay(self._key.redact(_COLOUR.sub(b"", line)))
 
 
 def _is_noise(line: bytes) -> bool:

@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -289,6 +290,17 @@ def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
         os.kill(server.process.pid, signal.SIGCONT)
     assert asked == [model]
     server.wait_for_line("answers again", BACK_WITHIN_S)
+
+
+def test_no_colours_of_libraries_stand_in_the_log(server: Running) -> None:
+    ids = {"shape": [1, 1], "datatype": "INT64", "data": [1 << 40]}
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    body = {"inputs": [{"name": name, **ids, "data": ids["data"] if name == "input_ids" else [1]} for name in names]}
+    url = f"http://127.0.0.1:{server.http}/v2/models/sentence_embedding_model/infer"
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60)
+    server.wait_for_line("onnxruntime:", 60)
+    assert "\x1b" not in "".join(server.lines)
 
 
 def test_what_a_rollout_has_put_in_the_place_of_the_dead_is_not_loaded_again(
