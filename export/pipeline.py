@@ -124,6 +124,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         proven = next(each for each in every if choice is None or each.engine.name == choice.chosen)
         engine, draft = proven.engine, proven.draft
         report = replace(proven.report, engines=choice.to_json() if choice else None)
+        notes = (*draft.notes, *_judge_warmup(request, task, report))
         publication = _publish(request, source, target, engine, draft, report, progress)
         model_bytes = sum(path.stat().st_size for path in draft.files.model)
     return ExportResult(
@@ -136,7 +137,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         publication=publication,
         conversion=draft.conversion,
         choice=choice,
-        notes=(*draft.notes, *_note_warmup(report)),
+        notes=notes,
         peak_bytes=(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, report.runtime_peak_bytes),
     )
 
@@ -333,10 +334,23 @@ def _publish(
         )
 
 
-def _note_warmup(report: VerificationReport) -> list[str]:
-    """Return that instances are not warmed up, where that is so."""
-    if not report.refused_warmup:
+def _judge_warmup(request: ExportRequest, task: Task, report: VerificationReport) -> list[str]:
+    """Return that instances are not warmed up, where that is so.
+
+    Raises:
+        ExportError: Lengths were asked for, which would have no effect.
+    """
+    contract = task.signature.contract
+    # A lean step warms itself up, with texts.
+    if not report.refused_warmup or (contract is not None and contract.is_lean):
         return []
+    if lengths := [length for each in (request.serving, *request.variants.values()) for length in each.warmup]:
+        raise ExportError(
+            f"{request.name} cannot be warmed up, which is done with rows of zeros",
+            expected="a graph that runs them",
+            got=f"'{report.refused_warmup}'",
+            remedy=f"leave out --warmup {' '.join(map(str, lengths))}",
+        )
     return ["served without a warmup, which is rows of zeros: the graph runs texts, but not zeros alone"]
 
 

@@ -279,8 +279,12 @@ class Supervisor:
         """Find out what can be told of this tritonserver's backend processes."""
         try:
             version = self._control.read_version()
-        except ControlError:
-            # Asked again at the next look; until then nobody reads what may lie elsewhere.
+        except ControlError as exc:
+            # Nobody reads what may lie elsewhere.
+            if self._healer.table.reads_queues:
+                self._say(
+                    f"warning: backend processes that hang are not found until tritonserver tells which it is: {exc}"
+                )
             self._healer.table.reads_queues = False
             return
         self._is_version_known = True

@@ -214,13 +214,19 @@ def test_vectors_of_another_length_or_without_one_are_far_from_equal() -> None:
 def test_a_graph_that_zeros_break_is_published_without_a_warmup(tmp_path: Path) -> None:
     # Its head looks for the token that ends a text, and zeros have none.
     save_model(ARCHITECTURES["bart classification"], tmp_path / "bart")
-    options = ["--name", "bart", "--repository", str(tmp_path / "models"), "--warmup", "16", "--json"]
-    done = run("-m", "export", "run", str(tmp_path / "bart"), *options)
+    models = tmp_path / "models"
+    command = ["-m", "export", "run", str(tmp_path / "bart"), "--repository", str(models), "--json", "--name"]
+    refused = run(*command, "bart", "--warmup", "16")
+    assert refused.code == 1 and "leave out --warmup 16" in refused.err
+    assert not (models / "bart").exists()
+    done = run(*command, "bart")
     assert done.code == 0, done.err
     (note,) = json.loads(done.out)["notes"]
     assert note.startswith("served without a warmup, ")
-    config = parse_config((tmp_path / "models" / "bart_model" / "config.pbtxt").read_text())
-    assert not config.model_warmup
+    assert not parse_config((models / "bart_model" / "config.pbtxt").read_text()).model_warmup
+    lean = run(*command, "lean", "--steps", "lean")
+    # It warms itself up, with texts.
+    assert lean.code == 0 and json.loads(lean.out)["notes"] == []
 
 
 def test_a_graph_that_runs_zeros_is_warmed_up_with_them(exported: Exported) -> None:
