@@ -156,9 +156,13 @@ FLOORS = {
     "server/healing": ("errors", "status", "tritonserver"),
     "server/draining": ("endpoints", "healing", "tritonserver"),
     "server/doctor": ("endpoints", "errors", "following", "limits", "locations", "tritonserver"),
+    "server/announcement": ("endpoints", "following", "locations"),
+    "server/run": ("errors", "healing", "log", "status", "tritonserver"),
+    "server/starting": ("errors", "run", "shortage", "tritonserver"),
+    "server/watching": ("limits", "run", "status", "tritonserver"),
     "server/supervisor": (
-        *("draining", "endpoints", "errors", "following", "healing", "limits", "locations", "log", "shortage"),
-        *("status", "tritonserver"),
+        *("announcement", "draining", "errors", "following", "log", "run", "shortage", "starting", "status"),
+        *("tritonserver", "watching"),
     ),
 }
 
