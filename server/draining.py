@@ -6,6 +6,7 @@ and ended once nothing is in flight. Clients that never stop sending are refused
 they ask for: tritonserver answers first what it has accepted.
 """
 
+import contextlib
 import http.client
 import json
 import re
@@ -30,9 +31,17 @@ _OPEN_S = 2.0
 # Balancers have this long to see that we are not ready any more; the rest is for what is accepted until then.
 _GRACE_S = EXIT_TIMEOUT_S / 2
 
-_PENDING = re.compile(r"^nv_inference_pending_request_count\{[^}]*\} (\S+)$", re.MULTILINE)
+# Requests that have begun nowhere, and those of a generator: it takes them at once and answers them in its own time.
+_PENDING = re.compile(
+    r"^(?:nv_inference_pending_request_count|modelyard_generate_(?:running|waiting))\{[^}]*\} (\S+)$", re.MULTILINE
+)
 
-# Local and remote address, state and queues of a connection in /proc/net/tcp (proc(5)); 01 is ESTABLISHED.
+# What all connections have on the way when no answer is left that is still being written, and how often that is seen:
+# of one that is, the system's buffer is full.
+_SMALL_BYTES = 4096
+_SMALL_LOOKS = 3
+
+# Local address, state and queues of a connection in /proc/net/tcp (proc(5)); 01 is ESTABLISHED.
 _ESTABLISHED = "01"
 
 
@@ -101,24 +110,27 @@ def drain(
         hurry: Returns whether to end at once.
     """
     server.terminate()
-    start = quiet_since = time.monotonic()
+    start = quiet_since = idle_since = time.monotonic()
     is_retired = False
-    unsent: set[str] | None = None
+
+    def is_over() -> bool:
+        # The second is for tritonserver's own way out after its own timeout.
+        return hurry() or time.monotonic() - start > EXIT_TIMEOUT_S + 1
+
     while server.poll() is None:
         now = time.monotonic()
-        if is_retired and retirement.is_done():
-            # Of what is refused meanwhile there is always something unread; of each answer there is an end to it.
-            sending = list_sending(endpoints)
-            unsent = sending if unsent is None else unsent & sending
-            if not unsent:
-                server.kill()
-                return True
-        if not all_stubs or is_busy(endpoints, table):
+        is_at_work = not all_stubs or may_be_at_work(endpoints, table)
+        if is_at_work:
+            idle_since = now
+        if is_at_work or is_on_the_wire(endpoints):
             quiet_since = now
+        if is_retired and (now - idle_since >= _QUIET_S or retirement.is_done()):
+            return _see_off(server, endpoints, is_over)
         if not is_retired and (now - quiet_since >= _QUIET_S or now - start >= _GRACE_S):
             is_retired = retirement.begin()
-        # The second is for tritonserver's own way out after its own timeout.
-        if hurry() or now - start > EXIT_TIMEOUT_S + 1:
+            # What was accepted just before may be nowhere to be seen for a moment.
+            idle_since = time.monotonic()
+        if is_over():
             server.kill()
             return False
         time.sleep(_INTERVAL_S)
@@ -126,32 +138,53 @@ def drain(
     return server.kill() == 0
 
 
-def is_busy(endpoints: Endpoints, table: StubTable) -> bool:
-    """Tell whether a request may be in flight: at work, waiting in a queue, or on the wire."""
+def _see_off(server: TritonServer, endpoints: Endpoints, is_over: Callable[[], bool]) -> bool:
+    """End `server` once every answer has reached its client; return whether all have."""
+    small_looks = 0
+    while server.poll() is None and not is_over():
+        # Who has no descriptor left to look with looks again.
+        with contextlib.suppress(OSError):
+            most = max((sending for sending, _ in _read_queues(endpoints)), default=0)
+            if not most:
+                server.kill()
+                return True
+            small_looks = small_looks + 1 if most <= _SMALL_BYTES else 0
+            if small_looks == _SMALL_LOOKS:
+                # Clients that go on asking would always have a refusal on the way to them.
+                server.pause()
+        time.sleep(_INTERVAL_S)
+    is_ended_well = server.poll() == 0
+    server.kill()
+    return is_ended_well
+
+
+def may_be_at_work(endpoints: Endpoints, table: StubTable) -> bool:
+    """Tell whether a request may be in a queue or in a backend process."""
     try:
         if not all(stub.is_idle for stub in table.refresh()):
             return True
         with urllib.request.urlopen(f"{endpoints.metrics_url}/metrics", timeout=1.0) as response:
             metrics = response.read().decode()
-        if any(float(value) > 0 for value in _PENDING.findall(metrics)):
-            return True
-        return any(sending or receiving for _, sending, receiving in _read_queues(endpoints))
+        return any(float(value) > 0 for value in _PENDING.findall(metrics))
     # Who cannot ask does not know.
     except (OSError, http.client.HTTPException):
         return True
 
 
-def list_sending(endpoints: Endpoints) -> set[str]:
-    """Return the clients' ends of connections with bytes that the client has not received yet."""
-    return {client for client, sending, _ in _read_queues(endpoints) if sending}
+def is_on_the_wire(endpoints: Endpoints) -> bool:
+    """Tell whether bytes of an answer or of a request may still be on the way, or unread."""
+    try:
+        return any(sending or receiving for sending, receiving in _read_queues(endpoints))
+    except OSError:
+        return True
 
 
-def _read_queues(endpoints: Endpoints) -> Iterator[tuple[str, int, int]]:
-    """Yield client's end, bytes on the way to it and bytes from it that nobody has read, of every connection."""
+def _read_queues(endpoints: Endpoints) -> Iterator[tuple[int, int]]:
+    """Yield bytes on the way to the client and bytes from it that nobody has read, of every connection."""
     ends = tuple(f":{port:04X}" for port in (endpoints.http_port, endpoints.grpc_port))
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.is_file() else []:
-            _, local, remote, state, queues, *_ = line.split()
+            _, local, _, state, queues, *_ = line.split()
             if state == _ESTABLISHED and local.endswith(ends):
                 sending, receiving = queues.split(":")
-                yield remote, int(sending, 16), int(receiving, 16)
+                yield int(sending, 16), int(receiving, 16)

@@ -152,6 +152,7 @@ class Engine:
         """Run the engine until there is nothing to do and Triton says so."""
         number = 0
         while self._take_in():
+            self._metrics.show_begin(self._in_flight)
             number = self._let_in(number)
             if not self._active:
                 # Those that wait are to be seen.

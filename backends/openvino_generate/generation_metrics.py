@@ -43,17 +43,24 @@ class Metrics:
                 self._metrics[name] = family.Metric(labels=labels)
         self._pending = dict.fromkeys(self.COUNTERS, 0.0)
         self._shown_at = 0.0
+        self._is_shown_idle = True
 
     def count(self, name: str, value: float) -> None:
         """Add to a counter."""
         self._pending[name] += value
+
+    def show_begin(self, in_flight: int) -> None:
+        """Tell Triton before the first step that there is something to do: a step may take seconds."""
+        if self._is_shown_idle and in_flight:
+            self._is_shown_idle = False
+            self._metrics["waiting"].set(in_flight)
 
     def show(self, state: Any, in_flight: int) -> None:
         """Tell Triton, which takes a message for each number: a few times a second, and when all is done."""
         now = time.monotonic()
         if now - self._shown_at < _SHOW_INTERVAL_S and in_flight:
             return
-        self._shown_at = now
+        self._shown_at, self._is_shown_idle = now, not in_flight
         for name, value in self._pending.items():
             if value:
                 self._metrics[name].increment(value)

@@ -30,6 +30,9 @@ _HARMLESS_WITHOUT_GPU = (
     b"failed to allocate pinned system memory",
 )
 
+# What a backend process says of the end of its tritonserver, of which the launcher tells.
+_ORPHANED = b"Non-graceful termination detected"
+
 # Information, as glog begins such a line. Backend processes log it whatever --log-info says.
 _INFORMATION = re.compile(rb"I\d{4} ")
 
@@ -118,6 +121,10 @@ class TritonServer:
         """Tell it to answer what is in flight, refuse new connections and end."""
         self._process.terminate()
 
+    def pause(self) -> None:
+        """Have it do nothing more; what it has written goes on to whom it is for."""
+        self._process.send_signal(signal.SIGSTOP)
+
     def resume(self) -> None:
         """Let it go on where a signal has stopped it."""
         self._process.send_signal(signal.SIGCONT)
@@ -149,7 +156,8 @@ class TritonServer:
 
 def _is_noise(line: bytes) -> bool:
     """Tell whether a line of the log means nothing to an operator."""
-    return not line.strip() or bool(_INFORMATION.match(line)) or any(text in line for text in _HARMLESS_WITHOUT_GPU)
+    is_harmless = any(text in line for text in (*_HARMLESS_WITHOUT_GPU, _ORPHANED))
+    return not line.strip() or bool(_INFORMATION.match(line)) or is_harmless
 
 
 def _build_command(settings: Settings, models: list[str]) -> list[str]:

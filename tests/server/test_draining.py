@@ -1,8 +1,10 @@
 """How it stops: what is in flight is answered, idle connections hold nothing up, and the exit code tells."""
 
+import contextlib
 import http.client
 import json
 import os
+import queue
 import signal
 import threading
 import time
@@ -84,6 +86,49 @@ def test_an_idle_connection_does_not_hold_up_the_stop(published: Published) -> N
         assert server.stop(signal.SIGTERM) == 0
         assert time.monotonic() - start < EXIT_TIMEOUT_S / 2
         idle.close()
+
+
+@pytest.mark.parametrize("others", [0, 2], ids=["alone", "beside clients that go on asking"])
+def test_a_stream_that_was_answered_and_stays_open_does_not_hold_up_the_stop(published: Published, others: int) -> None:
+    name = published.result["publication"]["name"]
+    tensor = tritonclient.grpc.InferInput("TEXT", [1, 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([[b"hello"]], dtype=object))
+    body = json.dumps({"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["hello"]}]})
+    heard: queue.Queue[tuple[object, object]] = queue.Queue()
+    cut: list[Exception] = []
+    with running(published.repository) as server, contextlib.ExitStack() as stack:
+        server.read_until("serving HTTP")
+        client = stack.enter_context(tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}"))
+        client.start_stream(lambda result, error: heard.put((result, error)))
+        client.async_stream_infer(name, [tensor])
+        assert heard.get(timeout=10)[1] is None
+
+        def keep_asking() -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=30)
+            status = 200
+            while status in (200, 404):
+                try:
+                    connection.request("POST", f"/v2/models/{name}/infer", body)
+                    response = connection.getresponse()
+                    status = response.status
+                    response.read()
+                except (OSError, http.client.HTTPException) as exc:
+                    # One that was answered with a refusal is cut off in the end; one with an answer is not.
+                    if status == 200:
+                        cut.append(exc)
+                    return
+                time.sleep(0.02)
+
+        threads = [threading.Thread(target=keep_asking) for _ in range(others)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        start = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - start < EXIT_TIMEOUT_S
+        for thread in threads:
+            thread.join()
+    assert not cut
 
 
 def test_readiness_goes_first_then_new_connections_and_the_waiting_are_answered(slow_repository: Path) -> None:
