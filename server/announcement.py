@@ -23,6 +23,6 @@ def _name_next(endpoints: Endpoints, models: list[Published]) -> str:
     for model in models:
         for input_name, question in _QUESTIONS.items():
             if input_name in read_inputs(model.configs[model.name]):
-                named = f" --model {model.name}" if len(models) > 1 else ""
-                return f"{name_command('infer')} --url localhost:{endpoints.http_port}{named} {question}"
+                named = ("--model", model.name) if len(models) > 1 else ()
+                return f"{name_command('infer', '--url', f'localhost:{endpoints.http_port}', *named)} {question}"
     return name_command("check")

@@ -17,7 +17,7 @@ from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError
 from .following.models import list_models
 from .limits import COMFORTABLE_OPEN_FILES, check_open_files, check_threads
-from .locations import name_command
+from .locations import name_command, name_opening
 from .tritonserver.installation import Installation, build_environment, find_installation
 
 Verdict = Literal["ok", "warning", "broken"]
@@ -178,7 +178,7 @@ def examine_repository(repository: Path) -> Finding:
             what="model repository",
             verdict="broken",
             found=f"{len(unreadable)} of its files cannot be read, such as {unreadable[0]}",
-            remedy=f"chmod -R a+rX {repository}",
+            remedy=name_opening(repository),
         )
     return Finding(what="model repository", verdict="ok", found=f"{', '.join(models)} in {repository}")
 

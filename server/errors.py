@@ -16,6 +16,8 @@ ServerError                 exit code 1, one line on stderr
 └── GaveUpError             exit code 3: tritonserver died again and again
 """
 
+import re
+
 
 class ServerError(Exception):
     """A refusal in one sentence: what and where, expected, got, remedy.
@@ -97,13 +99,16 @@ class GaveUpError(ServerError):
     exit_code = 3
 
 
+# What ends a sentence that is told within another one, such as tritonserver's reasons; an ellipsis is none.
+_END = re.compile(r"(?<=[\w)\]'\"`])(?!\.\.\.$)[.;]+$")
+
 # A reason that tritonserver gives holds a path or two, and its end says most.
 _MAX_PART_CHARS = 1_000
 
 
 def _fit(part: str) -> str:
     """Return `part` of a sentence on one line, bounded, and without what a terminal would obey."""
-    line = " ".join(part.split())
+    line = _END.sub("", " ".join(part.split()))
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
     kept = (_MAX_PART_CHARS - 5) // 2
     return line if len(line) <= _MAX_PART_CHARS else f"{line[:kept]} ... {line[-kept:]}"

@@ -1,5 +1,6 @@
 """Where files are kept and what the verbs are called: in a checkout one thing, from an installed package another."""
 
+import shlex
 from pathlib import Path
 
 _BESIDE = Path(__file__).resolve().parent.parent
@@ -39,9 +40,14 @@ _OTHERS = (
 )
 
 
-def name_command(verb: str) -> str:
-    """Return what the reader types for `verb`, of whichever part it is."""
-    return _OTHERS.get(verb, f"{PROGRAM} {verb}")
+def name_command(verb: str, *words: object) -> str:
+    """Return what the reader types for `verb`, of whichever part it is, and behind it, as a shell takes it."""
+    return " ".join((_OTHERS.get(verb, f"{PROGRAM} {verb}"), *(shlex.quote(str(word)) for word in words)))
+
+
+def name_opening(repository: Path) -> str:
+    """Return the command that lets every user read a repository."""
+    return f"chmod -R a+rX {shlex.quote(str(repository))}"
 
 
 def name_installation(extra: str) -> str:

@@ -174,6 +174,10 @@ class Follower:
         for name in [*self._served]:
             if name not in wanted and not self._ended:
                 self._remove(name)
+        # What could not be served and is not to be any more: it was removed, or turned out to be a step.
+        for name in self._failures.keys() - wanted.keys():
+            del self._failures[name]
+            self._tell(name, Following(active=0, served=0, state="served"))
         for published in wanted.values():
             if not self._ended:
                 self._bring(published)
@@ -223,13 +227,13 @@ class Follower:
                 f"warning: version {served} of {wanted.name} stays loaded beside version {wanted.version}, which is "
                 f"served: expected it to be unloaded, got {rest.rstrip('.')}; its memory is free after a restart."
             )
-        before = f", version {served} before" if old and served != wanted.version else ""
-        self._say(f"{wanted.name}: version {wanted.version} is served{before}, {time.monotonic() - start:.1f} s")
+        before = f", version {served} before" if served and served != wanted.version else ""
+        what = f"version {wanted.version} is served" if wanted.version else "is served"
+        self._say(f"{wanted.name}: {what}{before}, {time.monotonic() - start:.1f} s")
 
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):
-            what = f"version {published.version} of {published.name}"
-            self._say(f"warning: {what} cannot be locked: {reason}; `prune` does not see that it is served")
+            self._say(f"warning: {published.title} cannot be locked: {reason}; `prune` does not see that it is served")
 
     def _settle(self, published: Published) -> None:
         self._served[published.name] = published

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import EmptyError, NotFoundError, UsageError
-from ..locations import name_command
+from ..locations import name_command, name_opening
 from .published import list_variants, read_repository
 
 _INTERVAL_S = 0.5
@@ -35,7 +35,7 @@ def list_models(repository: Path) -> list[str]:
             f"{exc.filename} cannot be read",
             expected="a folder that this user may read",
             got=f"'{exc.strerror}' for user {os.geteuid()}",
-            remedy=f"open it, as in chmod -R a+rX {repository}, or serve it as its owner",
+            remedy=f"open it, as in `{name_opening(repository)}`, or serve it as its owner",
         ) from exc
     if not models:
         raise EmptyError(

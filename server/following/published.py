@@ -34,6 +34,11 @@ class Published:
     configs: Mapping[str, str]
 
     @property
+    def title(self) -> str:
+        """What sentences call it; one that this project did not write has no version of its own."""
+        return f"version {self.version} of {self.name}" if self.version else self.name
+
+    @property
     def steps(self) -> tuple[str, ...]:
         """Names of the ensemble's steps, in order."""
         return tuple(name for name in self.configs if name != self.name)

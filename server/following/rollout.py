@@ -158,7 +158,8 @@ class Roller:
             raise
         except (OSError, ValueError, ControlError) as exc:
             self._restore(old, new)
-            raise _refuse(new, exc, f"version {old.version} is served as before") from exc
+            before = f"version {old.version}" if old.version else "what was loaded"
+            raise _refuse(new, exc, f"{before} is served as before") from exc
         return self._finish(old, new)
 
     def _check_wishes(self, published: Published) -> None:
@@ -331,9 +332,10 @@ def _joins_any_lengths(config: str) -> bool:
 
 
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:
+    if published.version:
+        expected, remedy = "it to load and to answer as verified", "activate another version or export it again"
+    else:
+        expected, remedy = "it to load", "mend its folder or take it out of the repository"
     return RolloutError(
-        f"version {published.version} of {published.name} cannot be served",
-        expected="it to load and to answer as verified",
-        got=str(exc),
-        remedy=f"{consequence}, activate another version or export it again",
+        f"{published.title} cannot be served", expected=expected, got=str(exc), remedy=f"{consequence}, {remedy}"
     )

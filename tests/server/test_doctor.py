@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from harness import CHECKOUT, Published, run
 from launcher import find_ports, mounts
 
 from server.doctor import examine_cpu
+from server.locations import name_command, name_opening
 
 
 def port_options() -> list[str]:
@@ -99,3 +101,13 @@ def test_a_limit_on_threads_is_found(published: Published) -> None:
     assert finding["verdict"] == "broken"
     assert "too few threads may run: expected 256 more at least, got" in finding["found"]
     assert "pids_limit" in finding["remedy"]
+
+
+def test_a_command_that_is_told_can_be_typed_where_a_path_has_a_space() -> None:
+    repository = Path("/srv/my $models")
+    assert shlex.split(name_opening(repository)) == ["chmod", "-R", "a+rX", str(repository)]
+    assert shlex.split(name_command("check", "--repository", repository))[3:] == [
+        "check",
+        "--repository",
+        str(repository),
+    ]

@@ -323,6 +323,20 @@ def test_a_model_that_appears_is_served_and_one_that_goes_is_unloaded(served: tu
     assert not server.find_stubs(f"new{NAME}_model")
 
 
+def test_a_model_that_was_made_by_hand_and_cannot_be_loaded_is_named_without_a_version(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    (repository / "made.part" / "1").mkdir(parents=True)
+    (repository / "made.part" / "config.pbtxt").write_text('name: "made"\nbackend: "python"\nmax_batch_size: 4\n')
+    (repository / "made.part").rename(repository / "made")
+    server.wait_for_line("Tried again in 10 s", 60)
+    (told,) = (line for line in server.lines if "Tried again" in line)
+    assert told.startswith("ERROR: made cannot be served: expected it to load, got ")
+    assert "; it is not served, mend its folder or take it out of the repository. Tried again" in told
+    assert ".;" not in told and ";." not in told
+
+
 def test_a_tritonserver_that_is_started_anew_serves_what_was_proven_and_not_what_failed(
     served: tuple[Running, Path],
 ) -> None:
@@ -480,6 +494,31 @@ def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> 
         wait_for(server, lambda models: not models)
         wait_for(server, lambda models: read_ready(server) == (503, "not ready: none of 0 models is served\n"))
         assert server.read_metrics()["modelyard_ready"] == 0
+
+
+def test_a_configuration_that_is_mended_or_removed_is_missed_no_more(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    config = copy / f"{NAME}_preprocess" / "config.pbtxt"
+    whole = config.read_text()
+    config.write_text(whole[: len(whole) // 2])
+    shutil.copytree(copy / f"{NAME}_model", copy / "other")
+    path = copy / "other" / "config.pbtxt"
+    path.write_text(path.read_text().replace(f'"{NAME}_model"', '"other"'))
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert read_ready(server) == (200, "ready, 1 of 3 models\n")
+        config.write_text(whole)
+        wait_for(server, lambda models: models.get(NAME, {}).get("state") == "served")
+        wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
+        (copy / "third").mkdir()
+        (copy / "third" / "1").mkdir()
+        (copy / "third" / "config.pbtxt").write_text('name: "third" backend: "none"')
+        wait_for(server, lambda models: read_ready(server) == (200, "ready, 2 of 3 models\n"))
+        shutil.rmtree(copy / "third")
+        wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
 
 
 def read_ready(server: Running) -> tuple[int, str]:

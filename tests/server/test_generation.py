@@ -281,7 +281,7 @@ def test_a_whole_answer_is_what_was_asked_for(writers: Writers) -> None:
         ({"max_tokens": 0}, "max_tokens cannot be used: expected a whole number from 1 to"),
         ({"temperature": "warm"}, "temperature cannot be used: expected a number from 0 to 100, got 'warm'"),
         ({"n": 2}, "n 2 has no effect: expected a temperature above 0 beside it"),
-        ({"sampling_parameters": "[]"}, "sampling_parameters is not JSON: expected an object"),
+        ({"sampling_parameters": "[]"}, "sampling_parameters is not a JSON object: expected an object"),
         ({"sampling_parameters": '{"top_k": 3}', "top_k": 4}, "top_k is given twice"),
         (
             {"text_input": "word " * 5000},
