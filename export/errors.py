@@ -16,6 +16,7 @@ ExportError                 exit code 1, one line on stderr
 └── ServingError            a running server does not serve what became active; exit code 3
 """
 
+import re
 import reprlib
 from collections.abc import Iterable
 from typing import TypeVar
@@ -106,6 +107,9 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
+# What ends a sentence that is told within another one, as libraries' errors are; an ellipsis is none.
+_END = re.compile(r"(?<=[\w)\]'\"`])(?!\.\.\.$)[.;]+$")
+
 # Path → what sentences call it.
 _SHOWN: dict[str, str] = {}
 
@@ -146,7 +150,8 @@ def _fit(part: str) -> str:
     for path, name in _SHOWN.items():
         part = part.replace(path, name)
     # Bounded first: splitting ten million characters would take as many times their memory.
-    return shorten(escape_controls(" ".join(shorten(part, 2 * _MAX_PART_CHARS).split())), _MAX_PART_CHARS)
+    line = _END.sub("", " ".join(shorten(part, 2 * _MAX_PART_CHARS).split()))
+    return shorten(escape_controls(line), _MAX_PART_CHARS)
 
 
 def shorten(text: str, limit: int) -> str:

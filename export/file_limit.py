@@ -19,6 +19,11 @@ def advise(error: BaseException) -> tuple[str, str] | None:
     return "no limit on the size of a file", f"raise the limit on file sizes (ulimit -f), which is {limit:,} bytes"
 
 
+def is_full(error: BaseException) -> bool:
+    """Tell whether a disk has no room left, or this user none of it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 @contextlib.contextmanager
 def locating(folder: Path) -> Iterator[None]:
     """Have an error of writing in the block that names no file, as `write` itself raises it, name the folder."""

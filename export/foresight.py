@@ -20,12 +20,11 @@ from .graph.batchings import BATCHINGS
 from .graph.precisions import PRECISIONS
 from .options import ENSEMBLE, LEAN, ExportRequest
 from .repository.activation import check_exchangeable
-from .repository.config_file import read_config
-from .repository.contents import list_versions
+from .repository.contents import check_owners, find_published_config
 from .repository.effect import refuse_idle
 from .repository.names import ModelNames
 from .targets import find_target
-from .tasks.foreseen import foresee_contract, foresee_tasks
+from .tasks.foreseen import check_architecture, foresee_contract, foresee_tasks
 from .tasks.table import PICTURES, TASKS, TaskEntry, check_task_options
 
 Choice = TypeVar("Choice")
@@ -56,9 +55,11 @@ def check_foreseen(request: ExportRequest, checkpoint: StoredCheckpoint | None) 
 
             # Before the user's own code is run.
             read_preparation(recipe)
+        _check_owners(request, has_steps=bool(recipe))
     elif checkpoint is not None:
         directory = request.base or checkpoint.directory
         config = _read_config(directory, checkpoint)
+        check_architecture(directory, config)
         tasks = [request.task] if request.task else foresee_tasks(directory, config, checkpoint.tensors)
         _require_one(tasks, lambda name: _check_task(request, name, directory, config))
 
@@ -114,6 +115,7 @@ def _check_task(request: ExportRequest, name: str, directory: Path, config: Mapp
     entry = TASKS[name]
     check_task_options(name, request.task_options)
     check_layout(request, name)
+    _check_owners(request, has_steps=entry.has_lean)
     public = _foresee_public(request, name, directory, config)
 
     def check(engine: Engine) -> None:
@@ -124,6 +126,12 @@ def _check_task(request: ExportRequest, name: str, directory: Path, config: Mapp
             _check_contract(request, entry, engine, public)
 
     _require_one(list_engines(request.engine, entry.form), check)
+
+
+def _check_owners(request: ExportRequest, *, has_steps: bool) -> None:
+    """Refuse names of steps that are taken; whether there is one behind the graph, the model alone tells."""
+    names = ModelNames(name=request.name, is_ensemble=has_steps and request.steps != LEAN)
+    check_owners(request.repository, request.name, names.all)
 
 
 def _check_serving(request: ExportRequest, engine: Engine, *, is_batched: bool, has_lengths: bool) -> None:
@@ -179,8 +187,7 @@ def _check_contract(request: ExportRequest, entry: TaskEntry, engine: Engine, pu
 
 def _read_published(request: ExportRequest, model_name: str) -> pb.ModelConfig | None:
     """Return the configuration that a publication is compared with, None where there is none."""
-    folder = request.repository / model_name
-    return read_config(folder) if list_versions(folder) else None
+    return find_published_config(request.repository, request.name, model_name)
 
 
 def _require_one(choices: Sequence[Choice], check: Callable[[Choice], None]) -> None:

@@ -14,7 +14,7 @@ from .checkpoints import StoredCheckpoint, open_checkpoint
 from .checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_home, read_sentence_modules
 from .errors import ExportError
 from .options import ExportRequest
-from .repository.activation import activate
+from .repository.activation import activate, lacks_configs
 from .repository.contents import find_active_version, list_versions
 from .repository.lockfile import SourceHash, hash_source, make_plain, record_sources
 from .repository.version import Version
@@ -157,7 +157,8 @@ def _is_as_written(version: Version) -> bool:
 
 def _settle(version: Version, checkpoint: StoredCheckpoint, *, activates: bool) -> SameVersion:
     active = find_active_version(version.repository, version.name)
-    switches = activates and active != version.number
+    # One that is active is mended whether it is to become so or not.
+    switches = lacks_configs(version) if active == version.number else activates
     if switches:
         activate(version.repository, version.name, version.number)
     return SameVersion(

@@ -1,6 +1,7 @@
 """Where files are kept and what the verbs are called: in a checkout one thing, from an installed package another."""
 
 import os
+import shlex
 from pathlib import Path
 
 import platformdirs
@@ -24,7 +25,8 @@ _IS_INSTALLED = __package__.startswith("modelyard.")
 PROGRAM = "modelyard" if _IS_INSTALLED else "python -m export"
 
 
-def name_command(verb: str) -> str:
-    """Return what the reader types for `verb`, which may be one of the server's."""
+def name_command(verb: str, *words: object) -> str:
+    """Return what the reader types for `verb`, which may be one of the server's, and behind it, as a shell takes it."""
     ours = {"serve": "python -m server", "check": "python -m server check"}
-    return ours[verb] if verb in ours and not _IS_INSTALLED else f"{PROGRAM} {verb}"
+    command = ours[verb] if verb in ours and not _IS_INSTALLED else f"{PROGRAM} {verb}"
+    return " ".join((command, *(shlex.quote(str(word)) for word in words)))

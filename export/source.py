@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
+from .checkpoints.adapter_names import ADAPTER_FILE
 from .errors import SettingsError, VocabularyError
 from .foresight import check_factory, check_layout, refuse_batching
 from .graph.batchings import BATCHINGS
@@ -23,13 +24,14 @@ from .tasks.building import (
     may_read_text,
     must_read_text,
 )
+from .tasks.foreseen import check_architecture
 from .tasks.own_module import build_factory_task
 from .tasks.own_pictures import FactoryPictures
 from .tasks.picture_preparation import read_preparation
 from .weights.lora import merge_adapters
-from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length
+from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
 from .weights.tokenizer_files import has_tokenizer
-from .weights.torch_model import load_config
+from .weights.torch_model import load_config, settle_quantization
 from .weights.transforms import CastToFloat32
 from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
 
@@ -151,8 +153,10 @@ def _read_task_source(
 ) -> tuple[str, TaskSource, VocabularyRows | None]:
     """Return the name of the task, what it is built from, and how the vocabulary was brought together."""
     config = load_config(directory, checkpoint.config)
+    check_architecture(directory, config.to_dict())
+    warnings = settle_quantization(config, checkpoint.specs(), directory)
     weights: StateDict = CastToFloat32(source=checkpoint)
-    settings = checkpoint.directory if (checkpoint.directory / "adapter_config.json").is_file() else directory
+    settings = checkpoint.directory if (checkpoint.directory / ADAPTER_FILE).is_file() else directory
     weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
     name = request.task or find_task_name(directory, config, weights.specs())
     tokenizer, rows = None, None
@@ -160,6 +164,8 @@ def _read_task_source(
         tokenizer = load_tokenizer(directory, config)
         if not request.vocabulary.allow_other_tokenizer:
             check_special_ids(directory, tokenizer, checkpoint.config)
+        # Of the others, whoever sends rows of tokens pads them, or nobody does.
+        warnings += warn_of_padding(directory, tokenizer) if is_ensemble(name) else ()
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
     elif idle := list_changed(request.vocabulary):
         raise VocabularyError(
@@ -176,5 +182,6 @@ def _read_task_source(
         max_length=read_max_length(directory, tokenizer, config, is_required=must_read_text(name)),
         options=request.task_options,
         added_tokens=tuple(item.token for item in request.vocabulary.added_tokens),
+        warnings=warnings,
     )
     return name, source, rows

@@ -9,6 +9,8 @@ from typing import Any
 MAX_TEXT_BYTES = 1 << 20
 _MAX_ANSWERS = 16
 _MAX_STOPS = 16
+# A whole number of more digits lies beyond every bound, and Python reads none of 5,000.
+_MAX_DIGITS = 40
 
 # Scores are divided by it in single precision.
 _MIN_TEMPERATURE = 0.001
@@ -90,12 +92,17 @@ class _Flag:
 class _Texts:
     def __call__(self, value: Any) -> tuple[str, ...]:
         texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(_may_be_written(text) for text in texts):
             raise ValueError
-        return tuple(text for text in texts if text)
+        return tuple(texts)
 
     def __str__(self) -> str:
-        return f"a text or up to {_MAX_STOPS} in a list"
+        return f"a text or up to {_MAX_STOPS} in a list, each of one character or more"
+
+
+def _may_be_written(text: Any) -> bool:
+    """Tell whether an answer may hold `text`: no halves of characters, which JSON can send."""
+    return isinstance(text, str) and text.encode(errors="ignore").decode() == text != ""
 
 
 _KINDS: Mapping[str, Callable[[Any], Any]] = {
@@ -135,40 +142,74 @@ def read_parameters(given: str | None, flat: Mapping[str, Any], defaults: Mappin
         if name in _TRITONS or name.startswith("triton_"):
             continue
         if name in asked:
-            raise RequestError(f"{name} is given twice: expected it once, got it in sampling_parameters and beside it")
+            raise RequestError(
+                f"{name} is given twice: expected it once, got it in sampling_parameters and beside it; leave one out"
+            )
         asked[name] = value
     read = {**defaults, **{name: _read(name, value) for name, value in asked.items() if value is not None}}
     parameters = Parameters(**read)
     if 0 < parameters.temperature < _MIN_TEMPERATURE:
         raise RequestError(
             f"temperature is too small: expected 0, which takes the likeliest token, or at least {_MIN_TEMPERATURE}, "
-            f"got {parameters.temperature:g}"
+            f"got {parameters.temperature:g}; pass one of these"
         )
     if parameters.min_tokens > parameters.max_tokens:
         raise RequestError(
-            f"min_tokens {parameters.min_tokens} has no effect: expected at most max_tokens, {parameters.max_tokens}"
+            f"min_tokens {parameters.min_tokens} has no effect: expected at most max_tokens, {parameters.max_tokens}; "
+            "pass a larger max_tokens or a smaller min_tokens"
         )
     if parameters.temperature == 0 and parameters.n > 1:
-        raise RequestError(f"n {parameters.n} has no effect: expected a temperature above 0 beside it, got 0")
+        raise RequestError(
+            f"n {parameters.n} has no effect: expected a temperature above 0 beside it, got 0; pass one, or leave n out"
+        )
     return parameters
 
 
 def _parse(text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_refuse_doubles, parse_int=_parse_whole)
+    except RequestError:
+        raise
     # Python gives up on a thousand brackets within one another.
     except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise RequestError(f"sampling_parameters is not JSON: expected an object such as {{}}, got {text[:40]!r}")
+        kind = "JSON"
+    else:
+        if isinstance(content, dict):
+            return content
+        kind = "a JSON object"
+    raise RequestError(
+        f"sampling_parameters is not {kind}: expected an object such as {{}}, got {text[:40]!r}; "
+        'write each parameter by its name, as in {"max_tokens": 16}'
+    )
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in names if names.count(name) > 1)
+        raise RequestError(
+            f"{name[:40]} is given twice: expected it once, got it {names.count(name)} times in sampling_parameters; "
+            "leave the others out"
+        )
     return content
+
+
+def _parse_whole(digits: str) -> int:
+    return int(digits[: _MAX_DIGITS + 1])
 
 
 def _read(name: str, value: Any) -> Any:
     kind = _KINDS.get(name)
     if kind is None:
-        raise RequestError(f"the parameter {name[:40]!r} is unknown: expected one of {', '.join(_KINDS)}")
+        raise RequestError(f"the parameter {name[:40]!r} is unknown: expected one of {', '.join(_KINDS)}; leave it out")
     try:
         return kind(value)
     except (ValueError, OverflowError):
-        raise RequestError(f"{name} cannot be used: expected {kind}, got {str(value)[:40]!r}") from None
+        raise RequestError(
+            f"{name} cannot be used: expected {kind}, got {_show(value)!r}; pass such a value, or leave it out"
+        ) from None
+
+
+def _show(value: Any) -> str:
+    return (json.dumps(value) if isinstance(value, (list, dict)) else str(value))[:40]

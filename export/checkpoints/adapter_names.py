@@ -7,6 +7,8 @@ from collections.abc import Collection
 
 from ..errors import list_some
 
+# peft's settings of an adapter.
+ADAPTER_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 # peft 0.21, tuners/lora/layer.py: the two factors of a linear layer and of an embedding.
 PEFT_FACTOR = re.compile(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from ..errors import CheckpointError, list_some
-from .adapter_names import describe_missing_base
+from .adapter_names import ADAPTER_FILE, describe_missing_base
 from .deepspeed import reader as deepspeed
 from .fsdp import reader as fsdp
 from .megatron import megatron_lm
 from .megatron import reader as megatron
 from .plain import huggingface, torch_file
+from .storage.paths import read_json_beside
 from .stored_checkpoint import StoredCheckpoint
 
 
@@ -98,6 +100,7 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
     for reader in (*sharded, *_PLAIN):
         if reader in sharded or reader.recognises(directory, tag):
             return reader.open_folder(directory, tag)
+    _refuse_adapter(directory)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
     # The usual slip is to name the folder above.
     inner = [
@@ -109,6 +112,24 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         + ", ".join(dict.fromkeys(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:]))),
         got=list_some(found, 8) if found else "an empty folder",
         remedy=f"pass one of {list_some(inner, 4)}" if inner else "pass the folder that holds the weights",
+    )
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Refuse what peft saves of a model whose own weights did not change.
+
+    Raises:
+        CheckpointError: It is such a folder; the message names the model that it changes.
+    """
+    if not (directory / ADAPTER_FILE).is_file():
+        return
+    named = read_json_beside(directory / ADAPTER_FILE).get("base_model_name_or_path")
+    base = named if isinstance(named, str) and named else "the model that it was trained from"
+    raise CheckpointError(
+        f"{directory} holds an adapter, which is not a whole model",
+        expected=f"the model that it changes, {base}" if base is named else base,
+        got=ADAPTER_FILE,
+        remedy=f"pass that model in its place, and to run this folder as well: --adapter {shlex.quote(str(directory))}",
     )
 
 

@@ -3,12 +3,10 @@
 import argparse
 from dataclasses import asdict
 
-from rich.console import Console
-
 from ..locations import name_command
 from ..repository.activation import activate
 from ..repository.version import Version
-from .verb import EXIT_NOT_SERVED, Verbs, add_repository, add_verb, answer
+from .verb import EXIT_NOT_SERVED, Verbs, add_repository, add_verb, answer, open_console
 from .waiting import wait_until_served
 
 # So much takes a second or more to hash, which is worth a word.
@@ -48,7 +46,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb. Raises what `activate` and `wait_until_served` raise."""
-    console = Console(stderr=True)
+    console = open_console()
 
     def tell(version: Version) -> None:
         size = sum(path.stat().st_size for path in version.list_files())
@@ -67,6 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     lines = [f"{done.name}: {what}" + "".join(f"\nserved by {url}" for url in arguments.wait)]
     if not arguments.wait:
-        lines.append(f"Next: {name_command('check')} --repository {arguments.repository}")
+        lines.append(f"Next: {name_command('check', '--repository', arguments.repository)}")
     answer(arguments, asdict(done) | {"served_by": list(arguments.wait)}, "\n".join(lines).split("\n"))
     return 0

@@ -4,10 +4,8 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from ..locations import name_command
-from .verb import Verbs, add_repository, add_verb, answer
+from .verb import Verbs, add_repository, add_verb, answer, open_console
 
 _EXAMPLES = (
     "tickets --repository /srv/staging --to /srv/production",
@@ -39,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Renders the report's page, which takes a template engine to load.
     from ..repository.promotion import promote
 
-    with Console(stderr=True).status(f"hashing and copying {arguments.name}"):
+    with open_console().status(f"hashing and copying {arguments.name}"):
         done = promote(
             arguments.repository,
             arguments.name,
@@ -53,8 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{written[done.outcome]}; active there is {f'version {done.active}' if done.active else 'none'}"
     ]
     if done.active == done.version:
-        lines.append(f"Next: {name_command('check')} --repository {arguments.to}")
+        lines.append(f"Next: {name_command('check', '--repository', arguments.to)}")
     else:
-        lines.append(f"Next: {name_command('activate')} {done.name} {done.version} --repository {arguments.to}")
+        then = name_command("activate", done.name, done.version, "--repository", arguments.to)
+        lines.append(f"Next: {then}")
     answer(arguments, asdict(done), lines)
     return 0

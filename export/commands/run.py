@@ -23,7 +23,7 @@ from ..targets import find_target
 from ..tasks.table import TASKS
 from .free_memory import read_free_memory
 from .memory_estimates import estimate_memory
-from .verb import Verbs, add_verb
+from .verb import Verbs, add_verb, open_console
 
 if TYPE_CHECKING:
     from ..identity import SameVersion
@@ -77,7 +77,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb and report the result. Raises what `run_export` raises."""
-    console = Console(stderr=True)
+    console = open_console()
     # Before anything is fetched: a mistake in the file is told at once.
     settings = read_options(arguments.config, arguments.name, partial(_tell, console))
     fetched = fetch_all(arguments.checkpoints, partial(_tell, console))
@@ -181,6 +181,6 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         "report": str(version.folder / PAGE_FILE),
     }
     lines = [f"{label:>11}  {text}" for label, text in facts.items() if text]
-    activates = f"{name_command('activate')} {version.name} {version.number}"
-    lines += ["", f"Next: {name_command('serve') if is_active else activates} --repository {version.repository}"]
+    then = ("serve",) if is_active else ("activate", version.name, version.number)
+    lines += ["", f"Next: {name_command(*then, '--repository', version.repository)}"]
     sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)

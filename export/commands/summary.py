@@ -29,9 +29,10 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
     table = Table(title=f"{runtime} against torch {report.versions['torch']}, {stage.precision.name}")
     # Nothing is cut, and where something has to be broken over lines, it is the name of a case.
     table.add_column("case", overflow="fold")
-    # On the 80 columns of a log there is no room for more; the report has every figure.
+    # On the 80 columns of a terminal there is no room for more; the report has every figure.
     shown = [key for key in report.tolerances if key != "max_relative_length_error"]
-    for heading in ("rows", "tokens", *("\n".join(key.replace("_", " ").rsplit(" ", 1)) for key in shown)):
+    breaks = 1 if len(shown) <= 2 else -1
+    for heading in ("rows", "tokens", *("\n".join(key.replace("_", " ").rsplit(" ", breaks)) for key in shown)):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for case in report.cases:
@@ -139,8 +140,8 @@ def _name_next(publication: Publication, repository: Path, elsewhere: str) -> st
     if publication.active == publication.version:
         if elsewhere:
             return elsewhere.replace("NAME", publication.name)
-        return f"{name_command('serve')} --repository {repository}"
-    return f"{name_command('activate')} {publication.name} {publication.version} --repository {repository}"
+        return name_command("serve", "--repository", repository)
+    return name_command("activate", publication.name, publication.version, "--repository", repository)
 
 
 def _describe_precision(report: PrecisionReport) -> str:

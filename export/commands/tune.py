@@ -172,10 +172,10 @@ def _write(table: list[str]) -> None:
 def _say_next(arguments: argparse.Namespace, version: "Version") -> list[str]:
     if arguments.apply:
         later = "" if arguments.write else f"; for exports to come put that into {OPTIONS_FILE}, or pass --write"
-        repository = f"--repository {arguments.repository}"
-        return [f"Next: {name_command('versions')} list {version.name} {repository}; running servers follow{later}"]
+        shown = name_command("versions", "list", version.name, "--repository", arguments.repository)
+        return [f"Next: {shown}; running servers follow{later}"]
     checkpoint = str(version.read_publication().get("checkpoint", "CHECKPOINT"))
-    again = f"{name_command('run')} {checkpoint} --name {version.name} --repository {arguments.repository}"
+    again = name_command("run", checkpoint, "--name", version.name, "--repository", arguments.repository)
     given = _list_given(version)
     also = [f"with what it was exported with beside the defaults: {', '.join(given)}"] if given else []
     if arguments.write:

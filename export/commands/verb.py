@@ -21,6 +21,9 @@ Verbs = argparse._SubParsersAction  # what `add_subparsers` returns, which has n
 # What was done in the repository was done, and a server that was waited for does not serve it.
 EXIT_NOT_SERVED = 3
 
+# What the table of a proof of text generation fits in, whose bounds have the longest names.
+_LOG_COLUMNS = 140
+
 # Carries a verb out, and returns its exit code.
 Run = Callable[[argparse.Namespace], int]
 
@@ -75,6 +78,15 @@ def add_repository(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
 
 
+def open_console() -> Console:
+    """Return where a verb tells how far it is: stderr, as wide as the terminal, and wide enough for tables in a log."""
+    console = Console(stderr=True)
+    # Of what has no width rich thinks that it has 80 columns.
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _LOG_COLUMNS
+    return console
+
+
 def answer(arguments: argparse.Namespace, content: object, lines: Iterable[str]) -> None:
     """Write what a verb found: JSON for programs, or lines of text, in which nothing obeys a terminal."""
     text = [json.dumps(content, indent=2)] if arguments.json else [escape_controls(line) for line in lines]
@@ -94,7 +106,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def carry_out(run: Run, arguments: argparse.Namespace) -> int:
     """Carry a verb out; return its exit code, and tell in one sentence why it has done nothing if it has not."""
-    console = Console(stderr=True)
+    console = open_console()
     try:
         interruption.raise_again()
         signal.signal(signal.SIGTERM, _interrupt)

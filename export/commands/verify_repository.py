@@ -3,11 +3,9 @@
 import argparse
 from dataclasses import asdict
 
-from rich.console import Console
-
 from ..repository.integrity import find_damage
 from ..repository.version import Version
-from .verb import Verbs, add_repository, add_verb, answer
+from .verb import Verbs, add_repository, add_verb, answer, open_console
 
 _EXAMPLES = (
     "--repository /srv/models",
@@ -34,7 +32,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb; return 1 if something is not as it was published. Raises what `find_damage` raises."""
     seen: list[Version] = []
-    with Console(stderr=True).status("hashing") as status:
+    with open_console().status("hashing") as status:
 
         def tell(version: Version) -> None:
             seen.append(version)

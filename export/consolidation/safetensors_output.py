@@ -196,7 +196,10 @@ def _write_all(file: int, data: bytes | memoryview, offset: int) -> None:
         except OSError as exc:
             expected, remedy = advise(exc) or ("", "make room on the disk")
             raise CheckpointError(
-                "the weights cannot be written", expected=expected, got=exc.strerror or str(exc), remedy=remedy
+                f"the weights in {Path(f'/proc/self/fd/{file}').readlink()} cannot be written",
+                expected=expected,
+                got=exc.strerror or str(exc),
+                remedy=remedy,
             ) from exc
         view, offset = view[count:], offset + count
 

@@ -4,7 +4,9 @@ import contextlib
 import inspect
 import io
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -12,6 +14,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..errors import GraphError
 from ..signature import ModelSignature, TensorSignature
@@ -68,8 +71,7 @@ def export_onnx(
 
 
 def _write_traced(module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...], path: Path) -> None:
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
             torch.onnx.export(
                 module,
@@ -90,10 +92,7 @@ def _export(module: nn.Module, signature: ModelSignature, example: tuple[Tensor,
     axes = tuple(tensor.dynamic_axes for tensor in signature.inputs)
     # The shapes of `forward(*inputs)` are those of one argument.
     is_variadic = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values())
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        # It warns at every export that torchvision is not installed, which it must not be.
-        logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    with _quiet():
         try:
             program = torch.onnx.export(
                 module,
@@ -112,10 +111,47 @@ def _export(module: nn.Module, signature: ModelSignature, example: tuple[Tensor,
                 "the model cannot be exported",
                 expected="a graph without data-dependent control flow",
                 got=_find_reason(exc),
-                remedy="rewrite the part of the model's code that the message names",
+                remedy=_find_remedy(module),
             ) from exc
     assert program is not None, "Bug: torch.onnx.export(dynamo=True) returned no program"
     return program
+
+
+class _Swallowed(io.StringIO):
+    """What is thrown away, but for what rich writes: a spinner that turns meanwhile goes where it went before."""
+
+    def __init__(self, before: object) -> None:
+        super().__init__()
+        self.rich_proxied_file = getattr(before, "rich_proxied_file", before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep to itself what the exporter tells: of torchvision, which must not be there, and whole graphs at a failure.
+
+    What went wrong is in the exception as well.
+    """
+    disabled = logging.root.manager.disable
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(_Swallowed(sys.stderr)),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+
+
+def _find_remedy(module: nn.Module) -> str:
+    if any(isinstance(part, PreTrainedModel) for part in module.modules()):
+        return (
+            "export an architecture that docs/architectures.md lists, or pass --factory with a module of your own "
+            "whose code has none"
+        )
+    return "rewrite the part of the model's code that the message names"
 
 
 def _find_reason(exc: Exception) -> str:

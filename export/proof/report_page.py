@@ -55,7 +55,7 @@ def render_report_page(
         subject: What was verified; left out where None.
     """
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(figure=format_figure, words=_to_words)
+    environment.filters.update(figure=format_figure, words=_to_words, plain_words=_name_plain)
     environment.tests.update(bounded_below=is_bounded_below)
     template = environment.from_string(resources.files(__package__).joinpath("report_page.html").read_text("utf-8"))
     cases = [case for case in report.get("cases", []) if isinstance(case, Mapping)]
@@ -186,6 +186,11 @@ def _is_spread(value: Any) -> bool:
 
 def _to_words(name: str) -> str:
     return name.replace("_", " ")
+
+
+def _name_plain(name: str) -> str:
+    """Return what a measure of an output as it is is called; not as the error that is judged, which is another one."""
+    return "largest plain difference" if name == _DRAWN else _to_words(name)
 
 
 def _find_measures(cases: Iterable[Mapping[str, Any]], tolerances: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import RepositoryError
 from .change import change
-from .config_file import join_configs, keep_operators_parameters, read_config
+from .config_file import find_config, join_configs, keep_operators_parameters
 from .contents import CLAIM_FILE, check_published, find_active_version, list_versions
 from .files import write_configs
 from .integrity import check_whole
@@ -88,10 +88,11 @@ def switch(repository: Path, name: str, configs: Mapping[str, pb.ModelConfig], u
     Raises:
         RepositoryError: No configuration could serve the active version beside it.
     """
-    before = {model_name: read_config(repository / model_name) or configs[model_name] for model_name in configs}
+    found = {model_name: find_config(repository / model_name) for model_name in configs}
+    before = {model_name: config or configs[model_name] for model_name, config in found.items()}
     check_exchangeable(before, configs)
     after = {model_name: keep_operators_parameters(before[model_name], new) for model_name, new in configs.items()}
-    is_switched = any(read_config(repository / model_name) != config for model_name, config in after.items())
+    is_switched = any(found[model_name] != config for model_name, config in after.items())
     if is_switched:
         steps = [model_name for model_name in configs if model_name != name]
         active, (number,) = find_active_version(repository, name), configs[name].version_policy.specific.versions
@@ -102,6 +103,15 @@ def switch(repository: Path, name: str, configs: Mapping[str, pb.ModelConfig], u
     for model_name in configs:
         undo.add_last(partial((repository / model_name / CLAIM_FILE).unlink, missing_ok=True))
     return is_switched
+
+
+def lacks_configs(version: Version) -> bool:
+    """Tell whether no server can load a version, because a configuration of one of its models is missing or damaged.
+
+    Raises:
+        RepositoryError: The version is not whole.
+    """
+    return any(find_config(version.repository / model_name) is None for model_name in version.read_configs())
 
 
 def check_exchangeable(old: Mapping[str, pb.ModelConfig], new: Mapping[str, pb.ModelConfig]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import ExportError, RepositoryError
-from ..file_limit import advise
+from ..file_limit import advise, is_full
 from .contents import find_active_version
 from .files import make_folder
 from .lock import PATIENCE_S, hold
@@ -42,9 +42,12 @@ def change(repository: Path, name: str, doing: str, *, patience_s: float = PATIE
 def _explain(exc: BaseException, stopped: OSError | None, repository: Path, name: str, doing: str) -> RepositoryError:
     """Return the one sentence on what went wrong, and on where the repository stands if it is not as it was."""
     what = f"{name} cannot be {doing} {repository}"
-    got = (exc.strerror if isinstance(exc, OSError) else None) or str(exc).rstrip(".") or type(exc).__name__
+    got = (exc.strerror if isinstance(exc, OSError) else None) or str(exc) or type(exc).__name__
+    if isinstance(exc, OSError) and exc.filename:
+        got += f" for {exc.filename}"
     if stopped is None:
-        expected, remedy = advise(exc) or ("", "free the disk or correct the permissions")
+        usual = "free the disk" if is_full(exc) else "free the disk or correct the permissions"
+        expected, remedy = advise(exc) or ("", usual)
         return RepositoryError(what, expected=expected, got=got, remedy=f"{remedy}, then do it again")
     served = "it is not known which version is active"
     with contextlib.suppress(ExportError, OSError):

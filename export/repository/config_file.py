@@ -14,6 +14,10 @@ CONFIG_FILE = "config.pbtxt"
 _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
 
 
+class DamagedConfigError(RepositoryError):
+    """What lies where a configuration should be is none."""
+
+
 def render_config(config: pb.ModelConfig) -> str:
     """Return the text of a `config.pbtxt`."""
     text: str = text_format.MessageToString(config, indent=0)
@@ -33,7 +37,8 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
     """Return the configuration of the model in `folder`, or None where it has none.
 
     Raises:
-        RepositoryError: The file cannot be read, or is not a configuration.
+        DamagedConfigError: The file is not a configuration.
+        RepositoryError: It cannot be read.
     """
     path = folder / file_name
     try:
@@ -45,12 +50,24 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
             f"{path} cannot be read", got=exc.strerror or str(exc), remedy="check the disk and the permissions"
         ) from exc
     except (UnicodeDecodeError, text_format.ParseError) as exc:
-        raise RepositoryError(
+        raise DamagedConfigError(
             f"{path} cannot be read",
             expected="a Triton model configuration",
             got=" ".join(str(exc).split()),
-            remedy="move it out of the repository or pass another --name",
+            remedy="move this file out of the repository, then do it again",
         ) from exc
+
+
+def find_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | None:
+    """Return the configuration of the model in `folder`, or None where it has none or what lies there is none.
+
+    Raises:
+        RepositoryError: The file cannot be read.
+    """
+    try:
+        return read_config(folder, file_name)
+    except DamagedConfigError:
+        return None
 
 
 def pin_config(config: pb.ModelConfig, *, version: int, served: Iterable[int]) -> pb.ModelConfig:

@@ -3,12 +3,17 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from tritonclient.grpc import model_config_pb2 as pb
+
 from ..errors import RepositoryError
-from .config_file import CONFIG_FILE, read_config
+from .config_file import CONFIG_FILE, find_config, read_config
 from .names import OWNER_PARAMETER, STEP_SUFFIXES
 
 REPORT_FILE = "verification.json"
 GOLDEN_FILE = "golden.json"
+
+# The configurations of a version's Triton models as they are while it is the active one, one file each.
+CONFIGS_FOLDER = "configs"
 
 # What a publication makes before it renames it; Triton takes none of it for a version.
 STAGING_PREFIX = "staging-"
@@ -50,24 +55,41 @@ def find_free_version(repository: Path, model_names: Iterable[str]) -> int:
 def find_owner(repository: Path, model_name: str) -> str | None:
     """Return the public model that the folder `model_name` belongs to, None where modelyard did not write it.
 
-    The configuration says so. Older ones are recognised by what lies beside them: a public model by its golden
-    answers, a step by the ensemble that names it.
+    The configuration says so, or where it is missing or damaged the one that a version keeps. Older ones are
+    recognised by what lies beside them: a public model by its golden answers, a step by the ensemble that names it.
 
     Raises:
         RepositoryError: A configuration cannot be read.
     """
     folder = repository / model_name
-    config = read_config(folder) or read_config(folder, CLAIM_FILE)
+    config = find_config(folder) or find_config(folder, CLAIM_FILE)
     if config is None:
-        return None
-    if OWNER_PARAMETER in config.parameters:
+        names = (model_name, *_list_ensembles(model_name))
+        if (owner := next((name for name in names if _find_kept(repository, name, model_name)), None)) is not None:
+            return owner
+        if not (folder / CONFIG_FILE).exists():
+            return None
+    elif OWNER_PARAMETER in config.parameters:
         return str(config.parameters[OWNER_PARAMETER].string_value)
     if _has_golden(folder):
         return model_name
     if _list_own_steps(repository, model_name):
         return model_name
-    ensembles = (model_name[: -len(end)] for end in STEP_SUFFIXES if model_name.endswith(end))
+    ensembles = _list_ensembles(model_name)
     return next((name for name in ensembles if model_name in _list_own_steps(repository, name)), None)
+
+
+def find_published_config(repository: Path, name: str, model_name: str) -> pb.ModelConfig | None:
+    """Return the configuration under which clients know a part of the public model `name`; None without a version.
+
+    Where it is missing or damaged, it is the one that the newest version keeps.
+
+    Raises:
+        RepositoryError: A configuration cannot be read.
+    """
+    if not list_versions(repository / model_name):
+        return None
+    return find_config(repository / model_name) or _find_kept(repository, name, model_name)
 
 
 def check_owners(repository: Path, name: str, model_names: Iterable[str]) -> None:
@@ -81,6 +103,9 @@ def check_owners(repository: Path, name: str, model_names: Iterable[str]) -> Non
         if _is_vacant(folder):
             continue
         owner = find_owner(repository, model_name)
+        if owner is None:
+            # One that is damaged is what the reader has to know of.
+            read_config(folder)
         if owner != name:
             raise RepositoryError(
                 f"{folder} is not a part of the model {name}",
@@ -146,9 +171,34 @@ def list_parts(repository: Path, name: str) -> list[str]:
 
 def _list_own_steps(repository: Path, name: str) -> set[str]:
     """Return the steps of the ensemble `name` if they are called as modelyard calls them, else none."""
-    config = read_config(repository / name)
+    config = find_config(repository / name)
     steps = {step.model_name for step in config.ensemble_scheduling.step} if config else set()
     return steps if steps <= {f"{name}{end}" for end in STEP_SUFFIXES} else set()
+
+
+def _list_ensembles(model_name: str) -> list[str]:
+    """Return the public models of which a folder of this name could be a step."""
+    return [model_name[: -len(end)] for end in STEP_SUFFIXES if model_name.endswith(end)]
+
+
+def _find_kept(repository: Path, name: str, model_name: str) -> pb.ModelConfig | None:
+    """Return what the newest version of `name` keeps as the configuration of its part `model_name`, None without one.
+
+    A link, or a folder without that version, was put there by somebody else.
+
+    Raises:
+        RepositoryError: It cannot be read.
+    """
+    folder = repository / model_name
+    if folder.is_symlink():
+        return None
+    for number in reversed(list_versions(repository / name)):
+        if not (folder / str(number)).is_dir():
+            continue
+        config = find_config(repository / name / str(number) / CONFIGS_FOLDER, f"{model_name}.pbtxt")
+        if config is not None and config.parameters[OWNER_PARAMETER].string_value == name:
+            return config
+    return None
 
 
 def _is_vacant(folder: Path) -> bool:

@@ -9,9 +9,10 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..errors import RepositoryError
 from .addition import add_version
 from .config_file import pin_config
+from .contents import CONFIGS_FOLDER
 from .integrity import check_whole
 from .undo import Undo
-from .version import CONFIGS_FOLDER, SUMS_FILE, Version
+from .version import SUMS_FILE, Version
 
 
 def read_whole_sums(version: Version, doing: str) -> dict[Path, str]:

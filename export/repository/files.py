@@ -1,17 +1,19 @@
 """Files of a repository, written so that each is whole at any moment and every change can be taken back."""
 
+import contextlib
 import errno
 import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from .config_file import CONFIG_FILE, read_config, render_config
+from ..file_limit import is_full
+from .config_file import CONFIG_FILE, find_config, render_config
 from .contents import CLAIM_FILE, STAGED_CONFIG
 from .undo import Undo
 
@@ -52,7 +54,7 @@ def write_configs(
     """Replace the configurations of `model_names` that differ, each in one step that no reader sees half of."""
     for model_name in model_names:
         folder = repository / model_name
-        if read_config(folder) != configs[model_name]:
+        if find_config(folder) != configs[model_name]:
             _replace_config(folder, configs[model_name], undo)
 
 
@@ -65,7 +67,7 @@ def move(source: Path, target: Path, undo: Undo) -> None:
 
 def copy(source: Path, target: Path) -> None:
     """Copy a file to the disk, or have both share their blocks where the file system can."""
-    with source.open("rb") as read, target.open("wb") as written:
+    with _naming(target), source.open("rb") as read, target.open("wb") as written:
         try:
             fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
         except OSError:
@@ -85,7 +87,7 @@ def link(source: Path, target: Path) -> None:
 
 def write(target: Path, text: str) -> None:
     """Write a text to the disk."""
-    with target.open("w", encoding="utf-8") as file:
+    with _naming(target), target.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -98,6 +100,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Have an error of writing in the block name the file: `write` names none, and a copy names what it reads first."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.filename is None or (exc.filename2 is not None and (is_full(exc) or exc.errno == errno.EFBIG)):
+            exc.filename, exc.filename2 = str(target), None
+        raise
 
 
 def _replace_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> None:

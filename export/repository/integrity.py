@@ -1,15 +1,16 @@
 """Whether a repository still holds what was published: the bytes, and the configurations that name them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import RepositoryError
-from .config_file import CONFIG_FILE, keep_operators_parameters, pin_config, read_config
-from .contents import find_active_version, list_models, list_versions
+from .config_file import CONFIG_FILE, DamagedConfigError, find_config, keep_operators_parameters, pin_config
+from .contents import CLAIM_FILE, find_active_version, find_owner, list_models, list_versions
 from .hashing import hash_files
+from .names import STEP_SUFFIXES
 from .version import SUMS_FILE, Version
 
 
@@ -64,7 +65,8 @@ def find_damage(repository: Path, on_version: Callable[[Version], None] = lambda
     Raises:
         RepositoryError: There is no such repository.
     """
-    for name in list_models(repository):
+    names = list_models(repository)
+    for name in names:
         try:
             for number in list_versions(repository / name):
                 version = Version(repository=repository, name=name, number=number)
@@ -73,7 +75,9 @@ def find_damage(repository: Path, on_version: Callable[[Version], None] = lambda
             yield from _find_damaged_configs(repository, name)
         except (RepositoryError, OSError) as exc:
             path = repository / name
-            yield Finding(name=name, version=0, path=path, what=f"cannot be read ({exc})", remedy="mend it")
+            what = f"cannot be read ({str(exc).rstrip('.')})"
+            yield Finding(name=name, version=0, path=path, what=what, remedy="mend it")
+    yield from _find_strays(repository, names)
 
 
 def find_damaged_files(version: Version) -> Iterator[Finding]:
@@ -108,22 +112,52 @@ def find_damaged_files(version: Version) -> Iterator[Finding]:
         yield from (find(path, "was not published", "move it away") for path in sorted(unknown))
 
 
+def _find_strays(repository: Path, models: Collection[str]) -> Iterator[Finding]:
+    """Yield every folder of a model that is not there, such as its steps once it was renamed by hand."""
+    for folder in sorted(entry for entry in repository.iterdir() if list_versions(entry)):
+        try:
+            owner = find_owner(repository, folder.name)
+        except RepositoryError:
+            # Somebody else's, or told of already.
+            continue
+        if owner is None or owner in models:
+            continue
+        place = repository / owner
+        is_step = folder.name.removeprefix(owner) in STEP_SUFFIXES
+        yield Finding(
+            name=owner,
+            version=0,
+            path=folder,
+            what=f"is a part of the model {owner}, and {place} is not there",
+            remedy=f"bring {place} back or remove the folder" if is_step else f"rename it to {owner} or remove it",
+        )
+
+
 def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:
-    active = find_active_version(repository, name)
+    path = repository / name / CONFIG_FILE
+    try:
+        active = find_active_version(repository, name)
+    except DamagedConfigError:
+        what = "is no Triton model configuration"
+        yield Finding(name=name, version=0, path=path, what=what, remedy="move it away, then activate a version")
+        return
     if not active:
-        path = repository / name / CONFIG_FILE
         if path.exists():
             what = "names no version that is there"
             yield Finding(name=name, version=0, path=path, what=what, remedy="activate a version")
+        elif list_versions(path.parent) and not path.with_name(CLAIM_FILE).exists():
+            yield Finding(name=name, version=0, path=path, what="is missing", remedy="activate a version")
         return
     for part, config in Version(repository=repository, name=name, number=active).read_configs().items():
-        found = read_config(repository / part)
+        found = find_config(repository / part)
         if found and (
             _is_like(found, config) or (part != name and _serves_both(found, repository, name, part, active))
         ):
             continue
         path = repository / part / CONFIG_FILE
         what = f"is not the one of version {active}, which is active"
+        if found is None:
+            what = "is no Triton model configuration" if path.exists() else "is missing"
         yield Finding(name=name, version=0, path=path, what=what, remedy=f"activate version {active} again")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import RepositoryError
-from .contents import check_owners
+from .contents import check_owners, find_active_version
 from .names import check_name
 
 # A publication holds the lock while it writes, which takes as long as the disk needs for a model's files. Until it is
@@ -34,14 +34,15 @@ def check_destination(
         patience_s: How long.
 
     Raises:
-        RepositoryError: The name cannot be used or is another model's, the repository cannot be written, or something
-            else holds it.
+        RepositoryError: The name cannot be used or is another model's, its configuration cannot be read, the repository
+            cannot be written, or something else holds it.
     """
     check_name(name)
     _check_writable(repository)
     if repository.is_dir():
         with hold(repository, patience_s, tell):
             check_owners(repository, name, [name])
+            find_active_version(repository, name)
 
 
 @contextlib.contextmanager

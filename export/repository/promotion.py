@@ -13,12 +13,14 @@ from ..errors import RepositoryError
 from ..proof.report_page import PAGE_FILE
 from .activation import check_exchangeable, switch
 from .change import change
-from .config_file import pin_config, read_config
+from .config_file import pin_config
 from .contents import (
+    CONFIGS_FOLDER,
     check_owners,
     check_published,
     find_active_version,
     find_free_version,
+    find_published_config,
     list_versions,
 )
 from .copying import add_copy, read_whole_sums
@@ -26,7 +28,7 @@ from .integrity import check_whole
 from .lock import check_destination
 from .removal import remove_leftovers
 from .use import use
-from .version import CONFIGS_FOLDER, PUBLICATION_FILE, Version, find_version
+from .version import PUBLICATION_FILE, Version, find_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ def _read_published(repository: Path, name: str, parts: Mapping[str, pb.ModelCon
     """Return the configurations of the model that is there, if any version of it is."""
     if not list_versions(repository / name):
         return {}
-    return {part: config for part in parts if (config := read_config(repository / part))}
+    return {part: config for part in parts if (config := find_published_config(repository, name, part))}
 
 
 def _find_equal(chosen: Version, destination: Path) -> int | None:

@@ -30,16 +30,17 @@ from ..proof.verify import VerificationReport
 from ..serving_options import ServingOptions
 from ..signature import ModelSignature
 from ..tasks.comparison import describe_errors
-from .activation import check_exchangeable, switch
+from .activation import check_exchangeable, lacks_configs, switch
 from .addition import add_version
 from .change import change
-from .config_file import keep_operators_parameters, read_config
+from .config_file import keep_operators_parameters
 from .contents import (
     GOLDEN_FILE,
     REPORT_FILE,
     check_owners,
     find_active_version,
     find_free_version,
+    find_published_config,
     list_versions,
 )
 from .lock import PATIENCE_S
@@ -75,8 +76,8 @@ def check_contract(repository: Path, names: ModelNames, signature: ModelSignatur
         RepositoryError: One of the names is another model's, or the published one has other tensors or another engine.
     """
     check_owners(repository, names.name, names.all)
-    found = {model_name: read_config(repository / model_name) for model_name in names.all}
-    old = {name: config for name, config in found.items() if config and list_versions(repository / name)}
+    found = {model_name: find_published_config(repository, names.name, model_name) for model_name in names.all}
+    old = {name: config for name, config in found.items() if config}
     check_exchangeable(old, build_configs(names, signature, version=1, served=[1], engine=engine))
 
 
@@ -148,7 +149,8 @@ def publish(
                 **document(version),
             }
             add_version(version, homes, report.sha256, documents, configs, undo, vary(number))
-        switched = activates and switch(repository, names.name, configs, undo)
+        serves = activates or (version.number == find_active_version(repository, names.name) and lacks_configs(version))
+        switched = serves and switch(repository, names.name, configs, undo)
         active = find_active_version(repository, names.name)
     return Publication(
         name=names.name,

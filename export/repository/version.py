@@ -12,11 +12,8 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import RepositoryError
 from .config_file import CONFIG_FILE, pin_config, read_config
-from .contents import REPORT_FILE, list_parts, list_versions
+from .contents import CONFIGS_FOLDER, REPORT_FILE, list_parts, list_versions
 from .lockfile import LOCK_FILE, read_lock
-
-# The configurations of a version's Triton models as they are while it is the active one, one file each.
-CONFIGS_FOLDER = "configs"
 
 # When and from what it was published: the lock leaves that out, because it is of one day and one machine.
 PUBLICATION_FILE = "publication.json"

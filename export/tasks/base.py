@@ -31,6 +31,7 @@ class TaskSource:
         max_length: The longest sequence that the model was made for, in tokens; 0 where nothing says.
         options: Option of a task → the user's choice, or None.
         added_tokens: Tokens that the export adds, to be tried one by one.
+        warnings: What is odd about the checkpoint itself, each a sentence with what to do.
     """
 
     directory: Path
@@ -40,6 +41,7 @@ class TaskSource:
     max_length: int
     options: Mapping[str, Any]
     added_tokens: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class Task(ABC):
@@ -58,6 +60,7 @@ class Task(ABC):
         has_lengths: Whether its first step can pad texts to a few lengths.
         cache_shapes: The heads of each layer's keys and values, and the size of one, where an engine keeps them.
         context: How many tokens prompt and answer may have together, where an engine writes the answer; else 0.
+        source_warnings: What is odd about the checkpoint itself, whatever it is served as.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
@@ -73,6 +76,7 @@ class Task(ABC):
     unused_tensors: list[str]
     cache_shapes: Sequence[tuple[int, int]] = ()
     context: int = 0
+    source_warnings: tuple[str, ...] = ()
 
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
@@ -103,7 +107,7 @@ class Task(ABC):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What was taken for granted and changes the answers if it is wrong, each a sentence with what to do."""
-        return ()
+        return self.source_warnings
 
     @property
     def step_files(self) -> Mapping[str, Mapping[str, bytes]]:

@@ -67,7 +67,7 @@ def build_task(name: str, source: TaskSource) -> Task:
     # A class says how it is built from a checkpoint, which the abstract one leaves open.
     task_class: type = load_class(entry)
     task: Task = task_class(source)
-    task.name = name
+    task.name, task.source_warnings = name, source.warnings
     return task
 
 

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints import TensorSpec
-from ..errors import ModelError
+from ..errors import ModelError, VocabularyError
 from ..signature import BATCH, STRING, TensorSignature
 from ..weights.torch_model import find_output_width, load_model
 from ..weights.transforms import SelectPrefix
@@ -38,6 +38,7 @@ class TextClassification(TextTask):
         super().__init__(source)
         set_pad_token(self.tokenizer, source.config)
         model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSequenceClassification)
+        check_padding(model, self.tokenizer)
         self.model = model
         self.labels = read_labels(source.config)
         self.function = choose_function(source.config, read_settings(source.directory / RECORD_FILE))
@@ -104,6 +105,7 @@ class Reward(TextTask):
         else:
             model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSequenceClassification)
             _check_one_label(source.config)
+            check_padding(model, self.tokenizer)
         inputs = build_inputs(self.tokenizer, model)
         names = tuple(tensor.name for tensor in inputs)
         module: nn.Module = ValueModule(model, head, names) if has_value_head else HeadModule(model, names)
@@ -156,10 +158,39 @@ class ValueModule(nn.Module):
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
     """Let a decoder's head find the last token of a padded row, which it does by the padding's id."""
-    if tokenizer.pad_token_id is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if getattr(config, "pad_token_id", None) is None:
+    wanted = getattr(config, "pad_token_id", None)
+    if tokenizer.pad_token_id is None:
+        named = (token for token, number in tokenizer.get_vocab().items() if number == wanted)
+        tokenizer.pad_token = next(named, tokenizer.eos_token)
+    if wanted is None:
         config.pad_token_id = tokenizer.pad_token_id
+
+
+def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a head that finds the last token by another padding than the tokenizer's.
+
+    Raises:
+        VocabularyError: Its scores would depend on how far a text is padded.
+    """
+    wanted, got = getattr(model.config, "pad_token_id", None), tokenizer.pad_token_id
+    # Encoder-decoders look for the end of the text instead.
+    if wanted is None or got is None or wanted == got or model.config.is_encoder_decoder:
+        return
+    text = next(token for token in range(3) if token not in (wanted, got))
+    ids = torch.tensor([[text, text, got]])
+    with torch.no_grad():
+        scores = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        model.config.pad_token_id = got
+        others = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        model.config.pad_token_id = wanted
+    if not torch.equal(scores, others):
+        raise VocabularyError(
+            "the classifier finds the last token of a text by another padding than its tokenizer's",
+            expected=f"pad_token_id {wanted}, as config.json says",
+            got=f"{got}, {tokenizer.pad_token!r}",
+            remedy="write the one that it was trained with into both: pad_token_id of config.json and pad_token of "
+            "tokenizer_config.json",
+        )
 
 
 def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[str]:
@@ -179,7 +210,7 @@ def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[s
             "id2label in config.json does not name every label once",
             expected="the ids 0, 1, 2, ... with a name each",
             got=", ".join(f"{index}: {name}" for index, name in sorted(named.items())) or "none",
-            remedy="correct id2label",
+            remedy="give each a name of its own in id2label: answers are names, the best first",
         )
     return names
 

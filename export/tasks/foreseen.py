@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checkpoints.plain.sentence_modules import find_sentence_home, read_sentence_modules
 from ..checkpoints.storage.paths import read_json_if_any
+from ..errors import ModelError
 from ..weights.tokenizer_files import has_tokenizer
 from .table import IMAGES, SOUNDS, TASKS, TEXTS
 
@@ -16,6 +17,10 @@ from .table import IMAGES, SOUNDS, TASKS, TEXTS
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra", "albert", "modernbert", "deberta-v2")
 # Those that take texts alone.
 _READERS = (*_ENCODERS, "distilbert", "gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "bloom")
+
+# Their attention is cut into as many windows as a text fills, in a loop of Python: the exporter stops at it, and a
+# trace would make the number a constant.
+_NOT_EXPORTED = ("longformer", "led")
 
 # What transformers takes where a configuration names no labels, and what is answered where nothing else is asked for.
 _USUAL_LABELS = 2
@@ -53,6 +58,27 @@ WRITER_OUTPUTS: tuple[Described, ...] = (
 
 # DeepSpeed-Chat, reward_model.py: the head beside the base model.
 VALUE_HEAD = "v_head.weight"
+
+
+def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an architecture that is known not to become a graph.
+
+    Args:
+        directory: Folder of the configuration.
+        config: What it says.
+
+    Raises:
+        ModelError: It is one.
+    """
+    model_type = config.get("model_type")
+    if model_type in _NOT_EXPORTED:
+        raise ModelError(
+            f"the attention of the architecture of {directory} cannot be exported",
+            expected="one that docs/architectures.md lists",
+            got=str(model_type),
+            remedy="train one of those for texts as long, such as modernbert, or pass --factory with a module of "
+            "your own that computes the attention whole",
+        )
 
 
 def is_sentence_model(directory: Path, tensors: Collection[str]) -> bool:

@@ -85,7 +85,7 @@ class FeatureExtraction(TextTask):
     @property
     def warnings(self) -> tuple[str, ...]:
         """See `Task`."""
-        return (*self._warn_of_guess(), *self._warn_of_prompt())
+        return (*super().warnings, *self._warn_of_guess(), *self._warn_of_prompt())
 
     def _warn_of_guess(self) -> tuple[str, ...]:
         if not self.pooling.is_default:

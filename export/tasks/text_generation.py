@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from ..artefacts import Artefacts
 from ..checkpoints import StateDict
-from ..checkpoints.storage.paths import read_json_beside
+from ..checkpoints.storage.paths import read_json_beside, refuse_byte_order_marks
 from ..errors import ModelError, VerificationError
 from ..signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
@@ -160,8 +160,9 @@ class TextGeneration(GenerationTask):
     def warnings(self) -> tuple[str, ...]:
         """See `Task`."""
         if self.ends:
-            return ()
+            return super().warnings
         return (
+            *super().warnings,
             "Neither generation_config.json nor config.json nor the tokenizer says which token ends a text, so every "
             "answer goes on to max_tokens; write eos_token_id into one of them.",
         )
@@ -196,6 +197,8 @@ class TextGeneration(GenerationTask):
             dtype: The type of the weights, such as `bfloat16`.
         """
         config = read_json_beside(self.directory / "config.json") or self.model.config.to_dict()
+        # What is written is not quantized, whatever the checkpoint says of itself.
+        config.pop("quantization_config", None)
         config |= {"architectures": [type(self.model).__name__], "dtype": dtype, "torch_dtype": dtype}
         text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
         text |= {"vocab_size": self.vocabulary}
@@ -373,6 +376,7 @@ def _read_generation_config(directory: Path, config: PretrainedConfig) -> Genera
     if not path.is_file():
         made: GenerationConfig = GenerationConfig.from_model_config(config)
         return made
+    refuse_byte_order_marks(directory, [path.name])
     try:
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, TypeError) as exc:

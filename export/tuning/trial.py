@@ -17,7 +17,8 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import ServingError
 from ..repository.config_file import CONFIG_FILE, render_config
-from ..repository.version import CONFIGS_FOLDER, Version
+from ..repository.contents import CONFIGS_FOLDER
+from ..repository.version import Version
 from .search import Figures
 
 _LISTENS = "serving HTTP"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checkpoints import StateDict, TensorSpec
-from ..checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
+from ..checkpoints.adapter_names import ADAPTER_FILE, CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from ..checkpoints.pickles.torch_zip import open_torch_zip
 from ..checkpoints.storage.paths import read_json_if_any
 from ..checkpoints.storage.stored_tensor import StoredTensor
@@ -233,7 +233,7 @@ def _read_adapter_config(folder: Path) -> Mapping[str, Any]:
     Raises:
         AdapterError: There is none, or it asks for something other than plain LoRA.
     """
-    settings = read_json_if_any(folder / "adapter_config.json") if folder.is_dir() else None
+    settings = read_json_if_any(folder / ADAPTER_FILE) if folder.is_dir() else None
     if not isinstance(settings, Mapping):
         found = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
         raise AdapterError(
@@ -280,7 +280,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as exc:
         reason = str(exc).split("\n", 1)[0].rstrip(".")
         raise AdapterError(f"the weights in {folder} cannot be read", got=reason, remedy="copy them again") from exc
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_FILE).is_file():
         raise AdapterError(
             f"{folder} holds no weights", expected=f"{safe.name} or {pickled.name}", got="neither", remedy="copy them"
         )

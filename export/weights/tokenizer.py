@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.sentence_modules import read_transformer_settings
-from ..checkpoints.storage.paths import check_inside, read_json_if_any
-from ..errors import CheckpointError, VocabularyError
+from ..checkpoints.storage.paths import check_inside, read_json_beside, read_json_if_any, refuse_byte_order_marks
+from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
 from .tokenizer_files import TOKENIZER_FILES, has_tokenizer
 from .vocabulary_options import AddedToken
@@ -28,6 +28,8 @@ _MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl",
 
 # What says more of a tokenizer than its vocabulary.
 _DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
+# What may belong to it and is no tokenizer alone.
+_MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "gpt2-merges.txt")
 # GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
 _MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
@@ -60,6 +62,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             got="none of them",
             remedy=_PASS_BASE,
         )
+    refuse_byte_order_marks(directory, (*TOKENIZER_FILES, *_MORE_FILES))
     try:
         # Our own output goes to the server's workers; a fork after tokenising would only print a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -201,6 +204,7 @@ def check_special_ids(
     """Refuse a tokenizer that belongs to another model, as far as the checkpoint recorded what belongs to it.
 
     Compared are the ids of special tokens that `config.json` itself names, and `vocabulary_sha256` if it is there.
+    Another id of the padding alone is no sign: the mask hides it, and users add a token for it (`warn_of_padding`).
 
     Args:
         directory: The folder with `config.json` and the tokenizer.
@@ -213,11 +217,15 @@ def check_special_ids(
     recorded = read_json_if_any(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
-    # The padding's is left out: the mask hides it, so another one in the configuration changes no answer.
     for kind in ("bos", "eos", "cls", "sep", "mask"):
         wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
         if isinstance(wanted, int) and isinstance(got, int) and wanted != got:
             different.append(f"{kind}_token_id {got} where config.json says {wanted}")
+    padding = find_other_padding(directory, tokenizer)
+    if padding and len(strange := _list_strangers(directory, tokenizer)) > 1:
+        different.append(
+            f"{padding} and no {list_some(strange)} in its tokenizer.json, which transformers put behind the others"
+        )
     digest = hash_vocabulary(tokenizer)
     if recorded.get("vocabulary_sha256", digest) != digest:
         different.append(f"a vocabulary of SHA-256 {digest} where config.json says {recorded['vocabulary_sha256']}")
@@ -233,6 +241,40 @@ def check_special_ids(
             else "copy the tokenizer that the checkpoint was trained with, or pass its folder with --base; "
             "--allow-other-tokenizer takes this one, if its special tokens were changed on purpose",
         )
+
+
+def find_other_padding(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return in words how the padding's id contradicts `config.json`; nothing where it does not."""
+    recorded = read_json_if_any(directory / "config.json")
+    wanted = recorded.get("pad_token_id") if isinstance(recorded, Mapping) else None
+    got = tokenizer.pad_token_id
+    differ = isinstance(wanted, int) and isinstance(got, int) and wanted != got
+    return f"pad_token_id {got} where config.json says {wanted}" if differ else ""
+
+
+def warn_of_padding(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return a warning where the tokenizer pads with another id than `config.json` names, and nothing else differs."""
+    padding = find_other_padding(directory, tokenizer)
+    if not padding:
+        return ()
+    return (
+        f"the tokenizer has {padding}; the mask hides the padding, so no answer depends on it, but if the tokenizer is "
+        "not the one that the checkpoint was trained with, pass the folder of that one with --base.",
+    )
+
+
+def _list_strangers(directory: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the special tokens that have a name alone, so that transformers put them behind the vocabulary.
+
+    A tokenizer that was saved with its special tokens has them in `tokenizer.json`, or their ids in the settings.
+    """
+    vocabulary, settings = (directory / name for name in _DESCRIBED_BY)
+    if not vocabulary.is_file():
+        return []
+    own, given = Tokenizer.from_file(str(vocabulary)), read_json_beside(settings).get("added_tokens_decoder")
+    known = {str(number): token.get("content") for number, token in given.items()} if isinstance(given, dict) else {}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
+    return [token for token, id_ in ids.items() if own.token_to_id(token) is None and known.get(str(id_)) != token]
 
 
 def hash_vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:

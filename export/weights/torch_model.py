@@ -18,6 +18,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..checkpoints import StateDict, TensorSpec
+from ..checkpoints.storage.paths import refuse_byte_order_marks
 from ..errors import CheckpointError, ModelError, list_some
 
 # What a checkpoint may hold beyond the model that is exported: the heads of another task, the pooler of a model whose
@@ -36,6 +37,8 @@ _HEAD_NAMES = (
     "v_head",
 )
 _COMPUTED_BUFFERS = ("position_ids", "token_type_ids", "masked_bias", "attn.bias", "inv_freq")
+
+_PLAIN_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> PretrainedConfig:
@@ -59,6 +62,7 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
             got="only weights",
             remedy="pass the folder of the model that the checkpoint was trained from with --base",
         )
+    refuse_byte_order_marks(directory, [path.name])
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
@@ -69,6 +73,41 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
             remedy="copy config.json again, or export with a transformers release that has this architecture",
         ) from exc
     return config
+
+
+def settle_quantization(config: PretrainedConfig, specs: Mapping[str, TensorSpec], directory: Path) -> tuple[str, ...]:
+    """Take `quantization_config` out of a configuration whose weights are plain, and return a warning that says so.
+
+    transformers would ask for the library that quantizes, and change the weights with it where it is there.
+
+    Raises:
+        ModelError: The weights themselves are quantized.
+    """
+    said = getattr(config, "quantization_config", None)
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    by = f" by {method}" if isinstance(method, str) else ""
+    # Integers of 64 bits and booleans are buffers; every method keeps its weights in other integers, or in 8 bits.
+    # Where nothing is said, bytes may be masks of older releases, and numbers of 8 bits be meant as they are.
+    plain = (*_PLAIN_FLOATS, torch.int64, torch.bool)
+    packed = [
+        name
+        for name, spec in specs.items()
+        if spec.dtype == torch.int8 or (said is not None and spec.dtype not in plain)
+    ]
+    if packed:
+        raise ModelError(
+            f"the weights in {directory} are quantized{by}",
+            expected="weights of 16 bits or more, which are proven and quantized here",
+            got=f"{str(specs[packed[0]].dtype).removeprefix('torch.')} in {list_some(packed, 3)}",
+            remedy="export the checkpoint that was quantized, with --precision int8 if it is to be small",
+        )
+    if said is None:
+        return ()
+    del config.quantization_config
+    return (
+        f"config.json of {directory} says that the weights are quantized{by}, which they are not: they are served as "
+        "they are; if they were to be quantized, pass --precision int8, and else take quantization_config out of it.",
+    )
 
 
 def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> str:

@@ -30,3 +30,27 @@ def test_what_has_no_effect_or_no_meaning_is_refused(asked: dict[str, Any], sent
     with pytest.raises(parameters.RequestError) as caught:
         parameters.read_parameters(None, asked, {})
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "sampling_parameters is not JSON: expected an object such as {}, got '{'; write each parameter by"),
+        ("[]", "sampling_parameters is not a JSON object: expected an object such as {}, got '[]'; write each"),
+        ("null", "sampling_parameters is not a JSON object: expected an object such as {}, got 'null';"),
+        ("5", "sampling_parameters is not a JSON object: expected an object such as {}, got '5';"),
+        (
+            f'{{"max_tokens": {"9" * 5000}}}',
+            f"expected a whole number from 1 to 1073741824, got '{'9' * 40}'; pass such",
+        ),
+        ('{"max_tokens":1,"max_tokens":2}', "max_tokens is given twice: expected it once, got it 2 times in sampling_"),
+        ('{"stop": ""}', "stop cannot be used: expected a text or up to 16 in a list, each of one character or more"),
+        ('{"stop": ["a", ""]}', """got '["a", ""]'; pass such a value, or leave it out"""),
+        (r'{"stop": "\ud800"}', r"stop cannot be used: expected a text or up to 16 in a list, each of one character"),
+    ],
+)
+def test_what_sampling_parameters_say_is_refused_for_what_is_wrong_with_it(text: str, sentence: str) -> None:
+    with pytest.raises(parameters.RequestError) as caught:
+        parameters.read_parameters(text, {}, {})
+    assert sentence in str(caught.value)
+    assert str(caught.value).encode()

@@ -22,7 +22,7 @@ from transformers.image_transforms import get_size_with_aspect_ratio
 from transformers.image_utils import load_image
 from transformers.models.yolos.image_processing_pil_yolos import get_size_with_aspect_ratio_yolos
 
-from export.errors import ModelError, SettingsError
+from export.errors import CheckpointError, ModelError, SettingsError
 from export.tasks.picture_preparation import find_preparation, read_preparation
 from export.tasks.picture_recipe import RECIPES, Recipe
 from export.tasks.picture_samples import build_pictures, draw_picture
@@ -349,6 +349,12 @@ def test_no_processor_is_refused_in_pythons_own_words(name: str, tmp_path: Path)
         else:
             assert preparation.recipe.mode
     assert refused > 50
+
+
+def test_a_byte_order_mark_in_a_processor_is_named_with_what_helps(tmp_path: Path) -> None:
+    (tmp_path / PROCESSOR_FILE).write_text("{}", encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match="got a byte order mark in front; save it as UTF-8 without"):
+        find_preparation(tmp_path, None)
 
 
 def test_a_file_that_is_not_text_is_not_a_recipe(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from harness import load_backend
 from hostile_sounds import list_hostile
 from transformers import Wav2Vec2FeatureExtractor
 
-from export.errors import ModelError
+from export.errors import CheckpointError, ModelError
 from export.tasks.processor_file import PROCESSOR_FILE
 from export.tasks.sound_recipe import SoundRecipe, find_sound_preparation
 from export.tasks.sound_samples import build_sounds, draw_sound, encode_sound
@@ -101,6 +101,12 @@ def test_what_the_server_cannot_do_is_refused(processor: dict[str, Any] | None, 
     with pytest.raises(ModelError, match=got) as refused:
         find_sound_preparation(tmp_path, "audio-classification-tensors", 1000)
     assert "pass --task audio-classification-tensors" in str(refused.value)
+
+
+def test_a_byte_order_mark_is_named_with_what_helps(tmp_path: Path) -> None:
+    (tmp_path / PROCESSOR_FILE).write_text("{}", encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match="got a byte order mark in front; save it as UTF-8 without"):
+        find_sound_preparation(tmp_path, "x", 1000)
 
 
 @pytest.mark.parametrize("key", ["sampling_rate", "do_normalize"])

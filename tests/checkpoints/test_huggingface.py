@@ -2,6 +2,7 @@ import io
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -97,6 +98,17 @@ def test_an_index_that_leads_outside_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"leads outside the folder: .* got '\.\./model\.safetensors'"):
         open_checkpoint(tmp_path)
+
+
+def test_an_index_with_a_byte_order_mark_is_refused_with_a_remedy_that_helps(tmp_path: Path) -> None:
+    save_shards(tmp_path, "safetensors")
+    path = tmp_path / "model.safetensors.index.json"
+    plain = path.read_text()
+    path.write_text(plain, encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match="a byte order mark in front.; save it as UTF-8 without a byte order"):
+        open_checkpoint(tmp_path)
+    path.write_text(plain)
+    assert_is(tmp_path, "Hugging Face safetensors, 2 files")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"weight_map": {}}', '{"weight_map": 3}', "[" * 100_000])
@@ -319,7 +331,7 @@ def test_one_safetensors_file_of_any_name_is_read_alone_and_in_its_folder(tmp_pa
     # One that is one of several is not a model, nor is an adapter or an optimizer.
     for name in ("model-00001-of-00002.safetensors", "adapter_model.safetensors", "optimizer.safetensors"):
         (tmp_path / "my_state.safetensors").rename(tmp_path / name)
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        with pytest.raises(CheckpointError, match="holds no checkpoint|lacks shards of its model"):
             open_checkpoint(tmp_path)
         (tmp_path / name).rename(tmp_path / "my_state.safetensors")
     # Beside a file by `torch.save` that may be the model, it is not chosen.
@@ -332,3 +344,62 @@ def test_the_real_checkpoint_is_read_bit_for_bit(checkpoint: Path) -> None:
     expected = load_file(checkpoint / "model.safetensors")
     assert opened.specs().keys() == expected.keys()
     assert all(torch.equal(opened.read(name), tensor) for name, tensor in expected.items())
+
+
+def move_shards(folder: Path, places: list[str]) -> None:
+    """Move the shards to `places`, and have the index say so."""
+    path = folder / "model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    for shard, place in zip(sorted(set(weight_map.values())), places, strict=True):
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / shard).rename(folder / place)
+        weight_map = {name: place if found == shard else found for name, found in weight_map.items()}
+    path.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_shards_in_folders_within_are_read_and_links_and_paths_out_of_it_are_not(tmp_path: Path) -> None:
+    inside, linked, absolute = (tmp_path / name for name in ("inside", "linked", "absolute"))
+    for folder, places in (
+        (inside, ["part a/x.safetensors", "part b/x.safetensors"]),
+        (linked, ["part/x.safetensors", "y.safetensors"]),
+        (absolute, [f"{tmp_path}/x.safetensors", "y.safetensors"]),
+    ):
+        folder.mkdir()
+        save_shards(folder, "safetensors")
+        move_shards(folder, places)
+    assert_is(inside, "Hugging Face safetensors, 2 files")
+    (linked / "part").rename(tmp_path / "outside")
+    (linked / "part").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"part/x\.safetensors is a link that leads outside"):
+        open_checkpoint(linked)
+    with pytest.raises(CheckpointError, match="the index in .* leads outside the folder"):
+        open_checkpoint(absolute)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards_without_their_index_are_read_where_all_are_there(tmp_path: Path, suffix: str) -> None:
+    save_shards(tmp_path, suffix)
+    (index,) = tmp_path.glob("*.index.json")
+    index.unlink()
+    assert_is(tmp_path, f"Hugging Face {'safetensors' if suffix == 'safetensors' else 'torch .bin'}, 2 files")
+    assert open_checkpoint(tmp_path).facts.missing == ("the index, which shows that all shards are of one save",)
+    first, second = sorted(tmp_path.glob(f"*.{suffix}"))
+    kept = second.read_bytes()
+    shutil.copy(first, second)
+    with pytest.raises(CheckpointError, match=r"shard before it has as well: .*got embed.weight, mask; copy the index"):
+        open_checkpoint(tmp_path)
+    second.write_bytes(kept)
+    first.unlink()
+    with pytest.raises(CheckpointError, match=rf"lacks shards of its model: expected {first.name}, got 1 of 2, and no"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_adapter_alone_is_told_from_a_model_and_names_the_one_it_changes(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/base"}))
+    save_file(make_state(), tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(tmp_path)
+    assert str(refusal.value) == (
+        f"{tmp_path} holds an adapter, which is not a whole model: expected the model that it changes, someone/base, "
+        f"got adapter_config.json; pass that model in its place, and to run this folder as well: --adapter {tmp_path}."
+    )

@@ -55,6 +55,8 @@ def test_small_files_are_read_whole_up_to_their_limit(tmp_path: Path) -> None:
     [
         (b"{", "1 bytes (Expecting property name"),
         (b"\xff", "1 bytes ('utf-8' codec"),
+        (b"\xef\xbb\xbf{}", "(a byte order mark in front); save it as UTF-8 without a byte order mark"),
+        ('{"a": 1}'.encode("utf-16"), "in position 0: invalid start byte); save it as UTF-8 without a byte order mark"),
         (b"[" * 100_000, "100000 bytes (values nested too deeply)"),
         (b"[0" + b",0" * 4_000_000 + b"]", "8000003 bytes (more than 4000000 values)"),
     ],

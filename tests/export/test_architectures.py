@@ -59,6 +59,9 @@ Small random models of these architectures, saved by transformers, exported, and
 parts of the largest value; the bound is 1e-4 for tensors and logits, 1e-5 for vectors. The seconds are of two cores,
 and grow with whatever else they have to do. The last column is what `--batching` reaches, where a text has one answer.
 
+Longformer and LED are refused: their attention is cut into as many windows as a text fills, which becomes no graph.
+For texts of their lengths, train ModernBERT.
+
 | architecture | task | nodes | cases | worst error | export s | verify s | together |
 |---|---|---|---|---|---|---|---|
 """

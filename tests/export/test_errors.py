@@ -8,6 +8,15 @@ def test_a_sentence_is_what_expected_got_and_remedy() -> None:
     assert str(CheckpointError("x is wrong")) == "x is wrong."
 
 
+def test_a_reason_that_is_a_sentence_itself_ends_no_sentence() -> None:
+    inner = CheckpointError("x is wrong", got="1:1 : no field named 'garbage'.")
+    assert str(inner) == "x is wrong: got 1:1 : no field named 'garbage'."
+    assert str(CheckpointError("y is wrong", got=str(inner), remedy="do c")) == (
+        "y is wrong: got x is wrong: got 1:1 : no field named 'garbage'; do c."
+    )
+    assert str(CheckpointError("a", expected="one of 1, 2 ...", got=".")) == "a: expected one of 1, 2 ..., got .."
+
+
 def test_a_sentence_is_bounded_whatever_a_file_says() -> None:
     sentence = str(CheckpointError("w" * 10_000_000, expected="e" * 3_000, got="\x1b" * 3_000, remedy="r" * 1_000))
     assert len(sentence) < 5_000

@@ -1,8 +1,10 @@
 """A publication on a disk that fails, and goes on failing: whatever it refuses, something whole stays served."""
 
+import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -151,6 +153,25 @@ def test_a_file_system_without_hard_links_is_published_to(exported: Exported, ot
     assert run_forked(partial(publish_files, new, repository), moments, judge=judge) == DONE
     assert find_active_version(repository, NAME) == 2
     assert is_consistent(repository)
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_room_that_is_needed(
+    exported: Exported, other: Exported, disk: Path
+) -> None:
+    repository, new = prepare("second", exported, other, disk)
+    size = new.model_file.stat().st_size / 1e6
+    told = (
+        rf"got No space left on device \(the version takes {size:.0f}\.\d MB\) for \S+/staging-2-\w+/model\.onnx; free"
+    )
+
+    def judge_full(error: BaseException) -> int:
+        return 5 if re.search(told, str(error)) else 6
+
+    full = Failure(FAILURES["the disk is full"].calls, errno.ENOSPC, ("sendfile",))
+    code = run_forked(
+        partial(publish_files, new, repository), {1: partial(refuse_calls, full)}, ("sendfile",), judge_full
+    )
+    assert code == 5
 
 
 def test_the_disk_of_these_tests_fails_as_a_real_one(disk: Path) -> None:

@@ -17,6 +17,8 @@ from transformers import AutoTokenizer, BertConfig
 from export.__main__ import main
 from export.checkpoints import open_checkpoint
 from export.commands import run as run_verb
+from export.errors import ModelError
+from export.foresight import check_foreseen
 from export.options import ExportRequest
 from export.progress import Progress
 from export.repository.model_config import build_configs, name_models
@@ -51,6 +53,8 @@ def here(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "recipe.json").write_text('{"mode": "exact", "size": [8, 8], "sharpness": 2}')
     for checkpoint, name in (("encoder", "vectors"), ("writer", "texts")):
         assert main(["run", str(folder / checkpoint), "--name", name, "--repository", str(folder / "models")]) == 0
+    (folder / "models" / "taken_model" / "1").mkdir(parents=True)
+    (folder / "models" / "linked_preprocess").symlink_to("away")
     return folder
 
 
@@ -60,6 +64,12 @@ REFUSED = {
     "writer": ("writer", "--name vectors", "vectors is already published with another contract"),
     "engine": ("encoder", "--name vectors --engine openvino", "vectors_model is already published with another engine"),
     "steps": ("encoder", "--name vectors --steps lean", "vectors is already published with another engine"),
+    "a step by hand": (
+        "encoder",
+        "--name taken",
+        "taken_model is not a part of the model taken: expected nothing there, or what was published as taken, got ",
+    ),
+    "a step that is a link": ("classifier", "--name linked", "linked_preprocess is not a part of the model linked"),
     "engine of writers": (
         "writer",
         "--name texts --engine vllm --target 25.09",
@@ -183,3 +193,24 @@ def test_what_is_foreseen_is_what_becomes_of_it(
     names = type(public).DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_name
     wanted = [[(each, names[f"TYPE_{kind}"].number, dims) for each, kind, dims in side] for side in foreseen]
     assert wanted == kinds
+
+
+@pytest.mark.parametrize("model_type", ["longformer", "led"])
+def test_an_architecture_that_cannot_be_exported_is_refused_before_torch_is_imported(
+    model_type: str, here: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(here / "classifier", tmp_path / "stock")
+    (tmp_path / "stock" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    request = ExportRequest(checkpoint=tmp_path / "stock", name="x", repository=tmp_path)
+    for refuse in (
+        lambda: check_foreseen(request, open_checkpoint(tmp_path / "stock")),
+        lambda: load_source(request, Progress(Console(quiet=True))),
+    ):
+        with pytest.raises(ModelError, match=f"cannot be exported: .* got {model_type}; train one of those for texts"):
+            refuse()
+
+
+def test_a_model_without_steps_lies_beside_what_is_called_like_one(here: Path) -> None:
+    for checkpoint, options in (("writer", {}), ("encoder", {"steps": "lean"})):
+        request = ExportRequest(checkpoint=here / checkpoint, name="taken", repository=here / "models", **options)
+        check_foreseen(request, open_checkpoint(here / checkpoint))

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness import fingerprint, run
+from harness import Finished, fingerprint, run
 
 from export import identity
 from export.__main__ import main
@@ -16,9 +17,12 @@ from export.identity import SameVersion, find_same_version
 from export.options import ExportRequest
 from export.proof.report_page import PAGE_FILE
 from export.repository.activation import activate
-from export.repository.contents import find_active_version
+from export.repository.contents import find_active_version, list_versions
+from export.repository.integrity import find_damage
 from export.repository.lockfile import LOCK_FILE
 from export.weights.vocabulary_options import AddedToken, VocabularyOptions
+
+Exporting = Callable[..., Finished]
 
 TOKENS = VocabularyOptions(added_tokens=(AddedToken(token="[NEW]"),))
 
@@ -129,3 +133,41 @@ def test_an_older_version_that_is_the_same_becomes_active_again(folder: Path, re
     assert isinstance(same, SameVersion)
     assert (same.version.number, same.outcome) == (1, "switched")
     assert find_active_version(models, "t") == 1
+
+
+@pytest.mark.parametrize("words", [(), ("--no-activate",), ("--again",)])
+def test_a_version_that_cannot_be_served_for_want_of_a_configuration_is_mended(
+    words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = folder / "models"
+    command = ["run", str(folder / "checkpoint"), "--name", "t", "--repository", str(repository), *words]
+    before = {part: (repository / part / "config.pbtxt").read_text() for part in ("t", "t_model", "t_preprocess")}
+    (repository / "t_model" / "config.pbtxt").write_text("garbage {")
+    (repository / "t_preprocess" / "config.pbtxt").unlink()
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "is served again" in out and "nothing was written" not in out
+    assert {part: (repository / part / "config.pbtxt").read_text() for part in before} == before
+    assert list_versions(repository / "t") == [1]
+    (repository / "t" / "config.pbtxt").write_text("garbage {")
+    assert main(command) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.endswith("move this file out of the repository, then do it again.\n")
+    (repository / "t" / "config.pbtxt").unlink()
+    if words != ("--no-activate",):
+        assert main(command) == 0
+        assert {part: (repository / part / "config.pbtxt").read_text() for part in before} == before
+
+
+def test_a_step_without_a_configuration_does_not_make_its_files_missing(folder: Path, export_cli: Exporting) -> None:
+    (folder / "other").mkdir()
+    repository, other = folder / "models", shutil.copytree(folder / "checkpoint", folder / "other" / "checkpoint")
+    words = ("run", str(other), "--name", "t", "--repository", str(repository), "--no-activate", "--add-special-token")
+    assert export_cli(*words, "[NEW]=new").code == 0
+    (repository / "t_preprocess" / "config.pbtxt").unlink()
+    again = export_cli(*words, "[NEW]=new")
+    assert (again.code, again.err) == (0, "")
+    assert "version 2 already holds exactly this" in again.out and "not this version but 1" in again.out
+    assert [finding.what for finding in find_damage(repository)] == ["is missing"]
+    assert main(shlex.split(again.out.splitlines()[-1].removeprefix("Next: python -m export "))) == 0
+    assert list(find_damage(repository)) == []

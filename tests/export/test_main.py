@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import CHECKOUT, Finished, run
 from safetensors.torch import save_file
+from trainers.writers import save_writer
 
 from export.commands import inspect_checkpoint
 
@@ -138,6 +139,7 @@ def test_a_limit_on_file_sizes_is_named_where_weights_are_written(size: int, tmp
     finished = run_verb("consolidate", checkpoint, tmp_path / "out", wrap=limits)
     assert finished.returncode == 1
     assert " cannot be written: expected no limit on the size of a file, got File too large" in finished.stderr
+    assert str(tmp_path) in finished.stderr
     assert finished.stderr.endswith("; raise the limit on file sizes (ulimit -f), which is 30,720 bytes.\n")
 
 
@@ -168,3 +170,17 @@ def test_a_folder_beside_the_weights_that_may_not_be_read_is_no_matter(tmp_path:
         f"error: {tmp_path}/global_step2 cannot be read: expected the files of a checkpoint, got Permission denied."
     )
     assert (finished.returncode, finished.stderr) == (1, sentence + "\n")
+
+
+def test_what_a_log_holds_can_be_read_and_the_next_step_typed(tmp_path: Path) -> None:
+    save_writer("gpt2", tmp_path / "writer")
+    repository = tmp_path / "my models"
+    words = ("run", tmp_path / "writer", "--name", "writer", "--repository", repository)
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    first, again = (run_verb(*words, env=environment, stdout=subprocess.PIPE) for _ in range(2))
+    # The table with the most columns, each case on one line.
+    assert "│ prompts in one batch, padded left │" in first.stderr, first.stderr
+    assert "already holds exactly this" in again.stdout
+    for finished in (first, again):
+        serve = shlex.split(finished.stdout.splitlines()[-1])
+        assert serve == ["Next:", "python", "-m", "server", "--repository", str(repository)]

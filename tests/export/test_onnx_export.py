@@ -6,11 +6,13 @@ import pytest
 import torch
 from harness import Exported
 from torch import nn
+from transformers import LongformerConfig, LongformerForSequenceClassification
 
 from export.errors import GraphError, TargetError
 from export.graph.onnx_export import check_graph, export_onnx
 from export.signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from export.targets import DEFAULT_TARGET
+from export.tasks.base import HeadModule
 
 SIGNATURE = ModelSignature(
     inputs=(TensorSignature(name="input_ids", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),),
@@ -87,3 +89,19 @@ def test_an_output_that_differs_from_the_signature_is_refused(tmp_path: Path) ->
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(GraphError, match="is not a valid ONNX file"):
         check_graph(path, SIGNATURE, DEFAULT_TARGET)
+
+
+def test_a_stock_architecture_that_cannot_be_exported_is_one_sentence_with_a_remedy(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = LongformerConfig(**sizes, vocab_size=64, attention_window=[16], num_labels=3)
+    model = LongformerForSequenceClassification(config).eval()
+    with pytest.raises(GraphError) as refusal:
+        export_onnx(HeadModule(model, ("input_ids",)), SIGNATURE, EXAMPLE, tmp_path / "model.onnx", DEFAULT_TARGET)
+    assert str(refusal.value).endswith(
+        "; export an architecture that docs/architectures.md lists, or pass --factory with a module of your own whose "
+        "code has none."
+    )
+    # Neither a graph nor a warning, which went past the streams of Python.
+    assert capfd.readouterr() == ("", "")

@@ -123,7 +123,7 @@ def test_what_failed_is_named_first_and_marked() -> None:
     assert "allowed ≤ 1e-05 ≥ 0.999999" in page.text
     assert "mixed lengths in one batch 12 345 256" in page.text
     assert page.count("td", class_="number bad") == 2
-    assert "embedding max abs error 0.0032 min cosine 0.9991" in page.text
+    assert "embedding largest plain difference 0.0032 min cosine 0.9991" in page.text
 
 
 def test_the_distribution_is_drawn_with_the_bound() -> None:
@@ -266,7 +266,7 @@ def test_nan_and_infinity_are_the_worst() -> None:
     report["cases"][1]["min_cosine"] = -math.inf
     page = render(report)
     assert "The largest abs error is NaN, in the case 3 tokens" in page.text
-    assert "embedding max abs error NaN" in page.text
+    assert "embedding largest plain difference NaN" in page.text
     assert "-infinite" in page.text
 
 

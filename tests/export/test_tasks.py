@@ -20,10 +20,17 @@ from transformers.image_utils import load_image
 
 from export.__main__ import main
 from export.checkpoints import TensorSpec, open_checkpoint
-from export.errors import CheckpointError, ModelError
+from export.errors import CheckpointError, ModelError, VocabularyError
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
-from export.tasks.classification import Reward, TextPairClassification, choose_function, read_labels
+from export.tasks.classification import (
+    Reward,
+    TextPairClassification,
+    check_padding,
+    choose_function,
+    read_labels,
+    set_pad_token,
+)
 from export.tasks.encoding import Question
 from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
 from export.tasks.sentence_settings import check_transformer
@@ -341,6 +348,34 @@ def test_a_cross_encoder_of_sentence_transformers_6_is_served_with_the_function_
     assert name == "text-pair-classification"
     task = build_task(name, build_source(folder))
     assert isinstance(task, TextPairClassification) and task.function == "none"
+
+
+@pytest.mark.parametrize(("name", "reads_padding"), [("Bert", False), ("GPT2", True), ("Llama", True)])
+def test_a_classifier_that_finds_the_last_token_by_another_padding_is_refused(
+    name: str, reads_padding: bool, checkpoint: Path
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=64, pad_token_id=40)
+    model = getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
+    tokenizer = load_tokenizer(checkpoint)
+    if reads_padding:
+        with pytest.raises(VocabularyError, match=r"expected pad_token_id 40, as config.json says, got 0, '\[PAD\]';"):
+            check_padding(model, tokenizer)
+    else:
+        check_padding(model, tokenizer)
+    model.config.pad_token_id = 0
+    check_padding(model, tokenizer)
+
+
+def test_a_tokenizer_without_a_padding_takes_the_one_that_the_configuration_names(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    tokenizer.pad_token = None
+    set_pad_token(tokenizer, BertConfig(pad_token_id=103))
+    assert tokenizer.pad_token == "[MASK]"
+    tokenizer.pad_token, tokenizer.eos_token = None, "[SEP]"
+    config = BertConfig(pad_token_id=None)
+    set_pad_token(tokenizer, config)
+    assert tokenizer.pad_token == "[SEP]" and config.pad_token_id == tokenizer.pad_token_id
 
 
 def test_labels_that_are_not_named_once_each_are_refused() -> None:

@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError, ModelError
-from export.weights.torch_model import find_input_embedding, load_config, load_model
+from export.options import ExportRequest
+from export.progress import Progress
+from export.source import load_source
+from export.weights.torch_model import find_input_embedding, load_config, load_model, settle_quantization
 
 
 @pytest.fixture
@@ -76,9 +80,48 @@ def test_a_missing_damaged_or_unknown_config_is_refused(copy: Path) -> None:
     change_config(copy, model_type="no-such-model")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         load_config(copy)
+    (copy / "config.json").write_text("{}", encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: .* got a byte order mark in front; save"):
+        load_config(copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         load_config(copy)
     (copy / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_config(copy)
+
+
+def settle(directory: Path) -> tuple[str, ...]:
+    config = load_config(directory)
+    warnings = settle_quantization(config, open_checkpoint(directory).specs(), directory)
+    load_model(config, open_checkpoint(directory))
+    return warnings
+
+
+def test_plain_weights_that_are_said_to_be_quantized_are_read_as_they_are(copy: Path) -> None:
+    assert settle(copy) == ()
+    change_config(copy, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    (warning,) = settle(copy)
+    assert "says that the weights are quantized by bitsandbytes, which they are not" in warning
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", None])
+def test_quantized_weights_are_refused_in_a_sentence(copy: Path, method: str | None) -> None:
+    if method:
+        change_config(copy, quantization_config={"quant_method": method})
+    name = "encoder.layer.0.output.dense.weight"
+    packed = torch.int32 if method == "gptq" else torch.int8
+    change_weights(copy, lambda weights: weights.update({name: weights[name].to(packed)}))
+    with pytest.raises(ModelError) as refusal:
+        settle(copy)
+    assert f"are quantized{f' by {method}' if method else ''}: expected weights of 16 bits" in str(refusal.value)
+    assert f"got {str(packed)[6:]} in {name}; export the checkpoint that was quantized" in str(refusal.value)
+
+
+def test_what_is_odd_about_a_checkpoint_is_told_with_what_it_is_served_as(copy: Path) -> None:
+    change_config(copy, pad_token_id=1, quantization_config={"load_in_8bit": True})
+    request = ExportRequest(checkpoint=copy, name="x", repository=copy / "models")
+    quantized, padding, pooling = load_source(request, Progress(Console(quiet=True))).task.warnings
+    assert "says that the weights are quantized, which they are not" in quantized
+    assert "the tokenizer has pad_token_id 0 where config.json says 1; the mask hides the padding" in padding
+    assert "the pooling is a guess" in pooling

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -79,6 +80,85 @@ def test_activation_goes_forth_and_back_and_refuses_what_is_damaged(
     assert done.out == (
         f"version 2 of tickets: {graph} has changed; restore it, or export again.\n2 versions: 1 findings\n"
     )
+
+
+def test_the_next_step_can_be_typed_where_a_path_has_a_space(
+    models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here, there = models.rename(tmp_path / "my $models"), tmp_path / "it's there"
+    for words, said in (
+        (("activate", "tickets", "2"), ("-m", "server", "check", "--repository", str(here))),
+        (("promote", "tickets", "1", "--to", str(there)), ("-m", "server", "check", "--repository", str(there))),
+        (
+            ("promote", "tickets", "2", "--to", str(there), "--no-activate"),
+            ("-m", "export", "activate", "tickets", "2", "--repository", str(there)),
+        ),
+    ):
+        done = export_cli(*words, "--repository", str(here))
+        assert done.code == 0, done.err
+        assert shlex.split(done.out.splitlines()[-1]) == ["Next:", "python", *said]
+
+
+@pytest.mark.parametrize("damage", ["garbage", "missing"])
+@pytest.mark.parametrize("part", ["tickets_model", "tickets_preprocess"])
+def test_a_configuration_that_was_lost_is_found_and_mended_and_the_model_can_be_removed(
+    part: str, damage: str, models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    config = models / part / "config.pbtxt"
+    before = config.read_text()
+    config.unlink()
+    if damage == "garbage":
+        config.write_text("garbage {")
+    what = {"garbage": "is no Triton model configuration", "missing": "is missing"}[damage]
+    done = export_cli("verify-repository", *here)
+    assert done.code == 1
+    assert done.out.splitlines()[:-1] == [f"tickets: {config} {what}; activate version 1 again."]
+    assert len(ask(export_cli, "versions", "list", *here)["versions"]) == 2
+    assert ask(export_cli, "activate", "tickets", 1, *here)["outcome"] == "activated"
+    assert config.read_text() == before
+    assert list(find_damage(models)) == []
+    config.unlink()
+    assert ask(export_cli, "remove", "tickets", *here)["versions"] == [1, 2]
+    assert list(models.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["garbage", "missing"])
+def test_the_configuration_of_a_model_itself_that_was_lost_is_written_by_an_activation(
+    damage: str, models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    config = models / "tickets" / "config.pbtxt"
+    before = config.read_text()
+    config.unlink()
+    if damage == "garbage":
+        config.write_text("garbage {")
+        assert (
+            "config.pbtxt is no Triton model configuration; move it away" in export_cli("verify-repository", *here).out
+        )
+        refused = export_cli("activate", "tickets", "1", *here)
+        assert refused.code == 1
+        assert refused.err.endswith('"garbage"; move this file out of the repository, then do it again.\n')
+        config.unlink()
+    assert f"{config} is missing; activate a version." in export_cli("verify-repository", *here).out
+    assert ask(export_cli, "activate", "tickets", 1, *here)["before"] == 0
+    assert config.read_text() == before
+    assert list(find_damage(models)) == []
+
+
+def test_verify_repository_finds_a_model_that_was_renamed_by_hand_and_its_orphaned_steps(models: Path) -> None:
+    (models / "tickets").rename(models / "moved")
+    assert [str(finding) for finding in find_damage(models)] == [
+        f"tickets: {models / 'moved'} is a part of the model tickets, and {models / 'tickets'} is not there; "
+        "rename it to tickets or remove it.",
+        *(
+            f"tickets: {models / step} is a part of the model tickets, and {models / 'tickets'} is not there; "
+            f"bring {models / 'tickets'} back or remove the folder."
+            for step in ("tickets_model", "tickets_preprocess")
+        ),
+    ]
+    (models / "moved").rename(models / "tickets")
+    assert list(find_damage(models)) == []
 
 
 def test_verify_repository_finds_what_is_missing_new_or_another_configuration(

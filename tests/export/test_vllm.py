@@ -185,3 +185,22 @@ def test_compose_mounts_the_repository_where_model_json_looks_for_it() -> None:
     assert f"--model-repository={MOUNT}" in service["command"]
     release = service["image"].split(":")[1].split("-")[0]
     VLLM().check("fp32", find_target(release))
+
+
+def test_plain_weights_are_not_published_as_quantized_ones(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "said")) / "config.json"
+    path.write_text(json.dumps(read_json(path) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    assert publish(path.parent, tmp_path / "models") == 0
+    assert "quantization_config" not in read_json(tmp_path / "models" / "writer" / "1" / "config.json")
+    assert "Warning: config.json of" in capsys.readouterr().out
+
+
+def test_a_byte_order_mark_in_the_generations_settings_is_named(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "marked")) / "generation_config.json"
+    path.write_text("{}", encoding="utf-8-sig")
+    assert publish(path.parent, tmp_path / "models") == 1
+    assert "generation_config.json cannot be read: expected UTF-8, got a byte order mark" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import BertConfig, GPT2Config, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
 from export.errors import CheckpointError, VocabularyError
@@ -22,6 +23,7 @@ from export.weights.tokenizer import (
     hash_vocabulary,
     load_tokenizer,
     read_max_length,
+    warn_of_padding,
 )
 from export.weights.vocabulary_options import AddedToken
 
@@ -83,6 +85,56 @@ def test_a_tokenizer_of_another_model_is_refused_with_every_difference(checkpoin
     (tmp_path / "config.json").write_text(json.dumps({"vocabulary_sha256": "0" * 64}))
     with pytest.raises(VocabularyError, match="a vocabulary of SHA-256 .* where config.json says 0000"):
         check_special_ids(tmp_path, tokenizer)
+
+
+ROLES = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]"}
+
+
+def write_tokenizer(folder: Path, own: list[str], **settings: object) -> Path:
+    """Write a tokenizer whose `tokenizer.json` has the special tokens `own`, and settings that name others perhaps."""
+    vocabulary = {token: index for index, token in enumerate([*own, *BYTES])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[("a", "b"), ("Ġ", "a")]))
+    tokenizer.add_special_tokens(own)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 32} | settings)
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "pad_token_id": 0}))
+    return folder
+
+
+def test_special_tokens_that_tokenizer_json_never_had_tell_the_tokenizer_of_another_model(tmp_path: Path) -> None:
+    wrong = write_tokenizer(tmp_path / "wrong", ["<s>", "</s>"], **ROLES)
+    tokenizer = load_tokenizer(wrong)
+    with pytest.raises(VocabularyError) as refusal:
+        check_special_ids(wrong, tokenizer)
+    assert (
+        f"got pad_token_id {tokenizer.pad_token_id} where config.json says 0 and no [CLS], [PAD], [SEP], [UNK] in"
+        in (str(refusal.value))
+    )
+    right = write_tokenizer(tmp_path / "right", ["[PAD]", "[UNK]", "[SEP]", "[CLS]"], **ROLES)
+    check_special_ids(right, load_tokenizer(right))
+    assert warn_of_padding(right, load_tokenizer(right)) == ()
+
+
+@pytest.mark.parametrize(
+    ("own", "settings"),
+    [
+        # As users add one to a vocabulary, with and without saving `tokenizer.json`.
+        (["<s>", "</s>", "[PAD]"], {"eos_token": "</s>", "pad_token": "[PAD]"}),
+        (["<s>", "</s>"], {"eos_token": "</s>", "pad_token": "[PAD]"}),
+        # As GPT-2 is padded.
+        (["<s>", "</s>"], {"eos_token": "</s>", "pad_token": "</s>"}),
+    ],
+)
+def test_another_padding_alone_is_a_warning(own: list[str], settings: dict[str, str], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, own, **settings))
+    check_special_ids(tmp_path, tokenizer)
+    (warning,) = warn_of_padding(tmp_path, tokenizer)
+    assert f"pad_token_id {tokenizer.pad_token_id} where config.json says 0" in warning
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "pad_token_id": None}))
+    assert warn_of_padding(tmp_path, tokenizer) == ()
 
 
 BYTES = [*"abcdefgh", "Ġ", "ab", "Ġa"]
@@ -188,4 +240,16 @@ def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(checkpoin
     shutil.copy(checkpoint / "tokenizer_config.json", tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"])
+def test_a_byte_order_mark_in_a_file_of_the_tokenizer_is_refused_by_name(
+    name: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    for each in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / each, tmp_path)
+    plain = (tmp_path / name).read_text() if (tmp_path / name).exists() else "{}"
+    (tmp_path / name).write_text(plain, encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .* got a byte order mark in front; save it as"):
         load_tokenizer(tmp_path)

@@ -22,10 +22,10 @@ from export.options import ExportRequest
 from export.progress import Progress
 from export.proof.report_page import PAGE_FILE
 from export.repository.config_file import CONFIG_FILE, read_config
-from export.repository.contents import GOLDEN_FILE, REPORT_FILE
+from export.repository.contents import CONFIGS_FOLDER, GOLDEN_FILE, REPORT_FILE
 from export.repository.lockfile import LOCK_FILE
 from export.repository.names import OWNER_PARAMETER, ModelNames
-from export.repository.version import CONFIGS_FOLDER, PUBLICATION_FILE, SUMS_FILE
+from export.repository.version import PUBLICATION_FILE, SUMS_FILE
 from export.signature import STRING, Contract, TensorSignature
 from export.source import load_source
 from export.tasks.base import Task

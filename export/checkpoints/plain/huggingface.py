@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
 from ..remedies import RECOPY, RECOPY_WHOLE
-from ..storage.paths import MAX_JSON_BYTES, check_inside, parse_json, read_json_beside, read_small
+from ..storage.paths import MAX_JSON_BYTES, check_inside, find_json_remedy, parse_json, read_json_beside, read_small
 from ..storage.safetensors_file import read_safetensors
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
@@ -36,8 +37,12 @@ _PLAIN_INDEX = "index.json"
 _INDEX_ENDING = ".index.json"
 SAFETENSORS_SUFFIX = ".safetensors"
 _SHARD_SUFFIXES = (SAFETENSORS_SUFFIX, ".bin")
-# A file that is not one of several, whose index was not copied.
+# A file that is not one of several.
 _ALONE = re.compile(r"(?!.*-\d+-of-\d+\.).+\.safetensors")
+# One that is, as transformers names them.
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.safetensors|\.bin)")
+# More are in no model, and a number in a name may be anything.
+_MAX_SHARDS = 10_000
 # What peft calls the weights of an adapter, which is not a model.
 _ADAPTER = "adapter_"
 
@@ -71,7 +76,8 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
             remedy="leave --tag out",
         )
     refuse_several_models(directory)
-    return _open(directory, _find_main_file(directory) or WEIGHT_FILES[0])
+    main_file = _find_main_file(directory) or WEIGHT_FILES[0]
+    return _open(directory, main_file, _list_shards(directory, main_file))
 
 
 def open_file(path: Path) -> StoredCheckpoint:
@@ -94,8 +100,48 @@ def _find_main_file(directory: Path) -> str | None:
         indices.append(_PLAIN_INDEX)
     if len(indices) == 1:
         return indices[0]
+    if numbered := _find_numbered(files):
+        return numbered
     alone = [name for name in files if _ALONE.fullmatch(name) and not name.startswith((_ADAPTER, *OTHER_STATE))]
     return alone[0] if len(alone) == 1 and not torch_file.recognises(directory) else None
+
+
+def _find_numbered(files: Iterable[str]) -> str | None:
+    """Return the first file of the shards of one model, whose index was not copied; safetensors before `.bin`."""
+    matches = [match for name in files if (match := _SHARD.fullmatch(name))]
+    for suffix in _SHARD_SUFFIXES:
+        of_kind = [
+            match
+            for match in matches
+            if match["suffix"] == suffix and not match[0].startswith((_ADAPTER, *OTHER_STATE))
+        ]
+        if len({(match["stem"], int(match["count"])) for match in of_kind}) == 1:
+            return of_kind[0][0]
+    return None
+
+
+def _list_shards(directory: Path, main_file: str) -> list[str] | None:
+    """Return all shards of which `main_file` is one; None where it is an index, or a model alone.
+
+    Raises:
+        CheckpointError: One of them is not there.
+    """
+    match = _SHARD.fullmatch(main_file)
+    if match is None:
+        return None
+    count, width = int(match["count"]), len(match["number"])
+    wanted = [
+        f"{match['stem']}-{number:0{width}d}-of-{match['count']}{match['suffix']}"
+        for number in range(1, min(count, _MAX_SHARDS) + 1)
+    ]
+    if missing := [name for name in wanted if not (directory / name).is_file()]:
+        raise CheckpointError(
+            f"{directory} lacks shards of its model",
+            expected=list_some(missing),
+            got=f"{len(wanted) - len(missing)} of {count}, and no index",
+            remedy=RECOPY_WHOLE,
+        )
+    return wanted
 
 
 def _is_plain_index(path: Path) -> bool:
@@ -106,19 +152,21 @@ def _is_plain_index(path: Path) -> bool:
     )
 
 
-def _open(directory: Path, main_file: str) -> StoredCheckpoint:
-    saved, zero_size, shard_names = _read_folder(directory, main_file)
+def _open(directory: Path, main_file: str, shards: Sequence[str] | None = None) -> StoredCheckpoint:
+    saved, zero_size, shard_names = _read_folder(directory, main_file, shards)
     names, removed = strip_wrappers(saved, directory)
     tensors = {names[name]: tensor for name, tensor in saved.items()}
     kind = "safetensors" if shard_names[0].endswith(".safetensors") else "torch .bin"
-    count = len(shard_names)
+    count, facts = len(shard_names), read_facts(directory)
+    if shards and count > 1:
+        facts = replace(facts, missing=(*facts.missing, "the index, which shows that all shards are of one save"))
     return StoredCheckpoint(
         directory=directory,
         format_name=f"Hugging Face {kind}, {count} file{'s' if count > 1 else ''}{removed}",
         tensors=tensors,
         tied=find_tied(tensors),
         zero_size=frozenset(names[name] for name in zero_size if name in names),
-        facts=read_facts(directory),
+        facts=facts,
         archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
     )
 
@@ -152,11 +200,19 @@ def read_facts(directory: Path) -> CheckpointFacts:
     )
 
 
-def _read_folder(directory: Path, name: str) -> tuple[dict[str, StoredTensor], frozenset[str], list[str]]:
-    """Return the tensors, the names that have no elements on purpose, and the files' names."""
+def _read_folder(
+    directory: Path, name: str, shards: Sequence[str] | None = None
+) -> tuple[dict[str, StoredTensor], frozenset[str], list[str]]:
+    """Return the tensors, the names that have no elements on purpose, and the files' names.
+
+    Args:
+        directory: The folder.
+        name: The weights in it, or their index.
+        shards: All files of the weights, where there is no index.
+    """
     check_inside(directory / name, directory)
     index = _read_index(directory / name) if name.endswith(_PLAIN_INDEX) else None
-    shard_names = sorted(set(index.values())) if index else [name]
+    shard_names = sorted(set(index.values())) if index else list(shards or [name])
     tensors: dict[str, StoredTensor] = {}
     tied: dict[str, StoredTensor] = {}
     zero_size: set[str] = set()
@@ -170,7 +226,14 @@ def _read_folder(directory: Path, name: str) -> tuple[dict[str, StoredTensor], f
         else:
             found = read_state_dict(path)
         if index is not None:
-            _check_against_index(path, found, index)
+            _check_against_index(path, shard_name, found, index)
+        elif twice := tensors.keys() & found.keys():
+            raise CheckpointError(
+                f"{path} holds tensors that a shard before it has as well",
+                expected=f"each in one of {len(shard_names)} shards",
+                got=list_some(twice),
+                remedy="copy the index beside them, or the whole checkpoint again",
+            )
         tensors.update(found)
     return (
         tensors | {name: tied[name] for name in sorted(tied.keys() - tensors.keys())},
@@ -238,16 +301,18 @@ def _read_index(path: Path) -> dict[str, str]:
             f"{path} cannot be read",
             expected="an index that names the file of each tensor",
             got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
-            remedy=RECOPY,
+            remedy=find_json_remedy(data),
         ) from exc
     return dict(weight_map)
 
 
 def _check_shard_path(directory: Path, shard_name: str) -> None:
-    if Path(shard_name).name != shard_name:
+    parts = PurePosixPath(shard_name)
+    # Whether links in between lead outside is told once it is there.
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts or "\0" in shard_name:
         raise CheckpointError(
             f"the index in {directory} leads outside the folder",
-            expected="plain file names",
+            expected="names of files in it",
             got=repr(shard_name),
             remedy="do not use this checkpoint unless you know why",
         )
@@ -261,8 +326,8 @@ def _check_shard_path(directory: Path, shard_name: str) -> None:
     check_inside(directory / shard_name, directory)
 
 
-def _check_against_index(path: Path, found: Iterable[str], index: Mapping[str, str]) -> None:
-    promised, names = {name for name, shard in index.items() if shard == path.name}, set(found)
+def _check_against_index(path: Path, shard_name: str, found: Iterable[str], index: Mapping[str, str]) -> None:
+    promised, names = {name for name, shard in index.items() if shard == shard_name}, set(found)
     missing, extra = promised - names, names - promised
     if missing or extra:
         wrong = [f"without {list_some(missing)}"] if missing else []

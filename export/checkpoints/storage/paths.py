@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,11 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 
+
+# What editors and shells of Windows begin a file with, and neither transformers nor tokenizers reads.
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_LONGEST_MARK = max(map(len, _BYTE_ORDER_MARKS))
+_SAVE_WITHOUT_MARK = "save it as UTF-8 without a byte order mark"
 
 # Folder of links → the folders that its links may lead into.
 _LINKED: dict[Path, tuple[Path, ...]] = {}
@@ -122,12 +128,37 @@ def parse_json(data: bytes, **options: Any) -> Any:
     Raises:
         ValueError: It is not JSON in UTF-8, or holds more than a few hundred megabytes can.
     """
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("a byte order mark in front")
     if sum(data.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
         raise ValueError(f"more than {_MAX_JSON_VALUES} values")
     try:
         return json.loads(data.decode("utf-8"), **options)
     except RecursionError as exc:
         raise ValueError("values nested too deeply") from exc
+
+
+def find_json_remedy(data: bytes) -> str:
+    """Return what to do about a file whose bytes are not JSON."""
+    return _SAVE_WITHOUT_MARK if data.startswith(_BYTE_ORDER_MARKS) else RECOPY
+
+
+def refuse_byte_order_marks(directory: Path, names: Iterable[str]) -> None:
+    """Refuse files of text that begin with a byte order mark, as far as they are there.
+
+    Raises:
+        CheckpointError: One does, or cannot be read.
+    """
+    for path in (directory / name for name in names):
+        if path.is_file():
+            with open_regular(path) as file:
+                if file.read(_LONGEST_MARK).startswith(_BYTE_ORDER_MARKS):
+                    raise CheckpointError(
+                        f"{path} cannot be read",
+                        expected="UTF-8",
+                        got="a byte order mark in front",
+                        remedy=_SAVE_WITHOUT_MARK,
+                    )
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -144,7 +175,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
             f"{path} cannot be read",
             expected="JSON",
             got=f"{len(data)} bytes ({str(exc).rstrip('.')})",
-            remedy=RECOPY,
+            remedy=find_json_remedy(data),
         ) from exc
 
 
