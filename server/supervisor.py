@@ -25,8 +25,10 @@ from .watching import INTERVAL_S, Watch
 _SHORTAGE_PAUSE_S = 0.5
 _MAX_SHORTAGE_PAUSE_S = 10.0
 
-# Starts in a row that never came to an answer, after which it is given up.
+# Starts in a row that never came to an answer, after which it is given up; and after which the models are loaded one
+# after another, so that one that tritonserver does not survive is found and the others are served.
 MAX_FAILED_STARTS = 5
+_STARTS_TOGETHER = 2
 
 
 class Supervisor:
@@ -84,7 +86,7 @@ class Supervisor:
             ShortageError: This machine has not what it takes.
         """
         shown = self._follower.published
-        configs = [text for published in shown for text in published.configs.values()]
+        configs = [text for published in self._follower.known for text in published.configs.values()]
         passed = self._settings.passed_options
         options = wishes.list_options(configs, self._settings.caches, passed)
         self._roller.begin(shown, limits_rate=wishes.has_option([*options, *passed], "rate-limit"))
@@ -153,6 +155,9 @@ class Supervisor:
             self._run.end()
             # A rollout fails with the tritonserver that it was about, and leaves shown what was served before.
             self._follower.wait()
+            if attempt == _STARTS_TOGETHER:
+                self._say("loading one model after another, to find the one that tritonserver does not survive")
+                self._follower.try_each(f"tritonserver {reason} with all models")
             self._status.count_restart()
             self._launch_when_possible()
             try:
@@ -202,7 +207,8 @@ class Supervisor:
         for line in render_verdicts(verdicts):
             self._say(line)
         public = {item.name for item in self._follower.published}
-        if not any(verdict.answers and verdict.model in public for verdict in verdicts):
+        # Of none, they are about to be loaded one after another.
+        if public and not any(verdict.answers and verdict.model in public for verdict in verdicts):
             raise StartError(
                 f"no model of {self._settings.repository} can be served",
                 expected=f"at least one of {', '.join(self._follower.models)} to load",

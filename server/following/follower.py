@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -101,17 +101,30 @@ class Follower:
         return list(self._served.values())
 
     @property
+    def known(self) -> list[Published]:
+        """The same with those that cannot be served now."""
+        return [
+            *self._served.values(),
+            *(each.wanted for name, each in self._failures.items() if name not in self._served),
+        ]
+
+    @property
     def wanted(self) -> int:
         """How many models clients should be able to ask, those included that cannot be served now."""
         return len({*self._served, *self._failures})
 
-    def doubt(self, name: str, reason: str) -> None:
+    def try_each(self, reason: str) -> None:
+        """Have a tritonserver that is about to start load nothing, and then one model after another."""
+        for name in [*self._served]:
+            self.doubt(name, reason, delay_s=0.0)
+
+    def doubt(self, name: str, reason: str, *, delay_s: float = _FIRST_RETRY_S) -> None:
         """Take a model that a tritonserver was started with for one that cannot be served; it is tried again."""
         published = self._served.pop(name)
         self._roller.remove(published)
         self._holdings.release(published)
         self._failures[name] = _Failure(
-            wanted=published, reason=reason, retry_at=time.monotonic() + _FIRST_RETRY_S, delay_s=_FIRST_RETRY_S
+            wanted=published, reason=reason, retry_at=time.monotonic() + delay_s, delay_s=_FIRST_RETRY_S
         )
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
@@ -178,14 +191,16 @@ class Follower:
         for name in self._failures.keys() - wanted.keys():
             del self._failures[name]
             self._tell(name, Following(active=0, served=0, state="served"))
-        for published in wanted.values():
-            if not self._ended:
-                self._bring(published)
+        if not self._bring_all(wanted.values()):
+            # Those behind it are looked for again.
+            self._seen = None
 
     def _retry(self) -> None:
-        for failure in [*self._failures.values()]:
-            if not self._ended:
-                self._bring(failure.wanted)
+        self._bring_all([failure.wanted for failure in self._failures.values()])
+
+    def _bring_all(self, several: Iterable[Published]) -> bool:
+        """Bring one after another; return False if tritonserver ended meanwhile, which is the doing of one of them."""
+        return all(self._ended or self._bring(published) for published in several)
 
     def _remove(self, name: str) -> None:
         published = self._served.pop(name)
@@ -196,13 +211,14 @@ class Follower:
         self._say(f"{name}: is no longer in the repository; unloaded")
         self._tell(name, Following(active=0, served=0, state="served"))
 
-    def _bring(self, wanted: Published) -> None:
+    def _bring(self, wanted: Published) -> bool:
+        """Have a model served, if it can be now; return False if there is no tritonserver any more."""
         old = self._served.get(wanted.name)
         failure = self._failures.get(wanted.name)
         if old == wanted or (failure and failure.wanted == wanted and failure.retry_at > time.monotonic()):
             if old == wanted and failure:
                 self._settle(wanted)
-            return
+            return True
         start = time.monotonic()
         served = old.version if old else 0
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
@@ -218,7 +234,7 @@ class Follower:
                 self._holdings.release(wanted)
             if not self._ended:
                 self._fail(wanted, served, exc)
-            return
+            return not isinstance(exc.__cause__, GoneError)
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(wanted)
@@ -230,6 +246,7 @@ class Follower:
         before = f", version {served} before" if served and served != wanted.version else ""
         what = f"version {wanted.version} is served" if wanted.version else "is served"
         self._say(f"{wanted.name}: {what}{before}, {time.monotonic() - start:.1f} s")
+        return True
 
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):

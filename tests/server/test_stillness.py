@@ -97,6 +97,24 @@ def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(publish
         assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == 2
 
 
+def test_what_tritonserver_does_not_survive_at_its_start_keeps_no_other_model_from_being_served(
+    published: Published, tmp_path: Path
+) -> None:
+    repository = tmp_path / "models"
+    shutil.copytree(published.repository, repository)
+    (repository / "deadly" / "1").mkdir(parents=True)
+    (repository / "deadly" / "1" / "model.py").write_text(DEADLY)
+    (repository / "deadly" / "config.pbtxt").write_text(DEADLY_CONFIG)
+    with running(repository) as server:
+        server.read_until("loading one model after another")
+        server.follow()
+        server.wait_for_line("sentence_embedding: version 1 is served", 60)
+        server.wait_for_line("Not tried again before a restart: tritonserver ended 2 times as it was loaded", 90)
+        server.wait_for_line("tritonserver answers again", 60)
+        assert "sentence_embedding answers as verified" in server.check().err
+        assert server.read_metrics()["modelyard_models_served"] == 1
+
+
 # What tritonserver's handler of a deadly signal ends with, and where it stays if its memory is corrupt.
 STAYS = "#include <unistd.h>\nint raise(int number) { (void)number; for (;;) pause(); }\n"
 
