@@ -2,8 +2,8 @@
 
 After SIGTERM tritonserver 2.51 refuses new connections, answers on those that are open, and stays the whole exit
 timeout for a client that merely keeps a connection open; then it crashes if that client still sends. So it is watched,
-and ended once nothing is in flight. Clients that never stop sending are refused from some moment on, by unloading what
-they ask for: tritonserver answers first what it has accepted.
+and ended once nothing is in flight, and before that timeout in any case. Clients that never stop sending are refused
+from some moment on, by unloading what they ask for: tritonserver answers first what it has accepted.
 """
 
 import contextlib
@@ -114,8 +114,7 @@ def drain(
     is_retired = False
 
     def is_over() -> bool:
-        # The second is for tritonserver's own way out after its own timeout.
-        return hurry() or time.monotonic() - start > EXIT_TIMEOUT_S + 1
+        return hurry() or time.monotonic() - start > EXIT_TIMEOUT_S
 
     while server.poll() is None:
         now = time.monotonic()

@@ -125,11 +125,11 @@ class Status:
         self._add("modelyard_tritonserver_restarts_total", "")
 
     def follow(self, model: str, following: Following) -> None:
-        """Tell how far `model` is followed; what has neither an active nor a served version is forgotten."""
+        """Tell how far `model` is followed; what is in order without a version of ours is forgotten."""
         with self._lock:
             before = self._followed.pop(model, None)
             active, served = (f"modelyard_{kind}_version" for kind in ("active", "served"))
-            if following.active or following.served:
+            if following.active or following.served or following.state == "failed":
                 self._followed[model] = following
                 self._values[active, _label(model=model)] = following.active
                 self._values[served, _label(model=model)] = following.served

@@ -56,6 +56,8 @@ class Supervisor:
         self._control = Control(settings.endpoints.http_url, settings.key, grpc_address)
         overlay = Overlay(settings.overlay)
         self._roller = Roller(settings.repository, overlay, self._control, settings.backends / "python")
+        # Whether those that it could not start with are loaded one after another.
+        self._loads_each = False
         self._follower = Follower(settings.repository, self._roller, status.follow, log.say, settings.variant)
         self._follower.start()
         self._launch()
@@ -71,7 +73,7 @@ class Supervisor:
             if self._begin():
                 self._report_models()
                 self._status.ready = True
-                self._say(announce(self._settings.endpoints, self._follower.published))
+                self._say(announce(self._settings.endpoints, self._settings.repository, self._follower.published))
             while not self._stops():
                 self._look()
                 time.sleep(INTERVAL_S)
@@ -157,6 +159,7 @@ class Supervisor:
             self._follower.wait()
             if attempt == _STARTS_TOGETHER:
                 self._say("loading one model after another, to find the one that tritonserver does not survive")
+                self._loads_each = True
                 self._follower.try_each(f"tritonserver {reason} with all models")
             self._status.count_restart()
             self._launch_when_possible()
@@ -207,11 +210,10 @@ class Supervisor:
         for line in render_verdicts(verdicts):
             self._say(line)
         public = {item.name for item in self._follower.published}
-        # Of none, they are about to be loaded one after another.
-        if public and not any(verdict.answers and verdict.model in public for verdict in verdicts):
+        if not self._loads_each and not any(verdict.answers and verdict.model in public for verdict in verdicts):
             raise StartError(
                 f"no model of {self._settings.repository} can be served",
-                expected=f"at least one of {', '.join(self._follower.models)} to load",
+                expected=f"at least one of {', '.join(item.name for item in self._follower.known)} to load",
                 got="none",
                 remedy="see the log above",
             )
@@ -250,6 +252,7 @@ class Supervisor:
         run.server.resume()
         self._say(f"stopping: answering what is in flight, {EXIT_TIMEOUT_S} s at most; once more to stop at once")
         self._follower.end()
+        run.healer.rest()
         run.pulse.end()
         public = [item.name for item in self._follower.published]
         is_let_in = run.pulse.lets_callers_in

@@ -1,5 +1,6 @@
 """Follows the repository: what becomes active there is served here, within a second or two."""
 
+import contextlib
 import math
 import threading
 import time
@@ -132,6 +133,9 @@ class Follower:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen = self._fingerprint()
         for published in read_repository(self._repository, self._variant).values():
+            if published.damage:
+                self._fail(published, 0, _refuse_damaged(published, None))
+                continue
             self._hold(published)
             self._roller.show(published)
             self._settle(published)
@@ -196,7 +200,12 @@ class Follower:
             self._seen = None
 
     def _retry(self) -> None:
-        self._bring_all([failure.wanted for failure in self._failures.values()])
+        wanted = {name: failure.wanted for name, failure in self._failures.items()}
+        if any(published.damage for published in wanted.values()):
+            with contextlib.suppress(OSError):
+                found = read_repository(self._repository, self._variant)
+                wanted = {name: found.get(name, known) if known.damage else known for name, known in wanted.items()}
+        self._bring_all(wanted.values())
 
     def _bring_all(self, several: Iterable[Published]) -> bool:
         """Bring one after another; return False if tritonserver ended meanwhile, which is the doing of one of them."""
@@ -221,6 +230,9 @@ class Follower:
             return True
         start = time.monotonic()
         served = old.version if old else 0
+        if wanted.damage:
+            self._fail(wanted, served, _refuse_damaged(wanted, old))
+            return True
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
         rest = ""
@@ -260,7 +272,8 @@ class Follower:
     def _fail(self, wanted: Published, served: int, error: RolloutError) -> None:
         failure = self._failures.get(wanted.name)
         before = failure if failure and failure.wanted == wanted else None
-        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before else _FIRST_RETRY_S
+        # To look at files costs nothing, and of theirs the configuration alone is watched.
+        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not wanted.damage else _FIRST_RETRY_S
         ends = (before.ends if before else 0) + isinstance(error.__cause__, GoneError)
         reason, is_deadly = str(error), ends >= _MAX_ENDS
         retry_at = math.inf if is_deadly else time.monotonic() + delay
@@ -271,5 +284,17 @@ class Follower:
             then = f"Not tried again before a restart: tritonserver ended {ends} times as it was loaded."
         else:
             then = f"Tried again in {delay:.0f} s, or once the repository changes."
-        self._say(f"ERROR: {reason} {then}")
+        if not (before and wanted.damage):
+            self._say(f"ERROR: {reason} {then}")
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))
+
+
+def _refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
+    """Return why a model is not served as the repository has it, and what becomes of the one that is served."""
+    consequence = f"{old.title} is served as before" if old else "it is not served"
+    return RolloutError(
+        f"{wanted.title} cannot be served",
+        expected="the files that were published",
+        got=wanted.damage,
+        remedy=f"{consequence}, activate a version or export it again",
+    )

@@ -199,9 +199,13 @@ def check_ensembles(
     # One of which no version is active has no configuration.
     names = sorted(folder.name for folder in folders if (folder / CONFIG_FILE).exists())
     wanted = read_repository(repository)
+    damaged = {name: published.damage for name, published in wanted.items() if published.damage}
     following = read_following(status_url) if status_url else {}
-    checked, failures, remedy = {}, [], "see the server's log"
+    checked, remedy = {}, "see the server's log"
+    failures = [f"{name}: {damage}" for name, damage in damaged.items()]
     for name in names:
+        if name in damaged:
+            continue
         try:
             version = _read_version(url, name)
             error = check_answer(url, repository, name, version)

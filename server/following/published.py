@@ -27,11 +27,14 @@ class Published:
         version: Active version of the model and its steps; 0 for a model that this project did not write, of which
             tritonserver serves what its configuration says.
         configs: Name → text of the `config.pbtxt` of every step, in order, and of the model itself, which comes last.
+        damage: Why it cannot be served as it stands there; then it has no `configs`, and `version` is 0 where its own
+            cannot be read.
     """
 
     name: str
     version: int
     configs: Mapping[str, str]
+    damage: str = ""
 
     @property
     def title(self) -> str:
@@ -47,28 +50,72 @@ class Published:
 def read_repository(repository: Path, variant: str = "") -> dict[str, Published]:
     """Return name → what should be served of it, for every model that has a configuration and a version.
 
-    A model that is being written, or cannot be read, is not among them.
+    A model that is being written is not among them. One that was published and cannot be read, or is not whole, is:
+    that it cannot be served is no reason to think that it should not be.
 
     Args:
         repository: The repository.
         variant: Name of the configurations that take the place of the usual ones, where a version has them.
     """
-    configs = {}
+    configs, faults = _read_configs(repository)
+    found, steps = {}, set[str]()
+    for name, config in configs.items():
+        steps |= {step for step, _ in read_steps(config)}
+        if published := _read_ours(repository, name, configs, variant):
+            found[name] = published
+        elif _was_published(repository, name, config):
+            version, damage = _find_damage(repository, name, configs, faults)
+            found[name] = Published(name=name, version=version, configs={}, damage=damage)
+        elif not _is_step(name, config):
+            found[name] = Published(name=name, version=0, configs={name: config})
+    # What is wrong with a step is told of the model that it is one of.
+    damaged = {name: Published(name=name, version=0, configs={}, damage=fault) for name, fault in faults.items()}
+    return {name: published for name, published in (found | damaged).items() if published.version or name not in steps}
+
+
+def _was_published(repository: Path, name: str, config: str) -> bool:
+    """Tell whether a folder was published under its name; a configuration that is cut short may not say so any more."""
+    owner = read_parameter(config, _OWNER_PARAMETER)
+    return owner == name or (owner is None and any((repository / name).glob(f"*/{GOLDEN_FILE}")))
+
+
+def _read_configs(repository: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return name → the text of every configuration that is one, and name → what is wrong with every other."""
+    configs, faults = {}, {}
     for folder in sorted(repository.iterdir()):
-        if not folder.name.startswith(".") and list_versions(folder):
-            try:
-                configs[folder.name] = (folder / CONFIG_FILE).read_text(encoding="utf-8", errors="surrogateescape")
-            # It is being replaced, or is not ours to read.
-            except OSError:
-                continue
-    found = {name: published for name in configs if (published := _read_ours(repository, name, configs, variant))}
-    owned = {step for published in found.values() for step in published.steps}
-    others = {
-        name: Published(name=name, version=0, configs={name: config})
-        for name, config in configs.items()
-        if name not in found and name not in owned and not _is_step(name, config)
-    }
-    return found | others
+        if folder.name.startswith(".") or not list_versions(folder):
+            continue
+        path = folder / CONFIG_FILE
+        try:
+            config = path.read_text(encoding="utf-8", errors="surrogateescape")
+            read_steps(config), read_versions(config)
+        except FileNotFoundError:
+            # No version of it is active, or it is being replaced.
+            continue
+        except OSError as exc:
+            faults[folder.name] = f"{path} cannot be read: {exc.strerror}"
+        except ValueError as exc:
+            faults[folder.name] = f"{path} is no configuration: {exc}"
+        else:
+            configs[folder.name] = config
+    return configs, faults
+
+
+def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults: Mapping[str, str]) -> tuple[int, str]:
+    """Return the active version of a model that was published and is not whole, and what is wrong with it."""
+    steps = read_steps(configs[name])
+    versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
+    if len(versions) != 1:
+        return 0, f"{repository / name / CONFIG_FILE} names versions {sorted(versions)}, where it should name one"
+    (version,) = versions
+    for part in (*(step for step, _ in steps), name):
+        if part in faults:
+            return version, faults[part]
+        if part not in configs:
+            return version, f"{repository / part / CONFIG_FILE} is missing"
+        if version not in list_versions(repository / part):
+            return version, f"{repository / part / str(version)} is missing"
+    return version, f"{repository / name / str(version) / GOLDEN_FILE} is missing"
 
 
 def _is_step(name: str, config: str) -> bool:
@@ -76,10 +123,7 @@ def _is_step(name: str, config: str) -> bool:
 
     Its name says so as well: a published folder that was copied under another name is served.
     """
-    try:
-        owner = read_parameter(config, _OWNER_PARAMETER)
-    except ValueError:
-        return False
+    owner = read_parameter(config, _OWNER_PARAMETER)
     return owner is not None and name.startswith(f"{owner}_")
 
 
@@ -110,21 +154,20 @@ def _vary(config: str, path: Path) -> str:
 
 def _read_ours(repository: Path, name: str, configs: Mapping[str, str], variant: str) -> Published | None:
     """Return what should be served of a model that was published with an answer to ask it for, else None."""
+    steps = read_steps(configs[name])
+    versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
+    if len(versions) != 1:
+        return None
+    (version,) = versions
+    names = [*(step for step, _ in steps), name]
+    whole = all(step in configs and version in list_versions(repository / step) for step in names)
+    if not whole or not (repository / name / str(version) / GOLDEN_FILE).is_file():
+        return None
+    folder = repository / name / str(version) / CONFIGS_FOLDER / variant
     try:
-        steps = read_steps(configs[name])
-        versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
-        if len(versions) != 1:
-            return None
-        (version,) = versions
-        names = [*(step for step, _ in steps), name]
-        whole = all(step in configs and version in list_versions(repository / step) for step in names)
-        if not whole or not (repository / name / str(version) / GOLDEN_FILE).is_file():
-            return None
         if variant:
-            folder = repository / name / str(version) / CONFIGS_FOLDER / variant
             configs = {step: _vary(configs[step], folder / f"{step}.pbtxt") for step in names}
         served = {step: serve_versions(configs[step], [version]) for step in names}
-    # Of a configuration that is not one, tritonserver says what is wrong with it when it is asked to load it.
-    except ValueError:
-        return None
+    except ValueError as exc:
+        return Published(name=name, version=version, configs={}, damage=f"{folder} holds no configurations: {exc}")
     return Published(name=name, version=version, configs=served)

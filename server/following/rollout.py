@@ -147,6 +147,9 @@ class Roller:
         try:
             self._check_wishes(new)
             with pacing(self._backend):
+                if new.steps and new.version == old.version:
+                    self._reconfigure(old, new)
+                    return ""
                 if new.version and new.steps:
                     self._load_steps(old, new)
                 if new.version:
@@ -185,6 +188,21 @@ class Roller:
                     got="other recorded answers",
                     remedy="restart the server",
                 )
+
+    def _reconfigure(self, old: Published, new: Published) -> None:
+        """Load what has another configuration in the same version; its requests are answered by the one or the other.
+
+        Raises:
+            ControlError: It cannot be loaded.
+            OSError: The model does not answer then.
+            ValueError: It answers otherwise.
+        """
+        changed = [name for name, config in new.configs.items() if old.configs.get(name) != config]
+        self._load(new, changed, [new.version])
+        self._check(new, new.name)
+        for name in old.steps:
+            if name not in new.configs:
+                self._drop(name)
 
     def _load_steps(self, old: Published, new: Published) -> None:
         """Serve both versions of each step that they share, and the new one alone of a step that only it has.
@@ -301,7 +319,7 @@ class Roller:
     def _restore(self, old: Published, new: Published) -> None:
         # The ensemble first, while its steps still serve the old version besides the new one.
         for name in reversed([*new.configs]):
-            with contextlib.suppress(OSError, ControlError):
+            with contextlib.suppress(OSError, ValueError, ControlError):
                 if name in old.configs:
                     self._serve_alone(name, old, new)
                 else:

@@ -298,8 +298,12 @@ class Healer:
             f"load {lacking[0]} with"
         )
 
-    def end(self) -> None:
-        """Clear away what a dead tritonserver left, and try nothing any more."""
+    def rest(self) -> None:
+        """Try nothing any more."""
         for healer in self._models.values():
             healer.end()
+
+    def end(self) -> None:
+        """Clear away what a dead tritonserver left, and try nothing any more."""
+        self.rest()
         self.table.clear_away()

@@ -19,6 +19,9 @@ from .settings import Settings
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
 EXIT_TIMEOUT_S = 10
 
+# When it runs into its own timeout, tritonserver 2.51 crashes: the launcher is sooner, unless it was killed.
+_OWN_EXIT_TIMEOUT_S = EXIT_TIMEOUT_S + 5
+
 # Of each thread; only what is used takes memory. With the usual 8 MiB, tritonserver 2.51 dies of SIGSEGV when it parses
 # a request body of 3 MB or one with 200,000 nested brackets; with this, bodies of 100 MB are answered.
 STACK_BYTES = 1 << 30
@@ -181,7 +184,7 @@ def _build_command(settings: Settings, models: list[str]) -> list[str]:
         f"--http-port={endpoints.http_port}",
         f"--grpc-port={endpoints.grpc_port}",
         f"--metrics-port={endpoints.metrics_port}",
-        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        f"--exit-timeout-secs={_OWN_EXIT_TIMEOUT_S}",
         f"--log-info={str(settings.verbose).lower()}",
     ]
     if not has_gpu:

@@ -509,7 +509,7 @@ def test_a_configuration_that_is_mended_or_removed_is_missed_no_more(repository:
     with running(copy) as server:
         server.read_until("serving HTTP")
         server.follow()
-        assert read_ready(server) == (200, "ready, 1 of 3 models\n")
+        assert read_ready(server) == (200, "ready, 1 of 2 models\n")
         config.write_text(whole)
         wait_for(server, lambda models: models.get(NAME, {}).get("state") == "served")
         wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
@@ -519,6 +519,92 @@ def test_a_configuration_that_is_mended_or_removed_is_missed_no_more(repository:
         wait_for(server, lambda models: read_ready(server) == (200, "ready, 2 of 3 models\n"))
         shutil.rmtree(copy / "third")
         wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
+
+
+def write_garbage(path: Path) -> None:
+    path.write_text("gar {{")
+
+
+def cut_short(path: Path) -> None:
+    # Ends with a whole field: it is a configuration, and no longer says whose.
+    path.write_text(path.read_text().split("parameters")[0].split("version_policy")[0])
+
+
+def put_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [write_garbage, cut_short, put_folder, Path.unlink])
+@pytest.mark.parametrize("part", [NAME, f"{NAME}_preprocess"])
+def test_what_cannot_be_read_is_served_as_before(
+    served: tuple[Running, Path], part: str, damage: Callable[[Path], object]
+) -> None:
+    server, copy = served
+    if (part, damage) == (NAME, Path.unlink):
+        pytest.skip("a model without a configuration has no active version, and is not served")
+    if part != NAME and damage is cut_short:
+        pytest.skip("a step does not say by itself how it should be configured")
+    path = copy / part / "config.pbtxt"
+    whole = path.read_text()
+    with Callers(server, copy, count=1) as callers:
+        damage(path)
+        wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
+        assert str(path) in read_following(server)[NAME]["reason"]
+        assert read_ready(server) == (200, "ready\n")
+        checked = server.check()
+        assert checked.code == 1 and str(path) in checked.err
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_text(whole)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+    assert callers.failures == [] and set(callers.answers) == {1}
+    assert server.check().code == 0
+    assert "Traceback" not in "\n".join(server.lines)
+
+
+def test_another_configuration_of_a_step_is_served_at_once_or_not_at_all(served: tuple[Running, Path]) -> None:
+    server, copy = served
+    path = copy / f"{NAME}_preprocess" / "config.pbtxt"
+    whole = path.read_text()
+    url = f"http://127.0.0.1:{server.http}/v2/models/{NAME}_preprocess/config"
+    with Callers(server, copy, count=1) as callers:
+        path.write_text(whole.replace("max_queue_size: 256", "max_queue_size: 99"))
+        # Nothing is waited for that will not come: the version that answered before is the one that answers.
+        server.wait_for_line(f"{NAME}: version 1 is served", 30)
+        with urllib.request.urlopen(url, timeout=5) as response:
+            assert json.load(response)["dynamic_batching"]["default_queue_policy"]["max_queue_size"] == 99
+        path.write_text(whole.replace('"python_preprocess"', '"none"'))
+        wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
+        path.write_text(whole)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+    assert callers.failures == [] and set(callers.answers) == {1}
+
+
+@pytest.mark.parametrize("lost", [f"{NAME}/1/golden.json", f"{NAME}_model/1", f"{NAME}_preprocess/config.pbtxt"])
+def test_what_is_not_whole_at_the_start_is_named_and_served_once_it_is(
+    repository: Path, tmp_path: Path, lost: str
+) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    for name in PARTS:
+        shutil.copytree(copy / name, copy / f"half{name}")
+        path = copy / f"half{name}" / "config.pbtxt"
+        path.write_text(path.read_text().replace(f'"{NAME}', f'"half{NAME}'))
+    (copy / f"half{lost}").rename(tmp_path / "away")
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+        known = read_following(server)[f"half{NAME}"]
+        assert (known["served"], known["state"]) == (0, "failed") and lost in known["reason"]
+        assert server.read_metrics()["modelyard_models_served"] == 1
+        checked = server.check()
+        assert checked.code == 1 and lost in checked.err
+        (tmp_path / "away").rename(copy / f"half{lost}")
+        wait_for(server, lambda models: models[f"half{NAME}"]["state"] == "served")
+        wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
+        assert server.check().code == 0
 
 
 def read_ready(server: Running) -> tuple[int, str]:
