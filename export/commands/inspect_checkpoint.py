@@ -175,22 +175,26 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
 def _format_memory(memory: dict[str, dict[str, dict[str, int]]]) -> list[str]:
     """Return a line for each engine and precision."""
     return [
-        f"{engine} {precision}: {_format_pool(held) if 'kv_pool_bytes' in held else _format_held(held)}"
+        f"{engine} {precision}: {_format_held(held)}"
         for engine, precisions in memory.items()
         for precision, held in precisions.items()
     ] + ["other engines and precisions have not been measured, nor has TensorRT's workspace"]
 
 
 def _format_held(held: dict[str, int]) -> str:
-    unchecked = " (drawn through 2 sizes only)" if held["sizes"] < 3 else ""
-    return (
-        f"{held['export_bytes'] / 1e9:.1f} GB to export; {held['instance_bytes'] / 1e9:.2f} GB an instance, "
-        f"{held['instance_used_bytes'] / 1e9:.2f} GB once texts have used every token{unchecked}"
-    )
-
-
-def _format_pool(held: dict[str, int]) -> str:
-    return f"up to {held['kv_pool_bytes'] / 1e9:.2f} GB of keys and values, beside the model"
+    """Return what is known of one engine and precision, in a line."""
+    parts = []
+    if "export_bytes" in held:
+        parts += [
+            f"{held['export_bytes'] / 1e9:.1f} GB to export",
+            f"{held['instance_bytes'] / 1e9:.2f} GB an instance",
+        ]
+    if "instance_used_bytes" in held:
+        parts.append(f"{held['instance_used_bytes'] / 1e9:.2f} GB once texts have used every token")
+    if "kv_pool_bytes" in held:
+        parts.append(f"up to {held['kv_pool_bytes'] / 1e9:.2f} GB of keys and values beside the model")
+    unchecked = " (drawn through 2 sizes only)" if held.get("sizes") == 2 else ""
+    return f"{'; '.join(parts)}{unchecked}"
 
 
 def _or_unknown(value: int | None) -> str:

@@ -29,7 +29,8 @@ class Held:
 
     Attributes:
         export: All processes of an export together, at most, by the bytes of all weights.
-        instance: One instance, ready, by the bytes of the weights without the table of tokens.
+        instance: One instance, ready, by the bytes of the weights without the table of tokens; of what writes text, by
+            the bytes of all, for its scores take the whole table.
         sizes: Sizes of models that the lines are drawn through; through two, no third one has checked them.
     """
 
@@ -52,6 +53,11 @@ GRAPHS: Mapping[str, Mapping[str, Held]] = {
     },
 }
 
+# Precision → the same of random GPT-2s in the engine that writes text, without its pool of keys and values.
+WRITERS: Mapping[str, Held] = {
+    "fp32": Held(export=Line(base_mb=1722, factor=3.41), instance=Line(base_mb=146, factor=2.01), sizes=3)
+}
+
 # The pool of keys and values that a version is published with, and what it is counted by: `kv_cache_mb`,
 # `max_num_seqs` (docs/generation.md), and one more block for each request.
 _POOL_BYTES = 1024 * (1 << 20)
@@ -70,15 +76,16 @@ def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[st
     """Return engine → precision → what is held, in bytes; only of what was measured.
 
     Each has `export_bytes`, `instance_bytes` (ready), `instance_used_bytes` (once texts have used every token) and
-    `sizes`, the number of models that were measured. Of text generation it is `kv_pool_bytes` alone, what keys and
-    values take beside the model when the pool is full, where the configuration tells their sizes.
+    `sizes`, the number of models that were measured. Of text generation it is, in place of `instance_used_bytes`,
+    `kv_pool_bytes`: what keys and values take beside the model when the pool is full, where the configuration tells
+    their sizes, also in precisions of which nothing else was measured.
     """
     config = checkpoint.config or read_json_beside(checkpoint.directory / "config.json")
-    if any(str(name).endswith(_WRITERS) for name in config.get("architectures") or ()):
-        pools = {precision: count_pool(config, precision) for precision in VALUE_BYTES}
-        return {"openvino-genai": {precision: {"kv_pool_bytes": pool} for precision, pool in pools.items() if pool}}
     owned = checkpoint.owned().values()
     weights = sum(tensor.numel * 4 if tensor.dtype.is_floating_point else tensor.nbytes for tensor in owned)
+    if any(str(name).endswith(_WRITERS) for name in config.get("architectures") or ()):
+        told = {precision: _estimate_writer(config, precision, weights) for precision in VALUE_BYTES}
+        return {"openvino-genai": {precision: held for precision, held in told.items() if held}}
     tables = [4 * each.numel for each in owned if len(each.shape) == 2 and each.shape[0] == config.get("vocab_size")]
     # Resident only as texts use its rows.
     table = max(tables, default=0)
@@ -96,6 +103,18 @@ def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[st
     }
 
 
+def _estimate_writer(config: Mapping[str, Any], precision: str, weights_bytes: int) -> dict[str, int]:
+    told = {}
+    if held := WRITERS.get(precision):
+        told = {
+            "export_bytes": held.export.at(weights_bytes),
+            "instance_bytes": held.instance.at(weights_bytes),
+            "sizes": held.sizes,
+        }
+    pool = count_pool(config, precision)
+    return told | ({"kv_pool_bytes": pool} if pool else {})
+
+
 def count_pool(config: Mapping[str, Any], precision: str) -> int:
     """Return the bytes of the pool of keys and values when it is full; 0 where the configuration does not tell."""
     layers, heads, kv_heads, width, context = (
@@ -109,5 +128,6 @@ def count_pool(config: Mapping[str, Any], precision: str) -> int:
 
 
 def _find_size(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first of these that the configuration has as a whole number; 0 for none."""
-    return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+    """Return the first of these that the configuration has as a whole number above 0; 0 for none."""
+    sizes = (config.get(name) for name in names)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 0)

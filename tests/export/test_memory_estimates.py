@@ -13,7 +13,7 @@ from harness import CHECKOUT, run
 
 from export.commands.free_memory import read_free_memory
 from export.commands.inspect_checkpoint import inspect_checkpoint
-from export.commands.memory_estimates import GRAPHS, count_pool
+from export.commands.memory_estimates import GRAPHS, WRITERS, count_pool
 from export.engines.openvino_generation import BLOCK_TOKENS, PARAMETERS, PROPERTIES, VALUE_BYTES
 from export.engines.table import ENGINES
 
@@ -53,6 +53,16 @@ def test_the_page_has_what_was_measured_beside_what_is_told() -> None:
         assert told_instance == pytest.approx(held.instance.at((weights - table) * 10**6) / 1e6, abs=1)
         assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
         assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| text gen")]
+    assert len(rows) == WRITERS["fp32"].sizes
+    for _, *numbers in rows:
+        weights, _, export, told_export, _, instance, told_instance, _ = (
+            int(number.split()[0].replace(",", "").rstrip("%")) for number in numbers
+        )
+        assert told_export == pytest.approx(WRITERS["fp32"].export.at(weights * 10**6) / 1e6, abs=1)
+        assert told_instance == pytest.approx(WRITERS["fp32"].instance.at(weights * 10**6) / 1e6, abs=1)
+        assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
+        assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
     counted = {(name, precision): held.sizes for name, held_by in GRAPHS.items() for precision, held in held_by.items()}
     assert {way: len(each) for way, each in sizes.items()} == counted
 
@@ -61,6 +71,8 @@ def test_a_model_that_writes_text_is_told_its_pool(tmp_path: Path) -> None:
     checkpoint = build_decoder("2x128", tmp_path / "checkpoint")
     told = inspect_checkpoint(checkpoint).memory
     assert list(told) == ["openvino-genai"]
+    assert set(told["openvino-genai"]["fp32"]) == {"export_bytes", "instance_bytes", "sizes", "kv_pool_bytes"}
+    assert set(told["openvino-genai"]["int8"]) == {"kv_pool_bytes"}
     # Two layers of keys and values of 128 in fp32; 64 texts of 1024 tokens have 34 blocks of 32 each.
     assert told["openvino-genai"]["fp32"]["kv_pool_bytes"] == 2 * 2 * 128 * 4 * 32 * 34 * 64
     large = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
