@@ -169,7 +169,7 @@ async def _ask(
             f"{found.name} is of another task",
             expected=f"a model that answers with {', '.join(makes)}",
             got=", ".join(found.outputs),
-            remedy=f"choose with {session.options.words.model}",
+            remedy=f"choose with {session.options.words.model}, or ask this one by `infer`, which returns all of these",
         )
     return await ask_texts(session, found, encode(texts), encode(pairs))
 

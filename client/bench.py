@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict
 
 from .connection import Connection
+from .ending import end_quietly
 from .errors import ClientError
 from .locations import name_command
 from .options import DEFAULT_URLS
@@ -124,4 +125,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_quietly(main))

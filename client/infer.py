@@ -23,6 +23,7 @@ if not __package__:
 try:
     from .connection import COMMAND_WORDS, Connection
     from .display import decode, to_json, to_table
+    from .ending import end_quietly
     from .errors import ClientError, UsageError
     from .files import answer_file
     from .options import DEFAULT_URLS
@@ -333,4 +334,4 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_quietly(main))

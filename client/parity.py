@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
 from .connection import Connection
+from .ending import end_quietly
 from .errors import ClientError
 from .locations import name_command
 from .options import DEFAULT_URLS
@@ -310,4 +311,4 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_quietly(main))

@@ -5,7 +5,7 @@ table of tasks. Imports nothing heavy, so that `--help` answers at once.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from .options_file import OPTIONS_FILE, VARIANTS, read_file
 from .serving_options import ServingOptions
 from .targets import DEFAULT_TARGET
 from .tasks.table import TASKS, list_task_options
-from .weights.vocabulary_options import VOCABULARY_GROUP, VocabularyOptions
+from .weights.vocabulary_options import VOCABULARY_GROUP, AddedToken, VocabularyOptions
 
 _PROOF = "graph and proof options"
 
@@ -416,6 +416,44 @@ def list_changed(holder: Any) -> list[Option]:
         if getattr(holder, declared.name) != default:
             changed += _options_of(declared)[:1]
     return changed
+
+
+def spell_options(recorded: Mapping[str, Any], without: Collection[str] = ()) -> list[str]:
+    """Return the words of a command line that ask once more for what a lock records beside the defaults.
+
+    Args:
+        recorded: Options as a lock has them, in which a path is its last name alone.
+        without: Fields that are not asked for, such as how a model is served.
+    """
+    words = []
+    parts = ((ExportRequest, ""), (VocabularyOptions, "vocabulary"), (ServingOptions, "serving"))
+    for holder, key in parts:
+        part = recorded.get(key, {}) if key else recorded
+        for declared in fields(holder):
+            default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+            # JSON has lists for tuples.
+            usual = list(default) if isinstance(default, tuple) else default
+            value = part.get(declared.name, usual)
+            if declared.name not in without and value != usual:
+                words += [word for option in _options_of(declared) for word in _spell(option, value)]
+    asked = recorded.get("task_options", {})
+    given = (option for option in list_task_options() if asked.get(option.name) is not None)
+    return words + [word for option in given for word in _spell(option, asked[option.name])]
+
+
+def _spell(option: Option, value: Any) -> list[str]:
+    """Return the words that give an option the value that a lock records."""
+    if isinstance(value, bool):
+        return [option.flag if value else f"--no-{option.flag.removeprefix('--')}"]
+    if isinstance(value, Mapping):
+        items = [f"{name}={item}" for name, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        # Two options fill this field.
+        added = [AddedToken(**item) for item in value]
+        items = [spelt for item in added if item == option.kind.parse(spelt := f"{item.token}={item.initializer}")]
+    else:
+        items = [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    return [option.flag, *items] if items else []
 
 
 def _options_of(declared: "Field[Any]") -> tuple[Option, ...]:

@@ -167,6 +167,7 @@ def _read_task_source(
         # Of the others, whoever sends rows of tokens pads them, or nobody does.
         warnings += warn_of_padding(directory, tokenizer) if is_ensemble(name) else ()
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
+        warnings += rows.warnings
     elif idle := list_changed(request.vocabulary):
         raise VocabularyError(
             f"{', '.join(option.flag for option in idle)} cannot be applied to {directory}",

@@ -49,6 +49,14 @@ _KINDS = {
 }
 GENERATION = "generation"
 
+# Kind → the task that makes a checkpoint a model of it.
+_TASKS = {
+    "embedding": "feature-extraction",
+    "classification": "text-classification",
+    "pair classification": "text-pair-classification",
+    GENERATION: "text-generation",
+}
+
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -140,19 +148,24 @@ class Upstream:
         fitting = [served for served in self.models if served.kind in kinds]
         wanted = " or ".join(kinds)
         names = ", ".join(served.name for served in fitting) or "none"
+        choice = (
+            f"pass one of {names}"
+            if fitting
+            else f"export one with {' or '.join(f'--task {_TASKS[kind]}' for kind in kinds)}, for none is served"
+        )
         if name is None:
             if not fitting and self._problem:
                 raise self._refuse_for_now()
             if len(fitting) != 1:
                 raise ApiError(
-                    400, f"model says nobody: expected one model of {wanted}, got {names}; pass model.", param="model"
+                    400, f"model says nobody: expected one model of {wanted}, got {names}; {choice}.", param="model"
                 )
             return fitting[0]
         served = self.find(name)
         if served.kind not in kinds:
             raise ApiError(
                 400,
-                f"{name} is a model of {served.kind}: expected one of {wanted}, which are {names}.",
+                f"{name} is a model of {served.kind}: expected one of {wanted}; {choice}.",
                 param="model",
             )
         return served

@@ -45,6 +45,14 @@ _SHARDED: tuple[Reader, ...] = (megatron, megatron_lm, deepspeed, fsdp)
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 
 
+# Weights of others → whose they are, and how transformers loads them with the class of the model's task (5.23,
+# modeling_utils.py: `from_tf` and `from_flax` are taken there without effect, release 4 has them).
+_FOREIGN = {
+    "*.gguf": ("llama.cpp (GGUF)", "gguf_file={file!r}) in transformers, with gguf and accelerate installed"),
+    "*.h5": ("TensorFlow", "from_tf=True) in transformers 4, with tensorflow installed"),
+    "*.msgpack": ("Flax", "from_flax=True) in transformers 4, with flax installed"),
+}
+
 # huggingface_hub 1.x, utils/_validators.py, `validate_repo_id`: letters, digits and `-_.`, with its owner as a rule.
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -106,6 +114,8 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
     inner = [
         name for name in found if name.endswith("/") and (name.startswith("checkpoint-") or _is_known(directory / name))
     ]
+    if not inner:
+        _refuse_foreign(directory)
     raise CheckpointError(
         f"{directory} holds no checkpoint",
         expected="one of "
@@ -131,6 +141,23 @@ def _refuse_adapter(directory: Path) -> None:
         got=ADAPTER_FILE,
         remedy=f"pass that model in its place, and to run this folder as well: --adapter {shlex.quote(str(directory))}",
     )
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Refuse weights in a format that no reader is for, and that transformers can write anew.
+
+    Raises:
+        CheckpointError: There are such weights.
+    """
+    for pattern, (title, way) in _FOREIGN.items():
+        if found := sorted(entry.name for entry in directory.glob(pattern) if entry.is_file()):
+            raise CheckpointError(
+                f"{directory} holds weights of {title} alone",
+                expected="weights of torch, such as model.safetensors",
+                got=list_some(found, 4),
+                remedy=f"load them by from_pretrained(FOLDER, {way.format(file=found[0])}, save that by "
+                "save_pretrained, and pass its folder",
+            )
 
 
 def _find_remedy(directory: Path) -> str:

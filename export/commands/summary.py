@@ -17,7 +17,7 @@ from ..pipeline import ExportResult
 from ..proof.report_page import PAGE_FILE
 from ..proof.verify import VerificationReport
 from ..repository.publication import Publication
-from ..signature import SEQ_LEN
+from ..signature import SEQ_LEN, WINDOWS, ModelSignature
 from ..stages import Stage
 from ..tasks.comparison import describe_bounds, describe_errors, format_error
 from ..weights.vocabulary_rows import VocabularyRows
@@ -60,9 +60,7 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "vocabulary": _describe_rows(source.rows) if source.rows else "",
         "left out": list_some(source.task.unused_tensors) if source.task.unused_tensors else "",
         "served as": f"{source.task.name}: {source.task.description}",
-        "text": f"up to {signature.longest[SEQ_LEN]} tokens, longer is truncated"
-        if SEQ_LEN in signature.longest
-        else "",
+        "text": _describe_text(signature),
         "together": "requests of any lengths" if signature.is_ragged else "",
         "tried": source.task.tested_sizes,
         "model": f"{result.model_bytes / 1e6:.1f} MB, {result.precision}, "
@@ -128,6 +126,15 @@ def to_json(result: ExportResult) -> dict[str, Any]:
             "sha256": rows.sha256,
         }
     return content
+
+
+def _describe_text(signature: ModelSignature) -> str:
+    if SEQ_LEN not in signature.longest:
+        return ""
+    longest = signature.longest[SEQ_LEN]
+    if any(WINDOWS in tensor.symbols for tensor in signature.inputs):
+        return f"question and context in windows of up to {longest} tokens, however long the context is"
+    return f"up to {longest} tokens, longer is truncated"
 
 
 def _describe_active(publication: Publication) -> str:

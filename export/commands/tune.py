@@ -3,12 +3,13 @@
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
 from ..locations import CACHE, name_command
+from ..option_kinds import PATH, PATHS
 from ..options_file import OPTIONS_FILE, has_table
 from .verb import Verbs, add_repository, add_verb, align, answer, say
 
@@ -170,30 +171,21 @@ def _write(table: list[str]) -> None:
 
 
 def _say_next(arguments: argparse.Namespace, version: "Version") -> list[str]:
+    from ..options import list_options, spell_options
+    from ..tuning.ways import Way
+
     if arguments.apply:
         later = "" if arguments.write else f"; for exports to come put that into {OPTIONS_FILE}, or pass --write"
         shown = name_command("versions", "list", version.name, "--repository", arguments.repository)
         return [f"Next: {shown}; running servers follow{later}"]
     checkpoint = str(version.read_publication().get("checkpoint", "CHECKPOINT"))
-    again = name_command("run", checkpoint, "--name", version.name, "--repository", arguments.repository)
-    given = _list_given(version)
-    also = [f"with what it was exported with beside the defaults: {', '.join(given)}"] if given else []
+    given = spell_options(version.read_lock().get("options", {}), without=[field.name for field in fields(Way)])
+    again = name_command("run", checkpoint, "--name", version.name, "--repository", arguments.repository, *given)
+    paths = [option.flag for option in list_options() if option.kind in (PATH, PATHS) and option.flag in given]
+    also = [f"of {', '.join(paths)} the last part of the path is recorded alone: complete it"] if paths else []
     if arguments.write:
         return [f"Next: {again}", *also]
     return [f"Next: pass --apply to serve it so, or put that into {OPTIONS_FILE} and export it again: {again}", *also]
-
-
-def _list_given(version: "Version") -> list[str]:
-    """Return what is to be given again besides; a lock holds no paths, so it is no command."""
-    from ..identity import describe_options
-    from ..options import ExportRequest
-    from ..repository.facts import flatten_options
-    from ..repository.lockfile import make_plain
-
-    usual = flatten_options(make_plain(describe_options(ExportRequest(checkpoint=Path(), name=version.name))))
-    given = flatten_options(version.read_lock().get("options", {}))
-    # How it is served is what was tuned.
-    return [f"{name} {text}" for name, text in given.items() if usual.get(name) != text and "serving " not in name]
 
 
 def _check_writable(path: Path, name: str) -> None:

@@ -45,6 +45,9 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
         return parse_config(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        refuse_folder(path)
+        raise
     except OSError as exc:
         raise RepositoryError(
             f"{path} cannot be read", got=exc.strerror or str(exc), remedy="check the disk and the permissions"
@@ -56,6 +59,21 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
             got=" ".join(str(exc).split()),
             remedy="move this file out of the repository, then do it again",
         ) from exc
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuse a folder in the place of a configuration, which no file can replace.
+
+    Raises:
+        DamagedConfigError: There is one.
+    """
+    if path.is_dir():
+        raise DamagedConfigError(
+            f"{path} is a folder",
+            expected="a Triton model configuration, or nothing",
+            got="a folder",
+            remedy="move it out of the repository, then do it again",
+        )
 
 
 def find_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | None:

@@ -32,7 +32,7 @@ class Facts:
         precision: Precision of the served file.
         engine: What runs it.
         target: The Triton release.
-        worst: Error → the worst of all cases that were tried.
+        worst: Error → the worst of all cases that were tried; those that were judged come first.
         cases: How many were tried.
         size_bytes: Bytes of its files, those included that it shares with another version.
     """
@@ -135,11 +135,13 @@ def flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _find_worst(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return error → the worst that was measured, those first that were judged, which are others in each precision."""
     cases = report.get("cases", [])
+    measured = (key for case in cases for key in case if key.startswith(("min_", "max_")))
     # Of a cosine the smallest is the worst.
     return {
         key: (min if key.startswith("min_") else max)(case[key] for case in cases if key in case)
-        for key in report.get("tolerances", {})
+        for key in dict.fromkeys([*report.get("tolerances", {}), *measured])
         if any(key in case for case in cases)
     }
 

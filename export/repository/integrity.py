@@ -156,9 +156,13 @@ def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:
             continue
         path = repository / part / CONFIG_FILE
         what = f"is not the one of version {active}, which is active"
+        remedy = f"activate version {active} again"
         if found is None:
             what = "is no Triton model configuration" if path.exists() else "is missing"
-        yield Finding(name=name, version=0, path=path, what=what, remedy=f"activate version {active} again")
+        if path.is_dir():
+            # No file can replace it.
+            what, remedy = "is a folder", f"move it away, then {remedy}"
+        yield Finding(name=name, version=0, path=path, what=what, remedy=remedy)
 
 
 def _is_like(found: pb.ModelConfig, config: pb.ModelConfig) -> bool:

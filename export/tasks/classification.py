@@ -20,7 +20,7 @@ from ..errors import ModelError, VocabularyError
 from ..signature import BATCH, STRING, TensorSignature
 from ..weights.torch_model import find_output_width, load_model
 from ..weights.transforms import SelectPrefix
-from .base import HeadModule, TaskSource, build_inputs
+from .base import HeadModule, TaskSource, build_inputs, count_labels
 from .encoding import Question
 from .foreseen import VALUE_HEAD, is_cross_encoder
 from .sentence_settings import RECORD_FILE, read_settings
@@ -60,7 +60,7 @@ class TextClassification(TextTask):
     @property
     def description(self) -> str:
         """See `Task`."""
-        return f"{len(self.labels)} labels, {self.function}, best {self.top_k}"
+        return f"{count_labels(len(self.labels))}, {self.function}, best {self.top_k}"
 
     @property
     def postprocess(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForObjectDetection, PreTrainedModel
 from ..errors import ModelError
 from ..signature import BATCH, STRING, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
-from .base import TaskSource
+from .base import TaskSource, count_labels
 from .classification import LABEL, SCORE, read_labels
 from .comparison import TENSOR_TOLERANCES
 from .images import GEOMETRY, PIXEL_MASK, Answers, PictureTask
@@ -96,7 +96,7 @@ class BoxAnswers(BestBoxes):
     @property
     def description(self) -> str:
         """See `Answers`."""
-        return f"boxes of {len(self.labels)} labels that score above {self.threshold:g}, best {self.top_k}"
+        return f"boxes of {count_labels(len(self.labels))} that score above {self.threshold:g}, best {self.top_k}"
 
     def answer(self, outputs: Sequence[Tensor], geometry: Geometry) -> Mapping[str, Any]:
         """See `Answers`. One box after another, as transformers defines them."""

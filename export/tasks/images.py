@@ -15,7 +15,7 @@ from transformers import AutoModelForImageClassification
 from ..artefacts import LEAN, MODEL, POSTPROCESS, PREPROCESS
 from ..errors import ModelError
 from ..signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
-from .base import TaskSource
+from .base import TaskSource, count_labels
 from .cases import Outputs, Row
 from .classification import LABEL, SCORE, choose_function, read_labels
 from .comparison import (
@@ -31,7 +31,7 @@ from .picture_preparation import Preparation, find_preparation
 from .picture_recipe import Geometry
 from .picture_samples import build_pictures, count_golden, describe_pictures, read_pictures
 from .signals import SignalTask
-from .tensors import TensorTask
+from .tensors import TensorTask, infer_outputs
 from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
 
 IMAGE = "IMAGE"
@@ -144,7 +144,7 @@ class LabelAnswers(Answers):
     @property
     def description(self) -> str:
         """See `Answers`."""
-        return f"{len(self.labels)} labels, {self.function}, best {self.top_k}"
+        return f"{count_labels(len(self.labels))}, {self.function}, best {self.top_k}"
 
     @property
     def model_files(self) -> Mapping[str, bytes]:
@@ -193,7 +193,7 @@ class PictureTask(TensorTask):
             ModelError: The model takes no pictures of the recipe's size.
         """
         try:
-            return super().infer_outputs(inputs, names)
+            return infer_outputs(self.module, inputs, names, self.tensors)
         # What transformers and torch raise where a picture has another size than the weights were trained on.
         except (ValueError, RuntimeError) as exc:
             sizes = self.preparation.recipe.described_sizes

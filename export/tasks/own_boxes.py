@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..signature import TensorSignature
+from .base import count_labels
 from .detection import APART, BestBoxes
 from .images import FUNCTIONS
 from .picture_preparation import refuse_unknown
@@ -91,7 +92,7 @@ class SuppressedBoxes(BestBoxes):
     def description(self) -> str:
         """See `Answers`."""
         return (
-            f"boxes of {len(self.labels) - len(self.ignored)} labels, {self.function}, that score above "
+            f"boxes of {count_labels(len(self.labels) - len(self.ignored))}, {self.function}, that score above "
             f"{self.threshold:g}, neighbours suppressed above an IoU of {self.iou_threshold:g}, best {self.top_k}"
         )
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForSemanticSegmentation
 
 from ..errors import ModelError
 from ..signature import BATCH, STRING, TensorSignature
-from .base import TaskSource
+from .base import TaskSource, count_labels
 from .classification import LABEL, read_labels
 from .comparison import TENSOR_TOLERANCES
 from .detection import COUNT
@@ -69,7 +69,7 @@ class MapAnswers(Answers):
     @property
     def description(self) -> str:
         """See `Answers`."""
-        return f"a map of {len(self.labels)} labels, the {self.top_k} largest listed"
+        return f"a map of {count_labels(len(self.labels))}, the {self.top_k} largest listed"
 
     def answer(self, outputs: Sequence[Tensor], geometry: Geometry) -> Mapping[str, Any]:
         """See `Answers`. Pixels as transformers' `post_process_semantic_segmentation` gives them."""

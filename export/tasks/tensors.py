@@ -141,8 +141,21 @@ class TensorTask(Task):
         return compare_tensors(expected, got)
 
     def infer_outputs(self, inputs: tuple[TensorSignature, ...], names: Sequence[str]) -> tuple[TensorSignature, ...]:
-        """Return the signature of what the task's module makes of these inputs, see the function of this name."""
-        return infer_outputs(self.module, inputs, names, self.tensors)
+        """Return the signature of what the task's module makes of these inputs, see the function of this name.
+
+        Raises:
+            ModelError: transformers' model does not run.
+        """
+        try:
+            return infer_outputs(self.module, inputs, names, self.tensors)
+        # What a configuration that can be built and loaded makes of a model may be anything.
+        except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError) as exc:
+            raise ModelError(
+                "the model does not run",
+                expected=f"outputs for {', '.join(tensor.name for tensor in inputs)}",
+                got=str(exc).splitlines()[0].rstrip(".") if str(exc) else type(exc).__name__,
+                remedy="use the config.json that the checkpoint was trained with",
+            ) from exc
 
     def build_example(self) -> tuple[Tensor, ...]:
         """See `Task`."""

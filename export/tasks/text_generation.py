@@ -53,6 +53,22 @@ GENERATION_FILE = "generation.json"
 # What a request may say and is taken from generation_config.json where it does not → what stands for nothing.
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 _DEFAULTS = {"repetition_penalty": 1.0}
+# What transformers or the engine reads of it → what it may be.
+_TYPES: Sequence[tuple[Sequence[str], str, tuple[type, ...]]] = (
+    (("eos_token_id",), "a token's number, or a list of them", (int,)),
+    (("do_sample",), "true or false", (bool,)),
+    (
+        ("max_new_tokens", "min_new_tokens", "max_length", "top_k", "num_beams", "num_beam_groups",
+         "num_return_sequences", "no_repeat_ngram_size"),
+        "a whole number",
+        (int,),
+    ),
+    (
+        ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
+        "a number",
+        (int, float),
+    ),
+)  # fmt: skip
 # As many as in vLLM.
 _MAX_TOKENS = 16
 
@@ -269,9 +285,16 @@ class TextGeneration(GenerationTask):
         written = made.sequences[0, len(prompt) :].tolist()
         margins = []
         for scores in made.scores:
-            best = scores[0].topk(2).values
+            best, finite = scores[0].topk(2).values, scores[0][scores[0].isfinite()]
+            if not len(finite):
+                raise ModelError(
+                    "the checkpoint scores no token",
+                    expected="scores that are finite",
+                    got=f"none after {text[:40]!r}",
+                    remedy="check the numbers in config.json, such as those of rope_parameters, and the weights",
+                )
             # In parts of the largest score, as the errors of scores are counted.
-            margins.append(float((best[0] - best[1]) / scores[0][scores[0].isfinite()].abs().max()))
+            margins.append(float((best[0] - best[1]) / finite.abs().max()))
         return Continuation(text=text, prompt=prompt, written=written, margins=margins)
 
     def build_golden(self) -> dict[str, Any]:
@@ -374,18 +397,42 @@ def _read_generation_config(directory: Path, config: PretrainedConfig) -> Genera
     """
     path = directory / "generation_config.json"
     if not path.is_file():
-        made: GenerationConfig = GenerationConfig.from_model_config(config)
-        return made
+        path = directory / "config.json"
     refuse_byte_order_marks(directory, [path.name])
     try:
-        return GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, TypeError) as exc:
+        made: GenerationConfig = (
+            GenerationConfig.from_model_config(config)
+            if path.name == "config.json"
+            else GenerationConfig.from_pretrained(directory, local_files_only=True)
+        )
+    # transformers compares and calls what it reads: of a wrong type, any error may come.
+    except Exception as exc:
         raise ModelError(
             f"{path} cannot be read",
             expected="what transformers saves",
             got=" ".join(str(exc).split())[:200].rstrip(".:;"),
-            remedy="copy it again, or remove it",
+            remedy="copy it again, or remove it" if path.name != "config.json" else "copy it again",
         ) from exc
+    _check_types(path, made)
+    return made
+
+
+def _check_types(path: Path, config: GenerationConfig) -> None:
+    """Refuse values of a wrong type, which transformers reads without a word and the engine fails on.
+
+    Raises:
+        ModelError: There is one.
+    """
+    for names, expected, kinds in _TYPES:
+        for name in names:
+            value = getattr(config, name, None)
+            listed = value if name == "eos_token_id" and isinstance(value, list) else [value]
+            # In Python, a truth value is a number as well.
+            if any(each is not None and (isinstance(each, bool) != (kinds == (bool,)) or not isinstance(each, kinds))
+                   for each in listed):  # fmt: skip
+                raise ModelError(
+                    f"{name} in {path} cannot be used", expected=expected, got=repr(value), remedy="correct it"
+                )
 
 
 def _read_defaults(config: GenerationConfig) -> dict[str, Any]:

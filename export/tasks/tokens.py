@@ -8,7 +8,7 @@ from transformers import AutoModelForTokenClassification, TokenClassificationPip
 
 from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
 from ..weights.torch_model import load_model
-from .base import HeadModule, TaskSource, build_inputs
+from .base import HeadModule, TaskSource, build_inputs, count_labels
 from .classification import LABEL, SCORE, read_labels
 from .encoding import Question
 from .text import Answer, TextTask
@@ -54,7 +54,7 @@ class TokenClassification(TextTask):
     @property
     def description(self) -> str:
         """See `Task`."""
-        return f"{len(self.labels)} labels, aggregation {self.aggregation}"
+        return f"{count_labels(len(self.labels))}, aggregation {self.aggregation}"
 
     @property
     def postprocess(self) -> Mapping[str, Any]:

@@ -86,6 +86,19 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             got=type(tokenizer).__name__,
             remedy="convert it with transformers and save it beside the weights",
         )
+    # transformers takes these values as they are; the first may be 1e30.
+    length, names = tokenizer.model_max_length, tokenizer.model_input_names
+    for name, value, expected, is_right in (
+        ("model_max_length", length, "a number of tokens", isinstance(length, (int, float))),
+        ("model_input_names", names, "a list of names", all(isinstance(each, str) for each in names)),
+    ):
+        if not is_right:
+            raise CheckpointError(
+                f"{name} in {directory / _DESCRIBED_BY[1]} cannot be used",
+                expected=expected,
+                got=repr(value),
+                remedy="correct it, or leave it out",
+            )
     if is_bare_vocabulary(directory):
         _refuse_wrong_case(directory, tokenizer)
     return tokenizer

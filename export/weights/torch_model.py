@@ -1,11 +1,13 @@
 """From configuration and weights to the torch model, strictly: every weight is placed, or the load is refused."""
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -65,14 +67,37 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
     refuse_byte_order_marks(directory, [path.name])
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+    # Each architecture checks its values in its own way, and some compute with them: any error may come.
+    except Exception as exc:
         raise CheckpointError(
             f"{path} cannot be read",
             expected="a configuration that transformers knows",
-            got=_first_line(exc),
-            remedy="copy config.json again, or export with a transformers release that has this architecture",
+            got=_tell_value(exc),
+            remedy="correct that in config.json or copy it again, or export with a transformers release that has this "
+            "architecture",
         ) from exc
+    _check_unchecked(path, config)
     return config
+
+
+def _check_unchecked(path: Path, config: PretrainedConfig) -> None:
+    """Refuse values of a wrong type that transformers takes from any configuration, and reads much later.
+
+    Raises:
+        CheckpointError: There is one.
+    """
+    architectures, window = config.architectures or [], getattr(config, "sliding_window", None)
+    for name, value, expected, is_right in (
+        ("architectures", architectures, "a list of names", all(isinstance(each, str) for each in architectures)),
+        ("sliding_window", window, "a number of tokens", window is None or isinstance(window, int)),
+    ):
+        if not is_right:
+            raise CheckpointError(
+                f"{name} in {path} cannot be used",
+                expected=expected,
+                got=repr(value),
+                remedy="correct it, or copy config.json again",
+            )
 
 
 def settle_quantization(config: PretrainedConfig, specs: Mapping[str, TensorSpec], directory: Path) -> tuple[str, ...]:
@@ -198,12 +223,13 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto_class.from_config(config, attn_implementation="eager")
-    except (ValueError, TypeError, AttributeError) as exc:
+    # Values are looked up in tables, divided by and taken for sizes: any error may come.
+    except Exception as exc:
         raise ModelError(
             "the architecture cannot be built",
             expected="a configuration that transformers builds a model from",
-            got=_first_line(exc),
-            remedy="check config.json",
+            got=_tell_value(exc),
+            remedy="correct that value in config.json, or use the config.json that the checkpoint was trained with",
         ) from exc
     return model
 
@@ -292,6 +318,17 @@ def _first_mismatch(weights: StateDict, model: PreTrainedModel) -> str:
         if local in expected and expected[local] != spec.shape
     )
     return next(iter(wrong), "")
+
+
+def _tell_value(exc: BaseException) -> str:
+    """Return what is wrong with a value of a configuration, as far as an error of transformers says."""
+    if isinstance(exc, StrictDataclassFieldValidationError):
+        # Its first line names the field alone, as the cause does again; of several types it lists every failure.
+        said, _, _ = str(exc.__cause__).partition(". Errors:")
+        return re.sub(r"<class '(\w+)'>", r"\1", said)
+    if isinstance(exc, KeyError):
+        return f"{exc}, which it does not know"
+    return _first_line(exc) or type(exc).__name__
 
 
 def _first_line(exc: BaseException) -> str:

@@ -43,6 +43,16 @@ class VocabularyRows:
         """Rows that no id of the tokenizer reaches."""
         return self.after - self.tokens
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What looks as if the tokenizer were another model's: tables are padded, but not by more than they hold."""
+        if self.unused <= self.after / 2:
+            return ()
+        return (
+            f"the tokenizer has {self.tokens} tokens, and the embedding {self.after} rows: if it is not the one that "
+            "the checkpoint was trained with, every answer is wrong; pass the folder of that one with --base.",
+        )
+
 
 def fit_vocabulary(
     config: PretrainedConfig, weights: StateDict, tokenizer: PreTrainedTokenizerBase, options: VocabularyOptions

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from transformers import GPT2LMHeadModel
 
 from export.checkpoints import join_folders, open_checkpoint
 from export.consolidation.consolidate import consolidate
-from export.errors import CheckpointError
+from export.errors import _SHOWN, CheckpointError
 
 
 def read_truth(name: str) -> dict[str, torch.Tensor]:
@@ -103,6 +104,10 @@ def test_folders_of_two_saves_or_runs_are_refused(tmp_path: Path, export_cli: Ca
         "save, in which files of one name are equal, got other bytes; pass the folders of one run and one step.\n"
     )
     latest.write_text(tag)
+    # Both together are called as a shell takes them.
+    apart = Path(shutil.copytree(first, tmp_path / "a b"))
+    join_folders([apart, Path(second)])
+    assert f"{{'{apart}',{second}}}" in _SHOWN.values()
     # The same rank of another step.
     (states,) = Path(second, tag).glob("*_optim_states.pt")
     content = torch.load(states, weights_only=False)

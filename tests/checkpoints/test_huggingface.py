@@ -280,6 +280,33 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_
         open_checkpoint(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    ("file", "title", "way"),
+    [
+        (
+            "model.gguf",
+            "llama.cpp (GGUF)",
+            "gguf_file='model.gguf') in transformers, with gguf and accelerate installed",
+        ),
+        ("tf_model.h5", "TensorFlow", "from_tf=True) in transformers 4, with tensorflow installed"),
+        ("flax_model.msgpack", "Flax", "from_flax=True) in transformers 4, with flax installed"),
+    ],
+)
+def test_weights_of_another_library_are_refused_with_the_way_to_torch(
+    file: str, title: str, way: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).touch()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError) as refusal:
+        open_checkpoint(tmp_path)
+    assert str(refusal.value) == (
+        f"{tmp_path} holds weights of {title} alone: expected weights of torch, such as model.safetensors, got {file}; "
+        f"load them by from_pretrained(FOLDER, {way}, save that by save_pretrained, and pass its folder."
+    )
+    save_file(make_state(), tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path).specs()
+
+
 def test_a_models_id_on_the_hub_is_told_how_to_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("sentence-transformers/all-MiniLM-L6-v2", "bert-base-uncased"):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -62,6 +63,16 @@ def test_a_file_and_standard_input_give_one_text_a_line(server: Addresses, tmp_p
         done = run(INFER, "--url", server.http, "--file", "-", input=blank)
         assert done.code == 1
         assert done.err.startswith("error: there is no text to send: expected --text or lines in --file, got n")
+
+
+@pytest.mark.parametrize("words", [["--json"], []])
+def test_a_reader_that_leaves_ends_it_quietly(server: Addresses, words: list[str]) -> None:
+    command = [sys.executable, str(CHECKOUT / "client" / "infer.py"), "--url", server.http, "--text", "x", *words]
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_without_a_url_the_environment_names_the_server(server: Addresses) -> None:

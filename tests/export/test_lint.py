@@ -21,6 +21,7 @@ from export.lint.backends import BACKENDS
 from export.lint.finding import Finding, Level
 from export.lint.linter import UNKNOWN_SUPPRESSION, lint
 from export.lint.rules import RULES
+from export.lint.words import find_nearest
 from export.targets import DEFAULT_TARGET, find_target
 from server.tritonserver.installation import assemble_backends, build_environment, find_installation
 
@@ -121,6 +122,10 @@ def test_the_nearest_known_word_is_what_to_write(tmp_path: Path) -> None:
         "missing-step": ['write `model_name: "first"`'],
         "graph-names": ['write `name: "B"`'],
     }
+
+
+def test_of_names_that_hold_a_word_the_shortest_is_meant() -> None:
+    assert find_nearest("ids", ["attention_mask", "input_ids", "token_type_ids"]) == "input_ids"
 
 
 def test_a_comment_switches_a_rule_off_for_its_model(tmp_path: Path) -> None:

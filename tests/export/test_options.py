@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from export.errors import SettingsError
+from export.identity import describe_options
 from export.option_kinds import Needs
-from export.options import ExportRequest, add_options, build_request, list_options, read_options
+from export.options import ExportRequest, add_options, build_request, list_options, read_options, spell_options
+from export.repository.lockfile import make_plain
 from export.serving_options import ServingOptions
 from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 
@@ -91,6 +93,14 @@ def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, t
     typed = parse(*words, *also)
     assert typed == parse(*also, file=write(tmp_path, {name: value}))
     assert typed != parse(*also if name == "default_priority_level" else ()), "it changes what is asked for"
+
+
+@pytest.mark.parametrize("name", sorted({*EXAMPLES} - {"repository", "no_activate", "inputs", "factory"}))
+def test_what_a_lock_records_is_spelt_as_the_words_that_ask_for_it_again(name: str) -> None:
+    words = EXAMPLES[name][0] + (["--priority-levels", "2"] if name == "default_priority_level" else [])
+    recorded = make_plain(describe_options(parse(*words)))
+    assert make_plain(describe_options(parse(*spell_options(recorded)))) == recorded
+    assert spell_options(make_plain(describe_options(parse()))) == []
 
 
 def test_every_field_of_a_request_is_an_option_or_whole() -> None:

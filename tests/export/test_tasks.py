@@ -20,8 +20,9 @@ from transformers.image_utils import load_image
 
 from export.__main__ import main
 from export.checkpoints import TensorSpec, open_checkpoint
+from export.commands.summary import _describe_text
 from export.errors import CheckpointError, ModelError, VocabularyError
-from export.tasks.base import TaskSource
+from export.tasks.base import TaskSource, count_labels
 from export.tasks.building import build_task, find_task_name
 from export.tasks.classification import (
     Reward,
@@ -36,6 +37,7 @@ from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense,
 from export.tasks.sentence_settings import check_transformer
 from export.tasks.spans import QuestionAnswering
 from export.tasks.text import read_verification_texts
+from export.tasks.text_generation import TextGeneration, _read_generation_config
 from export.weights.tokenizer import load_tokenizer
 from export.weights.torch_model import load_config, load_model
 from export.weights.transforms import CastToFloat32
@@ -476,3 +478,61 @@ def test_a_window_that_holds_no_question_is_refused(tmp_path: Path) -> None:
     task = build_task("question-answering", replace(build_source(tmp_path), max_length=4))
     with pytest.raises(ModelError, match="room for 1 tokens of the context beside a question of one letter, got 0 of"):
         task.build_example()
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"eos_token_id": "a"}, "eos_token_id in .* cannot be used: expected a token's number, or a list of them, got"),
+        ({"eos_token_id": [1, "a"]}, r"expected a token's number, or a list of them, got \[1, 'a'\]; correct it"),
+        ({"do_sample": "a"}, "do_sample in .* cannot be used: expected true or false, got 'a'; correct it"),
+        ({"max_length": True}, "max_length in .* cannot be used: expected a whole number, got True; correct it"),
+        ({"repetition_penalty": "x"}, "repetition_penalty in .* cannot be used: expected a number, got 'x'; correct"),
+        ({"watermarking_config": "x"}, "generation_config.json cannot be read: .*; copy it again, or remove it"),
+    ],
+)
+def test_a_value_of_a_wrong_type_in_a_generation_config_is_refused_in_a_sentence(
+    values: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | values))
+    with pytest.raises(ModelError, match=sentence):
+        _read_generation_config(tmp_path, transformers.GPT2Config())
+
+
+def test_a_model_that_scores_no_token_is_refused(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["gpt2"], tmp_path)
+    source = build_source(tmp_path)
+    task = build_task("text-generation", source)
+    assert isinstance(task, TextGeneration)
+    with torch.no_grad():
+        next(task.model.parameters()).fill_(float("nan"))
+    with pytest.raises(ModelError, match="the checkpoint scores no token: expected scores that are finite, got none"):
+        task.write_reference()
+
+
+def test_a_sound_model_that_cannot_run_is_refused(tmp_path: Path) -> None:
+    config = transformers.Wav2Vec2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, conv_dim=(8,), conv_kernel=(10,), conv_stride=(5,), num_feat_extract_layers=1,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)  # fmt: skip
+    transformers.Wav2Vec2ForSequenceClassification(config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"conv_stride": [0]}))
+    source = TaskSource(
+        directory=tmp_path, config=load_config(tmp_path), weights=CastToFloat32(source=open_checkpoint(tmp_path)),
+        tokenizer=None, max_length=0, options={},
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="the model does not run: .* got non-positive stride is not supported; use"):
+        build_task("audio-classification-tensors", source)
+
+
+def test_the_summary_says_how_a_long_text_is_read(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["bert question answering"], tmp_path)
+    task = build_task("question-answering", replace(build_source(tmp_path), max_length=64))
+    assert _describe_text(task.signature).startswith("question and context in windows of up to 64 tokens, however long")
+    save_model(ARCHITECTURES["bert features"], tmp_path / "plain")
+    task = build_task("feature-extraction", replace(build_source(tmp_path / "plain"), max_length=64))
+    assert _describe_text(task.signature) == "up to 64 tokens, longer is truncated"
+
+
+def test_one_label_is_one() -> None:
+    assert [count_labels(number) for number in (1, 2)] == ["1 label", "2 labels"]

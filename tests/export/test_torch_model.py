@@ -91,6 +91,39 @@ def test_a_missing_damaged_or_unknown_config_is_refused(copy: Path) -> None:
         load_config(copy)
 
 
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"hidden_act": "swish9"},
+            "the architecture cannot be built: .* got 'swish9', which it does not know; correct",
+        ),
+        (
+            {"num_attention_heads": 0},
+            "the architecture cannot be built: .*; correct that value in config.json, or",
+        ),
+        (
+            {"layer_norm_eps": "1e-12x"},
+            r"config\.json cannot be read: .* got Field 'layer_norm_eps' expected float, got",
+        ),
+        ({"hidden_size": "32"}, r"config\.json cannot be read: .* got Field 'hidden_size' expected int, got str"),
+        ({"hidden_dropout_prob": "a"}, r"with value 'a' doesn't match any type in \(float, int\); correct that in con"),
+        (
+            {"architectures": [1]},
+            r"architectures in .*config\.json cannot be used: expected a list of names, got \[1\]",
+        ),
+        ({"sliding_window": "x"}, "sliding_window in .* cannot be used: expected a number of tokens, got 'x'; correct"),
+    ],
+)
+def test_a_value_of_a_wrong_type_in_a_config_is_refused_in_a_sentence(
+    values: dict[str, object], sentence: str, copy: Path
+) -> None:
+    change_config(copy, **values)
+    with pytest.raises((CheckpointError, ModelError), match=sentence) as refusal:
+        load(copy)
+    assert ". " not in str(refusal.value)
+
+
 def settle(directory: Path) -> tuple[str, ...]:
     config = load_config(directory)
     warnings = settle_quantization(config, open_checkpoint(directory).specs(), directory)

@@ -4,12 +4,13 @@ import json
 import os
 import random
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from harness import CHECKOUT, run
 
-from export.commands.tune import _list_given
+from export.commands.tune import _say_next
 from export.errors import RepositoryError, SettingsError
 from export.lint.linter import lint
 from export.repository.config_file import parse_config
@@ -160,12 +161,19 @@ def test_the_same_files_are_published_to_be_served_otherwise(two_versions: Path,
 def test_what_is_to_be_given_again_is_told_from_the_lock(two_versions: Path, tmp_path: Path) -> None:
     repository = Path(shutil.copytree(two_versions, tmp_path / "models"))
     version = Version(repository=repository, name="tickets", number=1)
-    assert _list_given(version) == []
+    checkpoint = version.read_publication()["checkpoint"]
+    command = f"Next: python -m export run {checkpoint} --name tickets --repository {repository}"
+    arguments = Namespace(apply=False, write=True, repository=repository)
+    assert _say_next(arguments, version) == [command]
     path = version.folder / "modelyard.lock.json"
     content = json.loads(path.read_text())
-    content["options"] |= {"precision": "fp16", "base": "other", "serving": {"instances": 7}}
+    content["options"] |= {"base": "other", "lengths": [16, 32], "serving": {"instances": 7, "max_queue_size": 9}}
     path.write_text(json.dumps(content))
-    assert _list_given(version) == ["base other", "precision fp16"]
+    # How many instances there are to be is what was tuned.
+    assert _say_next(arguments, version) == [
+        f"{command} --base other --lengths 16 32 --max-queue-size 9",
+        "of --base the last part of the path is recorded alone: complete it",
+    ]
 
 
 def test_a_model_of_tensors_and_one_that_there_is_not_are_refused(two_versions: Path) -> None:

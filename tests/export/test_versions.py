@@ -146,6 +146,45 @@ def test_the_configuration_of_a_model_itself_that_was_lost_is_written_by_an_acti
     assert list(find_damage(models)) == []
 
 
+@pytest.mark.parametrize("part", ["tickets", "tickets_model"])
+def test_a_folder_in_the_place_of_a_configuration_is_to_be_moved_away(
+    part: str, models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    config = models / part / "config.pbtxt"
+    before = config.read_text()
+    config.unlink()
+    config.mkdir()
+    done = export_cli("verify-repository", *here)
+    assert done.code == 1
+    assert f"tickets: {config} is " in done.out and "; move it away, then activate " in done.out
+    refused = export_cli("activate", "tickets", "1", *here)
+    assert refused.code == 1
+    assert refused.err == (
+        f"error: {config} is a folder: expected a Triton model configuration, or nothing, got a folder; move it out of "
+        "the repository, then do it again.\n"
+    )
+    if part == "tickets":
+        assert export_cli("versions", "list", *here).err == refused.err
+    config.rename(tmp_path / "moved")
+    assert export_cli("activate", "tickets", "1", *here).code == 0
+    assert config.read_text() == before
+
+
+def test_of_a_precision_that_is_judged_by_agreement_the_least_is_told(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    path = models / "tickets" / "2" / "verification.json"
+    report = json.loads(path.read_text())
+    cosine = min(case["min_cosine"] for case in report["cases"])
+    path.write_text(json.dumps(report | {"tolerances": {"min_cosine": 0.99}}))
+    assert f"cosine {cosine:.7g}  " in export_cli("versions", "list", *here).out.splitlines()[2]
+    assert f"at worst cosine {cosine:.7g}" in export_cli("versions", "show", "tickets", "2", *here).out
+    quality = ask(export_cli, "versions", "diff", "tickets", 1, 2, *here)["differences"]["quality"]
+    assert all(item["after"] != "-" for item in quality if item["what"].startswith("worst"))
+
+
 def test_verify_repository_finds_a_model_that_was_renamed_by_hand_and_its_orphaned_steps(models: Path) -> None:
     (models / "tickets").rename(models / "moved")
     assert [str(finding) for finding in find_damage(models)] == [

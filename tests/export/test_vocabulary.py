@@ -243,6 +243,30 @@ def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(checkpoin
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"model_max_length": "x"},
+            "model_max_length in .* cannot be used: expected a number of tokens, got 'x'; corr",
+        ),
+        (
+            {"model_input_names": [5]},
+            r"model_input_names in .* cannot be used: expected a list of names, got \[5\]; corr",
+        ),
+    ],
+)
+def test_a_setting_of_a_wrong_type_is_refused_by_name(
+    values: dict[str, object], sentence: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(checkpoint / name, tmp_path / name)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(CheckpointError, match=sentence):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"])
 def test_a_byte_order_mark_in_a_file_of_the_tokenizer_is_refused_by_name(
     name: str, checkpoint: Path, tmp_path: Path

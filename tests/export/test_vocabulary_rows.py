@@ -242,3 +242,15 @@ def test_random_rows_are_the_same_for_the_same_seed_alone(tmp_path: Path) -> Non
     assert torch.equal(first, again)
     assert torch.equal(first[:8], other[:8])
     assert not torch.equal(first[8], other[8])
+
+
+@pytest.mark.parametrize(("rows", "warns"), [(16, False), (17, True)])
+def test_a_table_that_is_mostly_beyond_the_tokenizer_is_a_warning(rows: int, warns: bool, tmp_path: Path) -> None:
+    build_model("bert", rows, tied=True).save_pretrained(tmp_path)
+    _, fitted, tokenizer = fit(tmp_path, VocabularyOptions())
+    assert len(tokenizer) == 8
+    told = (
+        "the tokenizer has 8 tokens, and the embedding 17 rows: if it is not the one that the checkpoint was trained "
+        "with, every answer is wrong; pass the folder of that one with --base.",
+    )
+    assert fitted.warnings == (told if warns else ())

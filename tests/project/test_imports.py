@@ -118,6 +118,7 @@ FLOORS = {
             "locations",
         ),
         *(
+            "option_kinds",
             "options",
             "options_file",
             "pipeline",

@@ -3,6 +3,7 @@ transformers' own pipelines on the checkpoint."""
 
 import asyncio
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from client import AsyncClient, Client, ClientError, ModelError, Ranked, UsageEr
 from client.connection import Connection
 from demo.serving import Addresses, serve
 from export.__main__ import main as run_export_cli
+from server.announcement import announce
+from server.endpoints import Endpoints
+from server.following.published import Published, read_repository
 
 # Scores are probabilities in fp32; what is seen is about 1e-6.
 TOLERANCE = 1e-4
@@ -345,6 +349,10 @@ def test_the_library_refuses_another_tasks_model_and_pairs_that_do_not_fit(serve
         with pytest.raises(ModelError, match="fill-mask is of another task: expected a model that answers with LABEL,"):
             client.classify(["x"], model="fill-mask")
         with pytest.raises(
+            ModelError, match="choose with model, or ask this one by `infer`, which returns all of these"
+        ):
+            client.classify(["x"], model="fill-mask")
+        with pytest.raises(
             ModelError, match="takes no pictures: expected the input IMAGE, got TEXT; choose with model"
         ):
             client.image([b"x"], model="text-classification")
@@ -376,6 +384,31 @@ def test_parity_fails_on_another_label_and_another_place(served: Served, tmp_pat
         done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", name, *urls)
         assert done.code == 1, done.err
         assert done.out.count("FAILED") == 3
+
+
+def test_each_command_that_the_server_names_next_is_answered(served: Served) -> None:
+    host, port = served.addresses.http.split(":")
+    endpoints = Endpoints(host=host, http_port=int(port), grpc_port=1, metrics_port=2, status_port=3)
+    models = list(read_repository(served.repository).values())
+    assert {model.name for model in models} == set(BUILDERS)
+
+    def name_next(*chosen: Published) -> list[str]:
+        line = announce(endpoints, served.repository, chosen).splitlines()[1]
+        return shlex.split(line.removeprefix("Next: python ").removesuffix("    (Ctrl-C here stops the server)"))
+
+    asked = {}
+    for model in models:
+        # Beside another one of the kind it is named.
+        words = name_next(model, model)
+        done = run(*words)
+        assert done.code == 0, (words, done.err)
+        asked[model.name] = words[words.index("--text") :]
+    assert asked["text-classification"] == ["--text", "Hello"]
+    assert "[MASK]" in asked["fill-mask"][1]
+    assert asked["question-answering"][2] == asked["text-pair-classification"][2] == "--pair"
+    # Of all of them one that takes any text.
+    assert name_next(*models)[-2:] == ["--text", "Hello"]
+    assert "fill-mask" not in name_next(*models)
 
 
 def test_the_client_shows_a_table_and_json_of_every_task(served: Served) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import filecmp
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ def join_folders(folders: Sequence[Path]) -> Path:
     joined = Path(tempfile.mkdtemp(prefix="modelyard-joined-")).resolve()
     atexit.register(shutil.rmtree, joined, ignore_errors=True)
     let_links_into(joined, [folder.resolve() for folder in folders])
-    show_path_as(str(joined), f"{{{','.join(map(str, folders))}}}")
+    named = ",".join(shlex.quote(str(folder)) for folder in folders)
+    show_path_as(str(joined), f"{{{named}}}")
     for folder in folders:
         _link_all(folder.absolute(), joined)
     return joined
