@@ -12,7 +12,7 @@ from typing import Literal
 from ..errors import GoneError, RolloutError
 from .holding import Holdings
 from .model_text import CONFIG_FILE
-from .published import Published, read_repository
+from .published import Published, list_versions, read_repository
 from .rollout import Roller
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
@@ -154,7 +154,8 @@ class Follower:
         due = any(failure.retry_at <= now for failure in self._failures.values())
         if seen != self._seen or due:
             self._seen = seen
-            self._worker = threading.Thread(target=self._follow if follows else self._retry, daemon=True)
+            task = self._follow if follows else self._retry
+            self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
             self._worker.start()
 
     def wait(self) -> None:
@@ -181,6 +182,14 @@ class Follower:
             return self._seen
         return found
 
+    def _carry_out(self, task: Callable[[], None]) -> None:
+        """Do what is to be done; after a fault that nobody has thought of, look at the repository again later."""
+        try:
+            task()
+        except Exception as exc:
+            self._say(f"ERROR: Bug: {type(exc).__name__} while the repository is followed: {exc}; what is served stays")
+            self._seen, self._next_look = None, time.monotonic() + _FIRST_RETRY_S
+
     def _follow(self) -> None:
         try:
             wanted = read_repository(self._repository, self._variant)
@@ -189,7 +198,13 @@ class Follower:
             self._seen = None
             return
         for name in [*self._served]:
-            if name not in wanted and not self._ended:
+            if name in wanted or self._ended:
+                continue
+            if list_versions(self._repository / name):
+                # What is removed goes as a whole.
+                damage = f"{self._repository / name / CONFIG_FILE} is missing"
+                wanted[name] = Published(name=name, version=0, configs={}, damage=damage)
+            else:
                 self._remove(name)
         # What could not be served and is not to be any more: it was removed, or turned out to be a step.
         for name in self._failures.keys() - wanted.keys():

@@ -104,16 +104,27 @@ def read_golden(path: Path) -> dict[str, Any]:
 
     Raises:
         GoldenError: An older modelyard wrote it.
-        ValueError: It is not JSON.
+        ValueError: It is damaged.
     """
-    golden: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if not all({"inputs", "outputs"} <= sample.keys() for sample in golden["samples"]):
+    try:
+        golden: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        samples, bounds = golden["samples"], golden["tolerances"]
+        is_old = not all({"inputs", "outputs"} <= sample.keys() for sample in samples)
+        tensors = [] if is_old else [each for sample in samples for each in (*sample["inputs"], *sample["outputs"])]
+        is_whole = all({"name", "shape", "datatype", "data"} <= tensor.keys() for tensor in tensors)
+        is_whole = is_whole and bool(samples) and bool({"max_abs_error", "max_relative_error"} & bounds.keys())
+    # A file that was cut short or written over may hold anything.
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+        raise ValueError(f"{path} is damaged: {type(exc).__name__}: {exc}") from exc
+    if is_old:
         raise GoldenError(
             f"{path} was written by an older modelyard",
             expected="samples of inputs and outputs",
             got=", ".join(golden["samples"][0]),
             remedy=f"export the model again with `{name_command('run')}`",
         )
+    if not is_whole:
+        raise ValueError(f"{path} is damaged: expected samples of whole tensors and tolerances, got others")
     return golden
 
 
@@ -202,9 +213,11 @@ def check_ensembles(
     damaged = {name: published.damage for name, published in wanted.items() if published.damage}
     following = read_following(status_url) if status_url else {}
     checked, remedy = {}, "see the server's log"
-    failures = [f"{name}: {damage}" for name, damage in damaged.items()]
+    known = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
+    faults = damaged if any_version else {**known, **damaged}
+    failures = [f"{name}: {fault.rstrip('.')}" for name, fault in faults.items()]
     for name in names:
-        if name in damaged:
+        if name in faults:
             continue
         try:
             version = _read_version(url, name)

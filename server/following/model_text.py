@@ -4,13 +4,36 @@ The launcher uses the standard library alone, so it knows no protobuf messages. 
 https://protobuf.dev/reference/protobuf/textformat-spec/
 """
 
+import os
 import re
+import stat
 from collections.abc import Iterable
+from pathlib import Path
 
 CONFIG_FILE = "config.pbtxt"
 
+# A hundred times what the largest published one has.
+_MAX_CONFIG_BYTES = 1 << 20
+
 _TOKEN = re.compile(r"#[^\n]*|[{}\[\]<>:;,]|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[^\s{}\[\]<>:;,\"'#]+")
 _OPENING, _CLOSING = "{[<", "}]>"
+
+
+def read_config(path: Path) -> str:
+    """Return the text of a configuration, whatever lies there in its place: a pipe is not waited for.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no file, or too large for one.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        content = file.read(_MAX_CONFIG_BYTES + 1)
+    if len(content) > _MAX_CONFIG_BYTES:
+        raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
+    return content.decode("utf-8", errors="surrogateescape")
 
 
 def read_fields(config: str) -> list[tuple[str, str]]:
@@ -76,6 +99,11 @@ def read_parameter(config: str, key: str) -> str | None:
             if found:
                 return found[1]
     return None
+
+
+def read_name(config: str) -> str:
+    """Return the name that `config` gives its model; empty where it leaves that to its folder."""
+    return next((field.split(" ", 2)[2].strip("\"'") for key, field in read_fields(config) if key == "name"), "")
 
 
 def read_inputs(config: str) -> list[str]:

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .model_text import CONFIG_FILE, read_parameter, read_steps, read_versions, serve_versions, set_parameter
+from .model_text import (
+    CONFIG_FILE,
+    read_config,
+    read_fields,
+    read_name,
+    read_parameter,
+    read_steps,
+    read_versions,
+    serve_versions,
+    set_parameter,
+)
 
 GOLDEN_FILE = "golden.json"
 
@@ -61,10 +71,10 @@ def read_repository(repository: Path, variant: str = "") -> dict[str, Published]
     found, steps = {}, set[str]()
     for name, config in configs.items():
         steps |= {step for step, _ in read_steps(config)}
-        if published := _read_ours(repository, name, configs, variant):
-            found[name] = published
+        version, damage = _find_damage(repository, name, configs, faults)
+        if not damage:
+            found[name] = _read_ours(repository, name, version, configs, variant)
         elif _was_published(repository, name, config):
-            version, damage = _find_damage(repository, name, configs, faults)
             found[name] = Published(name=name, version=version, configs={}, damage=damage)
         elif not _is_step(name, config):
             found[name] = Published(name=name, version=0, configs={name: config})
@@ -74,9 +84,10 @@ def read_repository(repository: Path, variant: str = "") -> dict[str, Published]
 
 
 def _was_published(repository: Path, name: str, config: str) -> bool:
-    """Tell whether a folder was published under its name; a configuration that is cut short may not say so any more."""
+    """Tell whether a folder was published under its name; its configuration may not say so any more."""
     owner = read_parameter(config, _OWNER_PARAMETER)
-    return owner == name or (owner is None and any((repository / name).glob(f"*/{GOLDEN_FILE}")))
+    is_others = owner is None or read_name(config) not in (name, "")
+    return owner == name or (is_others and any((repository / name).glob(f"*/{GOLDEN_FILE}")))
 
 
 def _read_configs(repository: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -87,7 +98,9 @@ def _read_configs(repository: Path) -> tuple[dict[str, str], dict[str, str]]:
             continue
         path = folder / CONFIG_FILE
         try:
-            config = path.read_text(encoding="utf-8", errors="surrogateescape")
+            config = read_config(path)
+            if not read_fields(config):
+                raise ValueError("it is empty")
             read_steps(config), read_versions(config)
         except FileNotFoundError:
             # No version of it is active, or it is being replaced.
@@ -102,11 +115,14 @@ def _read_configs(repository: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults: Mapping[str, str]) -> tuple[int, str]:
-    """Return the active version of a model that was published and is not whole, and what is wrong with it."""
-    steps = read_steps(configs[name])
-    versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
+    """Return the active version of a model that is whole as it was published; else also what is wrong with it."""
+    path, config = repository / name / CONFIG_FILE, configs[name]
+    if (own := read_name(config)) not in (name, ""):
+        return 0, f"{path} is that of {own}"
+    steps = read_steps(config)
+    versions = {version for _, version in steps} | {*read_versions(config)}
     if len(versions) != 1:
-        return 0, f"{repository / name / CONFIG_FILE} names versions {sorted(versions)}, where it should name one"
+        return 0, f"{path} names versions {sorted(versions)}, where it should name one"
     (version,) = versions
     for part in (*(step for step, _ in steps), name):
         if part in faults:
@@ -115,7 +131,11 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
             return version, f"{repository / part / CONFIG_FILE} is missing"
         if version not in list_versions(repository / part):
             return version, f"{repository / part / str(version)} is missing"
-    return version, f"{repository / name / str(version) / GOLDEN_FILE} is missing"
+        owner = read_parameter(configs[part], _OWNER_PARAMETER)
+        if owner not in (read_parameter(config, _OWNER_PARAMETER), None):
+            return version, f"{path} has {part} as a step, which is one of {owner}"
+    golden = repository / name / str(version) / GOLDEN_FILE
+    return version, "" if golden.is_file() else f"{golden} is missing"
 
 
 def _is_step(name: str, config: str) -> bool:
@@ -143,7 +163,7 @@ def list_variants(repository: Path) -> set[str]:
 def _vary(config: str, path: Path) -> str:
     """Return a configuration as a variant has it, with what an operator has written into it; itself without one."""
     try:
-        varied = path.read_text(encoding="utf-8", errors="surrogateescape")
+        varied = read_config(path)
     except OSError:
         return config
     for key in _OPERATORS:
@@ -152,17 +172,9 @@ def _vary(config: str, path: Path) -> str:
     return varied
 
 
-def _read_ours(repository: Path, name: str, configs: Mapping[str, str], variant: str) -> Published | None:
-    """Return what should be served of a model that was published with an answer to ask it for, else None."""
-    steps = read_steps(configs[name])
-    versions = {version for _, version in steps} if steps else {*read_versions(configs[name])}
-    if len(versions) != 1:
-        return None
-    (version,) = versions
-    names = [*(step for step, _ in steps), name]
-    whole = all(step in configs and version in list_versions(repository / step) for step in names)
-    if not whole or not (repository / name / str(version) / GOLDEN_FILE).is_file():
-        return None
+def _read_ours(repository: Path, name: str, version: int, configs: Mapping[str, str], variant: str) -> Published:
+    """Return what should be served of a model that is whole."""
+    names = [*(step for step, _ in read_steps(configs[name])), name]
     folder = repository / name / str(version) / CONFIGS_FOLDER / variant
     try:
         if variant:

@@ -170,18 +170,44 @@ def put_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [write_garbage, cut_short, put_folder, Path.unlink])
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link_to_endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def borrow_step(path: Path) -> None:
+    # The step of a neighbour, which was published with it.
+    path.write_text(path.read_text().replace(f'"{NAME}_model"', '"other_model"'))
+
+
+def empty(path: Path) -> None:
+    path.write_text("")
+
+
+DAMAGES = (write_garbage, cut_short, empty, put_folder, put_pipe, link_to_endless, borrow_step, Path.unlink)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("part", [NAME, f"{NAME}_preprocess"])
 def test_what_cannot_be_read_is_served_as_before(
-    served: tuple[Running, Path], part: str, damage: Callable[[Path], object]
+    served: tuple[Running, Path], tmp_path: Path, part: str, damage: Callable[[Path], object]
 ) -> None:
     server, copy = served
-    if (part, damage) == (NAME, Path.unlink):
-        pytest.skip("a model without a configuration has no active version, and is not served")
-    if part != NAME and damage is cut_short:
-        pytest.skip("a step does not say by itself how it should be configured")
+    if part != NAME and damage in (cut_short, borrow_step):
+        pytest.skip("a step does not say by itself how it should be configured, and has none")
     path = copy / part / "config.pbtxt"
     whole = path.read_text()
+    for folder in ("other_model", "other_preprocess", "other"):
+        shutil.copytree(copy / folder.replace("other", NAME), tmp_path / folder)
+        config = tmp_path / folder / "config.pbtxt"
+        config.write_text(config.read_text().replace(f'"{NAME}', '"other'))
+        (tmp_path / folder).rename(copy / folder)
+    wait_for(server, lambda models: models.get("other", {}).get("state") == "served")
     with Callers(server, copy, count=1) as callers:
         damage(path)
         wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
@@ -189,6 +215,7 @@ def test_what_cannot_be_read_is_served_as_before(
         assert read_ready(server) == (200, "ready\n")
         checked = server.check()
         assert checked.code == 1 and str(path) in checked.err
+        assert read_following(server)["other"]["state"] == "served" and "other: " not in checked.err
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         path.write_text(whole)
         wait_for(server, lambda models: models[NAME]["state"] == "served")
@@ -240,3 +267,35 @@ def test_what_is_not_whole_at_the_start_is_named_and_served_once_it_is(
         wait_for(server, lambda models: models[f"half{NAME}"]["state"] == "served")
         wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
         assert server.check().code == 0
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{}", "[" * 500_000, '{"samples": [{"inputs": 1, "outputs": 2}]}'])
+def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(
+    repository: Path, tmp_path: Path, content: str
+) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    for name in PARTS:
+        shutil.copytree(copy / name, copy / f"half{name}")
+        path = copy / f"half{name}" / "config.pbtxt"
+        path.write_text(path.read_text().replace(f'"{NAME}', f'"half{NAME}'))
+    (copy / f"half{NAME}" / "1" / "golden.json").write_text(content)
+    golden = copy / NAME / "2" / "golden.json"
+    whole = golden.read_text()
+    golden.write_text(content)
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+        assert "golden.json" in read_following(server)[f"half{NAME}"]["reason"]
+        with Callers(server, repository, count=1) as callers:
+            activate(copy, 2)
+            wait_for(server, lambda models: models[NAME]["state"] == "failed")
+            assert str(golden) in read_following(server)[NAME]["reason"]
+            checked = server.check()
+            assert checked.code == 1 and str(golden) in checked.err and "Traceback" not in checked.err
+            golden.write_text(whole)
+            wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 2)
+        assert callers.failures == [] and set(callers.answers) == {1, 2}
+    assert "Traceback" not in "\n".join(server.lines)
