@@ -442,9 +442,9 @@ def show(
     """Tell medians over rounds, and ratios within them."""
     say(f"{'':22} streams   tok/s   first ms   between ms (p99)   peak MB")
     for (name, streams), runs in sorted(found.items(), key=lambda item: item[0][1]):
-        speed, first, between, late = np.median([list(asdict(each).values()) for each in runs], axis=0)
+        speed, first, between, between_p99 = np.median([list(asdict(each).values()) for each in runs], axis=0)
         say(
-            f"{name:22} {streams:7} {speed:7.1f} {1e3 * first:10.0f} {1e3 * between:9.1f} ({1e3 * late:6.1f}) "
+            f"{name:22} {streams:7} {speed:7.1f} {1e3 * first:10.0f} {1e3 * between:9.1f} ({1e3 * between_p99:6.1f}) "
             f"{peaks[name] / 1e6:9.0f}"
         )
     for above, below, many, few, hoped in RATIOS:
