@@ -68,19 +68,21 @@ def read_repository(repository: Path, variant: str = "") -> dict[str, Published]
         variant: Name of the configurations that take the place of the usual ones, where a version has them.
     """
     configs, faults = _read_configs(repository)
-    found, steps = {}, set[str]()
+    found, owned = {}, set[str]()
     for name, config in configs.items():
-        steps |= {step for step, _ in read_steps(config)}
         version, damage = _find_damage(repository, name, configs, faults)
+        is_ours = not damage or _was_published(repository, name, config)
+        if is_ours:
+            owned |= {step for step, _ in read_steps(config)}
         if not damage:
             found[name] = _read_ours(repository, name, version, configs, variant)
-        elif _was_published(repository, name, config):
+        elif is_ours:
             found[name] = Published(name=name, version=version, configs={}, damage=damage)
         elif not _is_step(name, config):
             found[name] = Published(name=name, version=0, configs={name: config})
     # What is wrong with a step is told of the model that it is one of.
     damaged = {name: Published(name=name, version=0, configs={}, damage=fault) for name, fault in faults.items()}
-    return {name: published for name, published in (found | damaged).items() if published.version or name not in steps}
+    return {name: published for name, published in (found | damaged).items() if published.version or name not in owned}
 
 
 def _was_published(repository: Path, name: str, config: str) -> bool:

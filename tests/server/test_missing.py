@@ -299,3 +299,37 @@ def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(
             wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 2)
         assert callers.failures == [] and set(callers.answers) == {1, 2}
     assert "Traceback" not in "\n".join(server.lines)
+
+
+IDENTITY = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        given = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)]) for array in given]
+"""
+TENSORS = """
+input { name: "X" data_type: TYPE_FP32 dims: [1] }
+output { name: "Y" data_type: TYPE_FP32 dims: [1] }
+"""
+OWN_ENSEMBLE = """
+name: "whole" platform: "ensemble" ensemble_scheduling { step { model_name: "part" model_version: -1
+input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } }
+"""
+
+
+def test_an_ensemble_that_was_written_by_hand_is_served_with_its_steps(tmp_path: Path) -> None:
+    for name in ("whole", "part"):
+        (tmp_path / name / "1").mkdir(parents=True)
+    (tmp_path / "part" / "1" / "model.py").write_text(IDENTITY)
+    (tmp_path / "part" / "config.pbtxt").write_text(f'name: "part" backend: "python" {TENSORS}')
+    (tmp_path / "whole" / "config.pbtxt").write_text(OWN_ENSEMBLE + TENSORS)
+    body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [7.0]}]}).encode()
+    with running(tmp_path) as server:
+        server.read_until("serving HTTP")
+        for name in ("whole", "part"):
+            url = f"http://127.0.0.1:{server.http}/v2/models/{name}/infer"
+            with urllib.request.urlopen(urllib.request.Request(url, body), timeout=10) as response:
+                assert json.load(response)["outputs"][0]["data"] == [7.0]
+        assert read_ready(server) == (200, "ready\n")
