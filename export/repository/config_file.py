@@ -41,13 +41,11 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
         RepositoryError: It cannot be read.
     """
     path = folder / file_name
+    refuse_no_file(path)
     try:
         return parse_config(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except IsADirectoryError:
-        refuse_folder(path)
-        raise
     except OSError as exc:
         raise RepositoryError(
             f"{path} cannot be read", got=exc.strerror or str(exc), remedy="check the disk and the permissions"
@@ -61,17 +59,18 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
         ) from exc
 
 
-def refuse_folder(path: Path) -> None:
-    """Refuse a folder in the place of a configuration, which no file can replace.
+def refuse_no_file(path: Path) -> None:
+    """Refuse what lies in the place of a configuration and is no file: a folder cannot be replaced, a pipe never ends.
 
     Raises:
-        DamagedConfigError: There is one.
+        DamagedConfigError: There is such a thing.
     """
-    if path.is_dir():
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
         raise DamagedConfigError(
-            f"{path} is a folder",
+            f"{path} is {kind}",
             expected="a Triton model configuration, or nothing",
-            got="a folder",
+            got=kind,
             remedy="move it out of the repository, then do it again",
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..file_limit import is_full
-from .config_file import CONFIG_FILE, find_config, refuse_folder, render_config
+from .config_file import CONFIG_FILE, find_config, refuse_no_file, render_config
 from .contents import CLAIM_FILE, STAGED_CONFIG
 from .undo import Undo
 
@@ -54,7 +54,7 @@ def write_configs(
     """Replace the configurations of `model_names` that differ, each in one step that no reader sees half of."""
     for model_name in model_names:
         folder = repository / model_name
-        refuse_folder(folder / CONFIG_FILE)
+        refuse_no_file(folder / CONFIG_FILE)
         if find_config(folder) != configs[model_name]:
             _replace_config(folder, configs[model_name], undo)
 

@@ -239,9 +239,10 @@ class Follower:
         """Have a model served, if it can be now; return False if there is no tritonserver any more."""
         old = self._served.get(wanted.name)
         failure = self._failures.get(wanted.name)
-        if old == wanted or (failure and failure.wanted == wanted and failure.retry_at > time.monotonic()):
-            if old == wanted and failure:
-                self._settle(wanted)
+        if old == wanted:
+            self._settle(wanted)
+            return True
+        if failure and failure.wanted == wanted and failure.retry_at > time.monotonic():
             return True
         start = time.monotonic()
         served = old.version if old else 0
@@ -311,5 +312,5 @@ def _refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
         f"{wanted.title} cannot be served",
         expected="the files that were published",
         got=wanted.damage,
-        remedy=f"{consequence}, activate a version or export it again",
+        remedy=f"{consequence}; mend that, or move the file away and activate a version",
     )

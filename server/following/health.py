@@ -31,6 +31,10 @@ JUDGING_PATIENCE_S = 30.0
 _PAUSE_S = 0.2
 
 
+# Above the largest number of fp32.
+_BEYOND_FP32 = 1e39
+
+
 class _BusyError(OSError):
     """The server answers, and has no place for one more request."""
 
@@ -110,9 +114,7 @@ def read_golden(path: Path) -> dict[str, Any]:
         golden: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         samples, bounds = golden["samples"], golden["tolerances"]
         is_old = not all({"inputs", "outputs"} <= sample.keys() for sample in samples)
-        tensors = [] if is_old else [each for sample in samples for each in (*sample["inputs"], *sample["outputs"])]
-        is_whole = all({"name", "shape", "datatype", "data"} <= tensor.keys() for tensor in tensors)
-        is_whole = is_whole and bool(samples) and bool({"max_abs_error", "max_relative_error"} & bounds.keys())
+        is_whole = is_old or (bool(samples) and all(map(_is_whole_sample, samples)) and _are_bounds(bounds))
     # A file that was cut short or written over may hold anything.
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
         raise ValueError(f"{path} is damaged: {type(exc).__name__}: {exc}") from exc
@@ -126,6 +128,29 @@ def read_golden(path: Path) -> dict[str, Any]:
     if not is_whole:
         raise ValueError(f"{path} is damaged: expected samples of whole tensors and tolerances, got others")
     return golden
+
+
+def _is_whole_sample(sample: Mapping[str, Any]) -> bool:
+    """Tell whether a recorded request and its answer can be asked and compared."""
+    tensors = [*sample["inputs"], *sample["outputs"]]
+    return bool(sample["outputs"]) and all(
+        isinstance(tensor["name"], str)
+        and isinstance(tensor["datatype"], str)
+        and isinstance(tensor["shape"], list)
+        and isinstance(tensor["data"], list)
+        and (not tensor["datatype"].startswith("FP") or all(map(_is_number, tensor["data"])))
+        for tensor in tensors
+    )
+
+
+def _are_bounds(tolerances: Mapping[str, Any]) -> bool:
+    given = [tolerances[key] for key in ("max_abs_error", "max_relative_error") if key in tolerances]
+    return bool(given) and all(map(_is_number, given))
+
+
+def _is_number(value: object) -> bool:
+    """Tell whether `value` is a number that fp32 has; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _BEYOND_FP32
 
 
 def measure_answer(expected: list[dict[str, Any]], got: list[dict[str, Any]], tolerances: Mapping[str, float]) -> float:

@@ -42,6 +42,8 @@ def read_fields(config: str) -> list[tuple[str, str]]:
     Raises:
         ValueError: Its braces do not match.
     """
+    if rest := _TOKEN.sub("", config).strip():
+        raise ValueError(f"expected names, values and braces, got {rest[:80]!r}")
     fields: list[tuple[str, str]] = []
     tokens: list[str] = []
     depth = 0
@@ -115,7 +117,7 @@ def read_inputs(config: str) -> list[str]:
 def read_versions(config: str) -> list[int]:
     """Return the versions that the policy of `config` names; none where it leaves the choice to the server."""
     policy = " ".join(field for key, field in read_fields(config) if key == "version_policy")
-    return [int(number) for number in re.findall(r"\b\d+\b", policy)] if "specific" in policy else []
+    return [int(number) for number in re.findall(r"-?\b\d+\b", policy)] if "specific" in policy else []
 
 
 def read_steps(config: str) -> list[tuple[str, int]]:

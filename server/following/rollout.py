@@ -124,7 +124,7 @@ class Roller:
                 for name in published.configs:
                     self._control.load(name)
             self._check(published, published.name)
-        except (OSError, ValueError, ControlError) as exc:
+        except Exception as exc:
             self.remove(published)
             raise _refuse(published, exc, "it is not served") from exc
 
@@ -159,7 +159,8 @@ class Roller:
         except RolloutError:
             self._restore(old, new)
             raise
-        except (OSError, ValueError, ControlError) as exc:
+        # Whatever it is: what was served is to be served on.
+        except Exception as exc:
             self._restore(old, new)
             before = f"version {old.version}" if old.version else "what was loaded"
             raise _refuse(new, exc, f"{before} is served as before") from exc

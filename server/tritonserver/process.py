@@ -20,7 +20,7 @@ from .settings import Settings
 EXIT_TIMEOUT_S = 10
 
 # When it runs into its own timeout, tritonserver 2.51 crashes: the launcher is sooner, unless it was killed.
-_OWN_EXIT_TIMEOUT_S = EXIT_TIMEOUT_S + 5
+_OWN_EXIT_TIMEOUT_S = EXIT_TIMEOUT_S + 3
 
 # Of each thread; only what is used takes memory. With the usual 8 MiB, tritonserver 2.51 dies of SIGSEGV when it parses
 # a request body of 3 MB or one with 200,000 nested brackets; with this, bodies of 100 MB are answered.

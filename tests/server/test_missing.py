@@ -269,7 +269,21 @@ def test_what_is_not_whole_at_the_start_is_named_and_served_once_it_is(
         assert server.check().code == 0
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "{}", "[" * 500_000, '{"samples": [{"inputs": 1, "outputs": 2}]}'])
+def build_golden(**changes: object) -> str:
+    """Return a recorded answer with other values in its only output, or for its bound."""
+    output = {"name": "EMBEDDING", "datatype": "FP32", "shape": [1, 1], "data": [0.0]}
+    sample = {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}], "outputs": [output]}
+    output |= {key: value for key, value in changes.items() if key in output}
+    return json.dumps({"samples": [sample], "tolerances": {"max_abs_error": changes.get("bound", 1e-4)}})
+
+
+DAMAGED_GOLDENS = (
+    *("null", "[" * 500_000, '{"samples": [{"inputs": 1, "outputs": 2}]}', build_golden(data=5)),
+    *(build_golden(data=[10**400]), build_golden(datatype=5), build_golden(bound=float("inf"))),
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED_GOLDENS, ids=range(len(DAMAGED_GOLDENS)))
 def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(
     repository: Path, tmp_path: Path, content: str
 ) -> None:
