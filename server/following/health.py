@@ -145,7 +145,7 @@ def _is_whole_sample(sample: Mapping[str, Any]) -> bool:
 
 def _are_bounds(tolerances: Mapping[str, Any]) -> bool:
     given = [tolerances[key] for key in ("max_abs_error", "max_relative_error") if key in tolerances]
-    return bool(given) and all(map(_is_number, given))
+    return all(map(_is_number, given))
 
 
 def _is_number(value: object) -> bool:
@@ -238,8 +238,10 @@ def check_ensembles(
     damaged = {name: published.damage for name, published in wanted.items() if published.damage}
     following = read_following(status_url) if status_url else {}
     checked, remedy = {}, "see the server's log"
+    # Of one without a configuration, which may be there again, the server knows that it was to be served.
+    lost = {folder.name for folder in folders} - {*names}
     known = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
-    faults = damaged if any_version else {**known, **damaged}
+    faults = {name: reason for name, reason in known.items() if name in lost} | damaged
     failures = [f"{name}: {fault.rstrip('.')}" for name, fault in faults.items()]
     for name in names:
         if name in faults:

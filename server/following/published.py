@@ -134,7 +134,7 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
         if version not in list_versions(repository / part):
             return version, f"{repository / part / str(version)} is missing"
         owner = read_parameter(configs[part], _OWNER_PARAMETER)
-        if owner not in (read_parameter(config, _OWNER_PARAMETER), None):
+        if owner not in (read_parameter(config, _OWNER_PARAMETER), name, None):
             return version, f"{path} has {part} as a step, which is one of {owner}"
     golden = repository / name / str(version) / GOLDEN_FILE
     return version, "" if golden.is_file() else f"{golden} is missing"
