@@ -58,6 +58,16 @@ def serving_copy(repository: Path, copy: Path) -> Iterator[Running]:
         yield server
 
 
+def publish_half(copy: Path, staging: Path) -> str:
+    """Publish the active version under another name as well, whole from the first moment on; return that name."""
+    for name in PARTS:
+        staged = shutil.copytree(copy / name, staging / f"half{name}")
+        config = staged / "config.pbtxt"
+        config.write_text(config.read_text().replace(f'"{NAME}', f'"half{NAME}'))
+        staged.rename(copy / f"half{name}")
+    return f"half{NAME}"
+
+
 def activate(repository: Path, version: int) -> None:
     """Make a version active as a publication does: steps first, the ensemble last, each config renamed into place."""
     for name in PARTS:

@@ -310,7 +310,7 @@ def _refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
     consequence = f"{old.title} is served as before" if old else "it is not served"
     return RolloutError(
         f"{wanted.title} cannot be served",
-        expected="the files that were published",
+        expected="whole files",
         got=wanted.damage,
         remedy=f"{consequence}; mend that, or move the file away and activate a version",
     )

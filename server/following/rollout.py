@@ -355,6 +355,9 @@ def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutEr
         expected, remedy = "it to load and to answer as verified", "activate another version or export it again"
     else:
         expected, remedy = "it to load", "mend its folder or take it out of the repository"
+    # Of what nobody has thought of, the kind says more than the words.
+    is_told = isinstance(exc, (OSError, ValueError, ControlError))
+    got = str(exc) if is_told else f"{type(exc).__name__}: {exc}"
     return RolloutError(
-        f"{published.title} cannot be served", expected=expected, got=str(exc), remedy=f"{consequence}, {remedy}"
+        f"{published.title} cannot be served", expected=expected, got=got, remedy=f"{consequence}, {remedy}"
     )

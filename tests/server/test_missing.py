@@ -6,12 +6,25 @@ import shutil
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from followed import NAME, PARTS, Callers, activate, publish_two, read_following, read_ready, serving_copy, wait_for
+from followed import (
+    NAME,
+    PARTS,
+    Callers,
+    activate,
+    publish_half,
+    publish_two,
+    read_following,
+    read_ready,
+    serving_copy,
+    wait_for,
+)
 from launcher import Running, running
+
+from server.following.health import read_golden as read_golden_file
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +119,7 @@ def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> 
     copy = tmp_path / "models"
     shutil.copytree(repository, copy)
     activate(copy, 1)
-    for name in PARTS:
-        shutil.copytree(copy / name, copy / f"half{name}")
-        path = copy / f"half{name}" / "config.pbtxt"
-        path.write_text(path.read_text().replace(f'"{NAME}', f'"half{NAME}'))
+    half = publish_half(copy, tmp_path)
     graph = copy / f"half{NAME}_model" / "1" / "model.onnx"
     content = graph.read_bytes()
     graph.write_bytes(content[:5000])
@@ -118,10 +128,10 @@ def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> 
         server.follow()
         assert read_ready(server) == (200, "ready, 1 of 2 models\n")
         assert server.read_metrics()["modelyard_models_served"] == 1
-        assert read_following(server)[f"half{NAME}"]["state"] == "failed"
+        assert read_following(server)[half]["state"] == "failed"
         # What it lacked is there again: it is tried by itself.
         graph.write_bytes(content)
-        wait_for(server, lambda models: models[f"half{NAME}"]["state"] == "served")
+        wait_for(server, lambda models: models[half]["state"] == "served")
         wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
         for name in PARTS:
             shutil.rmtree(copy / name)
@@ -182,43 +192,47 @@ def link_to_endless(path: Path) -> None:
 
 def borrow_step(path: Path) -> None:
     # The step of a neighbour, which was published with it.
-    path.write_text(path.read_text().replace(f'"{NAME}_model"', '"other_model"'))
+    path.write_text(path.read_text().replace(f'"{NAME}_model"', f'"half{NAME}_model"'))
 
 
 def empty(path: Path) -> None:
     path.write_text("")
 
 
-DAMAGES = (write_garbage, cut_short, empty, put_folder, put_pipe, link_to_endless, borrow_step, Path.unlink)
+def leave_quote(path: Path) -> None:
+    path.write_text(path.read_text() + '"')
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("part", [NAME, f"{NAME}_preprocess"])
+def name_version_before_all(path: Path) -> None:
+    path.write_text(path.read_text().replace("versions: 1", "versions: -1"))
+
+
+# In the place of any configuration, and in that of the public model, which says whose it is and what its steps are.
+ANY_DAMAGES = (write_garbage, empty, leave_quote, put_folder, put_pipe, link_to_endless, Path.unlink)
+PUBLIC_DAMAGES = (*ANY_DAMAGES, cut_short, borrow_step, name_version_before_all)
+
+
+@pytest.mark.parametrize(("part", "damages"), [(NAME, PUBLIC_DAMAGES), (f"{NAME}_preprocess", ANY_DAMAGES)])
 def test_what_cannot_be_read_is_served_as_before(
-    served: tuple[Running, Path], tmp_path: Path, part: str, damage: Callable[[Path], object]
+    served: tuple[Running, Path], tmp_path: Path, part: str, damages: Sequence[Callable[[Path], object]]
 ) -> None:
     server, copy = served
-    if part != NAME and damage in (cut_short, borrow_step):
-        pytest.skip("a step does not say by itself how it should be configured, and has none")
+    half = publish_half(copy, tmp_path)
+    wait_for(server, lambda models: models.get(half, {}).get("state") == "served")
     path = copy / part / "config.pbtxt"
     whole = path.read_text()
-    for folder in ("other_model", "other_preprocess", "other"):
-        shutil.copytree(copy / folder.replace("other", NAME), tmp_path / folder)
-        config = tmp_path / folder / "config.pbtxt"
-        config.write_text(config.read_text().replace(f'"{NAME}', '"other'))
-        (tmp_path / folder).rename(copy / folder)
-    wait_for(server, lambda models: models.get("other", {}).get("state") == "served")
     with Callers(server, copy, count=1) as callers:
-        damage(path)
-        wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
-        assert str(path) in read_following(server)[NAME]["reason"]
-        assert read_ready(server) == (200, "ready\n")
-        checked = server.check()
-        assert checked.code == 1 and str(path) in checked.err
-        assert read_following(server)["other"]["state"] == "served" and "other: " not in checked.err
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        path.write_text(whole)
-        wait_for(server, lambda models: models[NAME]["state"] == "served")
+        for damage in damages:
+            damage(path)
+            wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
+            assert str(path) in read_following(server)[NAME]["reason"]
+            assert read_ready(server) == (200, "ready\n")
+            checked = server.check()
+            assert checked.code == 1 and str(path) in checked.err
+            assert read_following(server)[half]["state"] == "served" and f"{half}: " not in checked.err
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            path.write_text(whole)
+            wait_for(server, lambda models: models[NAME]["state"] == "served")
     assert callers.failures == [] and set(callers.answers) == {1}
     assert server.check().code == 0
     assert "Traceback" not in "\n".join(server.lines)
@@ -249,60 +263,66 @@ def test_what_is_not_whole_at_the_start_is_named_and_served_once_it_is(
     copy = tmp_path / "models"
     shutil.copytree(repository, copy)
     activate(copy, 1)
-    for name in PARTS:
-        shutil.copytree(copy / name, copy / f"half{name}")
-        path = copy / f"half{name}" / "config.pbtxt"
-        path.write_text(path.read_text().replace(f'"{NAME}', f'"half{NAME}'))
+    half = publish_half(copy, tmp_path)
     (copy / f"half{lost}").rename(tmp_path / "away")
     with running(copy) as server:
         server.read_until("serving HTTP")
         server.follow()
         assert read_ready(server) == (200, "ready, 1 of 2 models\n")
-        known = read_following(server)[f"half{NAME}"]
+        known = read_following(server)[half]
         assert (known["served"], known["state"]) == (0, "failed") and lost in known["reason"]
         assert server.read_metrics()["modelyard_models_served"] == 1
         checked = server.check()
         assert checked.code == 1 and lost in checked.err
         (tmp_path / "away").rename(copy / f"half{lost}")
-        wait_for(server, lambda models: models[f"half{NAME}"]["state"] == "served")
+        wait_for(server, lambda models: models[half]["state"] == "served")
         wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
         assert server.check().code == 0
 
 
 def build_golden(**changes: object) -> str:
-    """Return a recorded answer with other values in its only output, or for its bound."""
+    """Return a recorded answer with other values in its only output, in its sample, or for its bound."""
     output = {"name": "EMBEDDING", "datatype": "FP32", "shape": [1, 1], "data": [0.0]}
-    sample = {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}], "outputs": [output]}
     output |= {key: value for key, value in changes.items() if key in output}
+    asked = {"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}
+    sample = {"inputs": changes.get("inputs", [asked]), "outputs": changes.get("outputs", [output])}
     return json.dumps({"samples": [sample], "tolerances": {"max_abs_error": changes.get("bound", 1e-4)}})
 
 
 DAMAGED_GOLDENS = (
-    *("null", "[" * 500_000, '{"samples": [{"inputs": 1, "outputs": 2}]}', build_golden(data=5)),
-    *(build_golden(data=[10**400]), build_golden(datatype=5), build_golden(bound=float("inf"))),
+    *("[]", "null", "5", "{}", "[" * 500_000, '{"samples": [], "tolerances": {}}', '{"samples": [1]}'),
+    *(build_golden(outputs=value) for value in ([], {}, "", 5, None, [[]])),
+    *(build_golden(inputs=value) for value in (5, None, [{}])),
+    *(build_golden(data=value) for value in (5, None, {}, ["a"], [None], [[0.0]], [10**400], [float("nan")])),
+    *(build_golden(datatype=value) for value in (5, None, [])),
+    *(build_golden(bound=value) for value in (float("inf"), 10**400, True, None, "x", [])),
 )
 
 
 @pytest.mark.parametrize("content", DAMAGED_GOLDENS, ids=range(len(DAMAGED_GOLDENS)))
-def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(
-    repository: Path, tmp_path: Path, content: str
-) -> None:
+def test_a_recorded_answer_is_believed_if_it_is_whole(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "golden.json"
+    path.write_text(build_golden())
+    assert read_golden_file(path)["samples"]
+    path.write_text(content)
+    with pytest.raises(ValueError, match="golden.json is damaged"):
+        read_golden_file(path)
+
+
+def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(repository: Path, tmp_path: Path) -> None:
     copy = tmp_path / "models"
     shutil.copytree(repository, copy)
     activate(copy, 1)
-    for name in PARTS:
-        shutil.copytree(copy / name, copy / f"half{name}")
-        path = copy / f"half{name}" / "config.pbtxt"
-        path.write_text(path.read_text().replace(f'"{NAME}', f'"half{NAME}'))
-    (copy / f"half{NAME}" / "1" / "golden.json").write_text(content)
+    half = publish_half(copy, tmp_path)
+    (copy / half / "1" / "golden.json").write_text(build_golden(data=5))
     golden = copy / NAME / "2" / "golden.json"
     whole = golden.read_text()
-    golden.write_text(content)
+    golden.write_text(build_golden(data=[10**400]))
     with running(copy) as server:
         server.read_until("serving HTTP")
         server.follow()
         assert read_ready(server) == (200, "ready, 1 of 2 models\n")
-        assert "golden.json" in read_following(server)[f"half{NAME}"]["reason"]
+        assert "golden.json" in read_following(server)[half]["reason"]
         with Callers(server, repository, count=1) as callers:
             activate(copy, 2)
             wait_for(server, lambda models: models[NAME]["state"] == "failed")
