@@ -59,14 +59,20 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
         ) from exc
 
 
+def describe_no_file(path: Path) -> str:
+    """Return what lies at `path` if it is no file: none can replace a folder, and a pipe never ends. Else nothing."""
+    if not path.exists() or path.is_file():
+        return ""
+    return "a folder" if path.is_dir() else "a pipe, a socket or a device"
+
+
 def refuse_no_file(path: Path) -> None:
-    """Refuse what lies in the place of a configuration and is no file: a folder cannot be replaced, a pipe never ends.
+    """Refuse what lies in the place of a configuration and is no file.
 
     Raises:
         DamagedConfigError: There is such a thing.
     """
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
+    if kind := describe_no_file(path):
         raise DamagedConfigError(
             f"{path} is {kind}",
             expected="a Triton model configuration, or nothing",

@@ -7,7 +7,14 @@ from pathlib import Path
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import RepositoryError
-from .config_file import CONFIG_FILE, DamagedConfigError, find_config, keep_operators_parameters, pin_config
+from .config_file import (
+    CONFIG_FILE,
+    DamagedConfigError,
+    describe_no_file,
+    find_config,
+    keep_operators_parameters,
+    pin_config,
+)
 from .contents import CLAIM_FILE, find_active_version, find_owner, list_models, list_versions
 from .hashing import hash_files
 from .names import STEP_SUFFIXES
@@ -159,9 +166,8 @@ def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:
         remedy = f"activate version {active} again"
         if found is None:
             what = "is no Triton model configuration" if path.exists() else "is missing"
-        if path.is_dir():
-            # No file can replace it.
-            what, remedy = "is a folder", f"move it away, then {remedy}"
+        if kind := describe_no_file(path):
+            what, remedy = f"is {kind}", f"move it away, then {remedy}"
         yield Finding(name=name, version=0, path=path, what=what, remedy=remedy)
 
 

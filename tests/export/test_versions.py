@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shlex
 import shutil
 import tempfile
@@ -147,21 +148,27 @@ def test_the_configuration_of_a_model_itself_that_was_lost_is_written_by_an_acti
 
 
 @pytest.mark.parametrize("part", ["tickets", "tickets_model"])
-def test_a_folder_in_the_place_of_a_configuration_is_to_be_moved_away(
-    part: str, models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+@pytest.mark.parametrize(("make", "kind"), [(Path.mkdir, "a folder"), (os.mkfifo, "a pipe, a socket or a device")])
+def test_what_is_no_file_in_the_place_of_a_configuration_is_to_be_moved_away(
+    part: str,
+    make: Callable[[Path], None],
+    kind: str,
+    models: Path,
+    tmp_path: Path,
+    export_cli: Callable[..., Finished],
 ) -> None:
     here = ("--repository", str(models))
     config = models / part / "config.pbtxt"
     before = config.read_text()
     config.unlink()
-    config.mkdir()
+    make(config)
     done = export_cli("verify-repository", *here)
     assert done.code == 1
     assert f"tickets: {config} is " in done.out and "; move it away, then activate " in done.out
     refused = export_cli("activate", "tickets", "1", *here)
     assert refused.code == 1
     assert refused.err == (
-        f"error: {config} is a folder: expected a Triton model configuration, or nothing, got a folder; move it out of "
+        f"error: {config} is {kind}: expected a Triton model configuration, or nothing, got {kind}; move it out of "
         "the repository, then do it again.\n"
     )
     if part == "tickets":
