@@ -1,12 +1,12 @@
 """What a server says of itself once it serves: where, and what to ask it."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .endpoints import Endpoints
+from .following.health import read_golden
 from .following.model_text import read_inputs
 from .following.published import GOLDEN_FILE, Published
 from .locations import name_command
@@ -80,8 +80,8 @@ def _read_sample(repository: Path, model: Published) -> Mapping[str, Any]:
     """Return the first request of a model that was verified, with its answer; nothing where there is none."""
     path = repository / model.name / str(model.version) / GOLDEN_FILE
     try:
-        sample: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["samples"][0]
+        sample: Mapping[str, Any] = read_golden(path)["samples"][0]
     # Nothing was published beside a model of others; and what is damaged was told of when the model was asked.
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError):
         return {}
     return sample
