@@ -188,7 +188,8 @@ def test_clients_that_never_hang_up_are_refused_in_words_once_all_that_was_accep
     for own in outcomes:
         answered = [outcome for outcome in own if isinstance(outcome, float)]
         assert own[: len(answered)] == answered, "an answer came after a refusal"
-        refused.append(str(own[len(answered)]))
+        # One that had no core for a moment may come to ask no more.
+        refused += map(str, own[len(answered) :][:1])
     # One that sends nothing for a moment may find the connection closed instead.
     assert any("Request for unknown model: 'slow'" in text for text in refused), refused
 
