@@ -50,8 +50,10 @@ RATIOS = (
     (SERVED, CT2, 16, 16, 1.0),
 )
 
-# Requests that are being written when a late one comes, the late ones one after another, and what is hoped for.
-OTHERS, LATE, LATE_HOPED = 8, 5, 1.5
+# Requests that are being written when a late one comes, the late ones one after another, the seconds between these, as
+# much as a step takes or more, and what is hoped for.
+OTHERS, LATE, LATE_HOPED = 8, 15, 1.5
+PAUSE_S = (0.02, 0.06)
 
 # When each token of each prompt was there, in seconds from the start.
 Moments = list[list[float]]
@@ -276,8 +278,15 @@ class Served:
         """Return the seconds to a request's first token: of an idle server, and while it writes others."""
         prompts = make_prompts(LATE, 100 + number)
 
+        random = np.random.default_rng(number)
+
         def measure_first() -> float:
-            return float(np.median([self.write([prompt], 2)[0][0] for prompt in prompts]))
+            firsts = []
+            for prompt in prompts:
+                # One right after another, each would come as a step begins, and wait for the whole of it.
+                time.sleep(random.uniform(*PAUSE_S))
+                firsts.append(self.write([prompt], 2)[0][0])
+            return float(np.median(firsts))
 
         alone = measure_first()
         others = threading.Thread(target=self.write, args=(make_prompts(OTHERS, number), tokens))
