@@ -51,7 +51,7 @@ def check_foreseen(request: ExportRequest, checkpoint: StoredCheckpoint | None) 
         engines = list_engines(request.engine, "graph")
         _require_one(engines, lambda engine: _check_serving(request, engine, is_batched=True, has_lengths=False))
         if recipe := request.task_options["preprocess"]:
-            from .tasks.picture_preparation import read_preparation
+            from .tasks.pictures.preparation import read_preparation
 
             # Before the user's own code is run.
             read_preparation(recipe)

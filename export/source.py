@@ -26,8 +26,8 @@ from .tasks.building import (
 )
 from .tasks.foreseen import check_architecture
 from .tasks.own_module import build_factory_task
-from .tasks.own_pictures import FactoryPictures
-from .tasks.picture_preparation import read_preparation
+from .tasks.pictures.own import FactoryPictures
+from .tasks.pictures.preparation import read_preparation
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
 from .weights.tokenizer_files import has_tokenizer

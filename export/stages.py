@@ -28,7 +28,7 @@ from .proof.weights import verify_weights
 from .targets import Target
 from .tasks.base import Task
 from .tasks.tensors import TensorTask
-from .tasks.text_generation import TextGeneration
+from .tasks.texts.text_generation import TextGeneration
 from .weights.weights_folder import write_weights
 
 # A size that axes of no known use have most often.

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import soundfile
 
-from export.tasks.sound_samples import draw_sound, encode_sound
+from export.tasks.sounds.samples import draw_sound, encode_sound
 
 
 @cache

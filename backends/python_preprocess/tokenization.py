@@ -234,7 +234,7 @@ class Shortening:
 class Overlap:
     """Has the windows of a second text share fewer tokens where the first one leaves them no more than they share.
 
-    The library panics there, which is no Exception. The export finds the same overlap (export/tasks/encoding.py).
+    The library panics there, which is no Exception. The export finds the same overlap (export/tasks/texts/encoding.py).
 
     Args:
         tokenizer: Tokenizer that makes windows; it stays as it is.

@@ -13,7 +13,7 @@ from ..targets import Target
 from ..tasks.base import Task
 from ..tasks.cases import Array
 from ..tasks.comparison import PERPLEXITY_RISE, TENSOR_TOLERANCES, is_within
-from ..tasks.text_generation import Continuation, TextGeneration
+from ..tasks.texts.text_generation import Continuation, TextGeneration
 from .tolerances import Tolerances
 from .verify import CaseResult, VerificationReport, verify
 

@@ -12,7 +12,7 @@ from ..engines.vllm_engine import DTYPES
 from ..errors import VerificationError
 from ..targets import Target
 from ..tasks.base import Task
-from ..tasks.text_generation import TextGeneration
+from ..tasks.texts.text_generation import TextGeneration
 from ..weights.weights_folder import find_differing
 from .tolerances import Tolerances
 from .verify import CaseResult, VerificationReport

@@ -61,7 +61,7 @@ class TaskEntry:
     Attributes:
         name: What `--task` takes, and what reports record.
         help: What clients get, for `--help`.
-        place: `module:Class` in this folder, whose class is built from the checkpoint.
+        place: `folder.module:Class` in this folder, whose class is built from the checkpoint.
         inputs: Main inputs, as transformers calls them, of the models that it is for.
         architectures: Endings of the names of classes that were trained for it. Of tasks that share one, the first is
             found that a checkpoint has everything for, such as a tokenizer.
@@ -101,7 +101,7 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="feature-extraction",
             help="one vector a text",
-            place="pooling:FeatureExtraction",
+            place="texts.pooling:FeatureExtraction",
             architectures=("Model",),
             options=(POOLING, NORMALIZE),
             steps="texts",
@@ -109,7 +109,7 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="text-classification",
             help="labels and scores of a text",
-            place="classification:TextClassification",
+            place="texts.classification:TextClassification",
             architectures=("ForSequenceClassification",),
             options=(TOP_K,),
             steps="texts",
@@ -117,14 +117,14 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="text-pair-classification",
             help="labels and scores of a pair of texts; the score of a cross-encoder",
-            place="classification:TextPairClassification",
+            place="texts.classification:TextPairClassification",
             options=(TOP_K,),
             steps="texts",
         ),
         TaskEntry(
             name="token-classification",
             help="entities with their places in the text",
-            place="tokens:TokenClassification",
+            place="texts.tokens:TokenClassification",
             architectures=("ForTokenClassification",),
             options=(AGGREGATION,),
             steps="texts",
@@ -132,7 +132,7 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="question-answering",
             help="the part of a context that answers a question",
-            place="spans:QuestionAnswering",
+            place="texts.spans:QuestionAnswering",
             architectures=("ForQuestionAnswering",),
             options=(TOP_K,),
             steps="texts",
@@ -140,40 +140,45 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="fill-mask",
             help="the likeliest tokens for each mask",
-            place="masks:FillMask",
+            place="texts.masks:FillMask",
             architectures=("ForMaskedLM",),
             options=(TOP_K,),
             steps="texts",
         ),
-        TaskEntry(name="reward", help="the score of a reward model", place="classification:Reward", steps="texts"),
+        TaskEntry(
+            name="reward",
+            help="the score of a reward model",
+            place="texts.classification:Reward",
+            steps="texts",
+        ),
         TaskEntry(
             name="text-generation",
             help="text that goes on from a prompt, streamed and batched continuously",
-            place="text_generation:TextGeneration",
+            place="texts.text_generation:TextGeneration",
             architectures=CAUSAL,
             form="decoder",
         ),
         TaskEntry(
             name="text-generation-logits",
             help="tensors: the scores of the next token at every token of a text",
-            place="generation:TextGenerationLogits",
+            place="texts.generation:TextGenerationLogits",
             architectures=CAUSAL,
         ),
         TaskEntry(
             name="text-generation-logits-with-past",
             help="tensors: the same with keys and values of the tokens before, for one token a step",
-            place="generation:TextGenerationLogitsWithPast",
+            place="texts.generation:TextGenerationLogitsWithPast",
         ),
         TaskEntry(
             name="text2text-generation",
             help="tensors: the same of an encoder and a decoder",
-            place="generation:Text2TextGeneration",
+            place="texts.generation:Text2TextGeneration",
             architectures=("ForConditionalGeneration", "MTModel"),
         ),
         TaskEntry(
             name="image-classification",
             help="labels and scores of a picture, sent as an encoded file",
-            place="images:ImageLabels",
+            place="pictures.images:ImageLabels",
             inputs=IMAGES,
             architectures=("ForImageClassification",),
             options=(TOP_K, PREPROCESS, PICTURES),
@@ -182,7 +187,7 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="object-detection",
             help="boxes around what is seen in a picture, sent as an encoded file, with labels and scores",
-            place="detection:ObjectDetection",
+            place="pictures.detection:ObjectDetection",
             inputs=IMAGES,
             architectures=("ForObjectDetection",),
             options=(TOP_K, THRESHOLD, PREPROCESS, PICTURES),
@@ -191,7 +196,7 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="image-segmentation",
             help="which pixel of a picture is of what, as a PNG of its size, sent as an encoded file",
-            place="segmentation:ImageSegmentation",
+            place="pictures.segmentation:ImageSegmentation",
             inputs=IMAGES,
             architectures=("ForSemanticSegmentation",),
             options=(TOP_K, PREPROCESS, PICTURES),
@@ -200,7 +205,7 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="image-embedding",
             help="one vector a picture, sent as an encoded file",
-            place="image_vectors:ImageEmbedding",
+            place="pictures.vectors:ImageEmbedding",
             inputs=IMAGES,
             architectures=("VisionModel", "VisionModelWithProjection"),
             options=(NORMALIZE, PREPROCESS, PICTURES),
@@ -222,7 +227,7 @@ TASKS: Mapping[str, TaskEntry] = {
         TaskEntry(
             name="audio-classification",
             help="labels and scores of a sound, sent as an encoded file",
-            place="sounds:AudioLabels",
+            place="sounds.classification:AudioLabels",
             inputs=SOUNDS,
             architectures=("ForSequenceClassification", "ForAudioClassification"),
             options=(TOP_K,),

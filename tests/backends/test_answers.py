@@ -10,7 +10,7 @@ from harness import load_backend
 from trainers.task_checkpoints import SENTENCES, build_entity_finder
 from transformers import AutoTokenizer, BertForTokenClassification, TokenClassificationPipeline
 
-from export.tasks.encoding import QuestionEncoder
+from export.tasks.texts.encoding import QuestionEncoder
 
 tokenization = load_backend("python_preprocess", "tokenization")
 answers = load_backend("python_postprocess", "answers")

@@ -23,9 +23,9 @@ from transformers.image_utils import load_image
 from transformers.models.yolos.image_processing_pil_yolos import get_size_with_aspect_ratio_yolos
 
 from export.errors import CheckpointError, ModelError, SettingsError
-from export.tasks.picture_preparation import find_preparation, read_preparation
-from export.tasks.picture_recipe import RECIPES, Recipe
-from export.tasks.picture_samples import build_pictures, draw_picture
+from export.tasks.pictures.preparation import find_preparation, read_preparation
+from export.tasks.pictures.recipe import RECIPES, Recipe
+from export.tasks.pictures.samples import build_pictures, draw_picture
 from export.tasks.processor_file import PROCESSOR_FILE
 
 load_backend("python_preprocess", "sent_file")

@@ -12,8 +12,8 @@ from transformers import Wav2Vec2FeatureExtractor
 
 from export.errors import CheckpointError, ModelError
 from export.tasks.processor_file import PROCESSOR_FILE
-from export.tasks.sound_recipe import SoundRecipe, find_sound_preparation
-from export.tasks.sound_samples import build_sounds, draw_sound, encode_sound
+from export.tasks.sounds.recipe import SoundRecipe, find_sound_preparation
+from export.tasks.sounds.samples import build_sounds, draw_sound, encode_sound
 
 load_backend("python_preprocess", "sent_file")
 sounds = load_backend("python_preprocess", "sounds")

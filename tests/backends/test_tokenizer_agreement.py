@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from client.bench import read_corpus
 from export.errors import VerificationError, VocabularyError
-from export.tasks.encoding import Question, QuestionEncoder
+from export.tasks.texts.encoding import Question, QuestionEncoder
 from export.weights.tokenizer import add_tokens, load_tokenizer
 from export.weights.vocabulary_options import AddedToken
 

@@ -35,7 +35,7 @@ from harness import run
 from launcher import Running, running
 from trainers.writers import save_writer
 
-from export.tasks.text import read_verification_texts
+from export.tasks.texts.text import read_verification_texts
 
 NAME = "writer"
 CALLERS = 16

@@ -40,6 +40,7 @@ from client import Client
 from client.files import CHUNK_LINES
 from demo.checkpoint import fetch_checkpoint
 from export.repository.activation import activate
+from export.tasks.texts.text import read_verification_texts
 
 KILLS = 3
 # What one chunk more or less, and the allocator, may make of it.
@@ -185,7 +186,7 @@ def ask_both(repository: Path, texts: Sequence[str]) -> np.ndarray:
 def roll(folder: Path, lines: int) -> list[str]:
     """Answer lines while two versions of MiniLM take turns, and are killed; return what was wrong."""
     repository = publish_trained(folder)
-    texts = (CHECKOUT / "export" / "tasks" / "verification_texts.txt").read_text(encoding="utf-8").splitlines()
+    texts = read_verification_texts()
     expected = ask_both(repository, texts)
     source, target = folder / "rolled.jsonl", folder / "answers.jsonl"
     rows = (json.dumps({"id": row, "text": texts[row % len(texts)]}) + "\n" for row in range(lines))

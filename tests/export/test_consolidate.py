@@ -24,8 +24,8 @@ from export.options import ExportRequest
 from export.progress import Progress
 from export.signature import SEQ_LEN
 from export.source import load_source
-from export.tasks.encoding import Question
-from export.tasks.pooling import FeatureExtraction
+from export.tasks.texts.encoding import Question
+from export.tasks.texts.pooling import FeatureExtraction
 
 # What the format promises whatever the model's size; measured at 22 MB on Python 3.11.
 ANONYMOUS_LIMIT_BYTES = 100 * 10**6

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from export.tasks.detection import BoxAnswers
+from export.tasks.pictures.detection import BoxAnswers
 
 HERE, NEARBY, FAR = [0.2, 0.2, 0.1, 0.1], [0.2, 0.201, 0.1, 0.1], [0.7, 0.7, 0.1, 0.1]
 PICTURE = (1.0, 1.0, 0.0, 0.0, 400.0, 300.0)

@@ -18,13 +18,14 @@ from export.engines.openvino_int8 import rank_products
 from export.errors import ExportError
 from export.identity import list_asked
 from export.options import ExportRequest
-from export.tasks import images, tensors
-from export.tasks.own_boxes import SuppressedBoxes
+from export.tasks import tensors
 from export.tasks.own_module import build_factory_task
-from export.tasks.own_pictures import FactoryPictures, KeypointAnswers
-from export.tasks.picture_preparation import read_preparation
-from export.tasks.picture_recipe import Recipe
-from export.tasks.picture_samples import build_pictures, draw_picture
+from export.tasks.pictures import images
+from export.tasks.pictures.own import FactoryPictures, KeypointAnswers
+from export.tasks.pictures.own_boxes import SuppressedBoxes
+from export.tasks.pictures.preparation import read_preparation
+from export.tasks.pictures.recipe import Recipe
+from export.tasks.pictures.samples import build_pictures, draw_picture
 
 answers = load_backend("python_postprocess", "answers")
 

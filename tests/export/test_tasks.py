@@ -24,7 +24,7 @@ from export.commands.summary import _describe_text
 from export.errors import CheckpointError, ModelError, VocabularyError
 from export.tasks.base import TaskSource, count_labels
 from export.tasks.building import build_task, find_task_name
-from export.tasks.classification import (
+from export.tasks.texts.classification import (
     Reward,
     TextPairClassification,
     check_padding,
@@ -32,12 +32,12 @@ from export.tasks.classification import (
     read_labels,
     set_pad_token,
 )
-from export.tasks.encoding import Question
-from export.tasks.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
-from export.tasks.sentence_settings import check_transformer
-from export.tasks.spans import QuestionAnswering
-from export.tasks.text import read_verification_texts
-from export.tasks.text_generation import TextGeneration, _read_generation_config
+from export.tasks.texts.encoding import Question
+from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
+from export.tasks.texts.sentence_settings import check_transformer
+from export.tasks.texts.spans import QuestionAnswering
+from export.tasks.texts.text import read_verification_texts
+from export.tasks.texts.text_generation import TextGeneration, _read_generation_config
 from export.weights.tokenizer import load_tokenizer
 from export.weights.torch_model import load_config, load_model
 from export.weights.transforms import CastToFloat32

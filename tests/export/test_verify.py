@@ -21,7 +21,7 @@ from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.comparison import compare_embeddings
 from export.tasks.own_module import FactoryTask, read_spec
-from export.tasks.pooling import PoolingSettings, SentenceEmbedding
+from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding
 
 
 def test_an_exact_export_passes_every_case(exported: Exported) -> None:

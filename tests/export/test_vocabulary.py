@@ -14,8 +14,8 @@ from export.errors import CheckpointError, VocabularyError
 from export.options import ExportRequest
 from export.progress import Progress
 from export.source import load_source
-from export.tasks.encoding import Question, QuestionEncoder
-from export.tasks.text import read_verification_texts
+from export.tasks.texts.encoding import Question, QuestionEncoder
+from export.tasks.texts.text import read_verification_texts
 from export.weights.tokenizer import (
     add_tokens,
     check_ids_have_rows,

@@ -167,7 +167,7 @@ def test_a_task_is_one_class_and_its_entry_in_a_table_and_is_served(
     copied: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     tasks = copied / "export" / "tasks"
-    (tasks / "text_norm.py").write_text(read_code("A task")[0], encoding="utf-8")
+    (tasks / "texts" / "text_norm.py").write_text(read_code("A task")[0], encoding="utf-8")
     insert_line(tasks / "table.py", after=LAST_TASK, line=read_task_entry("A task"))
 
     help_text = " ".join(run_export(copied, "run", "--help").split())
@@ -191,7 +191,7 @@ def test_a_task_is_one_class_and_its_entry_in_a_table_and_is_served(
 
 def test_a_modality_is_a_task_a_backend_and_an_entry_in_a_table_and_is_served(copied: Path, tmp_path: Path) -> None:
     task, backend, _ = read_code("A modality")
-    (copied / "export" / "tasks" / "pictures.py").write_text(task, encoding="utf-8")
+    (copied / "export" / "tasks" / "pictures" / "ppm.py").write_text(task, encoding="utf-8")
     insert_line(copied / "export" / "tasks" / "table.py", after=LAST_TASK, line=read_task_entry("A modality"))
     for part in ("server", "backends", "pyproject.toml"):
         copy = shutil.copytree if (CHECKOUT / part).is_dir() else shutil.copy

@@ -28,7 +28,7 @@ from client import Client, RefusedError
 from export.__main__ import main
 from export.consolidation.consolidate import consolidate
 from export.repository.config_file import parse_config, render_config
-from export.tasks.text import read_verification_texts
+from export.tasks.texts.text import read_verification_texts
 
 TOKENS = 48
 

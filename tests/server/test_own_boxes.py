@@ -19,7 +19,7 @@ from transformers.image_utils import load_image
 
 from client.connection import Connection
 from export.__main__ import main as run_export_cli
-from export.tasks.picture_preparation import read_preparation
+from export.tasks.pictures.preparation import read_preparation
 
 DETECTOR = CHECKOUT / "tests" / "trainers" / "own_detector.py"
 COLOURS = ("red", "green", "blue")

@@ -23,7 +23,7 @@ from transformers import AutoFeatureExtractor, AutoModelForAudioClassification
 from client import Client, ClientError
 from client.connection import Connection
 from export.__main__ import main as run_export_cli
-from export.tasks.sound_samples import draw_sound, encode_sound
+from export.tasks.sounds.samples import draw_sound, encode_sound
 
 NAME = "audio_classification"
 LEAN = "audio_lean"

@@ -17,7 +17,7 @@ from tokenizers.processors import BertProcessing
 from tokenizers.trainers import WordPieceTrainer
 from transformers import PreTrainedTokenizerFast
 
-from export.tasks.text import read_verification_texts
+from export.tasks.texts.text import read_verification_texts
 
 HIDDEN, LAYERS, HEADS, WIDE, VOCABULARY = 64, 2, 4, 128, 640
 

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from export.tasks.text import read_verification_texts
+from export.tasks.texts.text import read_verification_texts
 
 END = "<|endoftext|>"
 # Long enough that a text is surely not at its end when its reader leaves.

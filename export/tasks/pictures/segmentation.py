@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSemanticSegmentation
 
-from ..errors import ModelError
-from ..signature import BATCH, STRING, TensorSignature
-from .base import TaskSource, count_labels
-from .classification import LABEL, read_labels
-from .comparison import TENSOR_TOLERANCES
+from ...errors import ModelError
+from ...signature import BATCH, STRING, TensorSignature
+from ..base import TaskSource, count_labels
+from ..comparison import TENSOR_TOLERANCES
+from ..signals import SignalTask
+from ..texts.classification import LABEL, read_labels
 from .detection import COUNT
 from .images import GEOMETRY, Answers, PictureTask
-from .picture_preparation import Preparation, find_preparation
-from .picture_recipe import Geometry
-from .signals import SignalTask
+from .preparation import Preparation, find_preparation
+from .recipe import Geometry
 
 MAP, ID, SHARE = "MAP", "ID", "SHARE"
 

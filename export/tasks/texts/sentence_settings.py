@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_transformer_settings
-from ..checkpoints.storage.paths import read_json_if_any
-from ..errors import ModelError
+from ...checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_transformer_settings
+from ...checkpoints.storage.paths import read_json_if_any
+from ...errors import ModelError
 
 # What it records of the whole model.
 RECORD_FILE = "config_sentence_transformers.json"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tokenizers import Encoding, Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..errors import VerificationError
+from ...errors import VerificationError
 
 # Tensor name → its values for one sequence.
 TokenRow = Mapping[str, list[int]]

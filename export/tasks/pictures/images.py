@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageClassification
 
-from ..artefacts import LEAN, MODEL, POSTPROCESS, PREPROCESS
-from ..errors import ModelError
-from ..signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
-from .base import TaskSource, count_labels
-from .cases import Outputs, Row
-from .classification import LABEL, SCORE, choose_function, read_labels
-from .comparison import (
+from ...artefacts import LEAN, MODEL, POSTPROCESS, PREPROCESS
+from ...errors import ModelError
+from ...signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
+from ..base import TaskSource, count_labels
+from ..cases import Outputs, Row
+from ..comparison import (
     ANSWER_TOLERANCES,
     LOGIT_TOLERANCES,
     MAX_LOGIT_ERROR,
@@ -26,13 +25,14 @@ from .comparison import (
     compare_logits,
     compare_tensors,
 )
-from .golden import build_sample
-from .picture_preparation import Preparation, find_preparation
-from .picture_recipe import Geometry
-from .picture_samples import build_pictures, count_golden, describe_pictures, read_pictures
-from .signals import SignalTask
-from .tensors import TensorTask, infer_outputs
-from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
+from ..golden import build_sample
+from ..signals import SignalTask
+from ..tensors import TensorTask, infer_outputs
+from ..texts.classification import LABEL, SCORE, choose_function, read_labels
+from ..texts.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
+from .preparation import Preparation, find_preparation
+from .recipe import Geometry
+from .samples import build_pictures, count_golden, describe_pictures, read_pictures
 
 IMAGE = "IMAGE"
 PIXEL_MASK = "pixel_mask"

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelError, SettingsError
-from ..signature import BATCH, STRING, ModelSignature, TensorSignature
-from .classification import LABEL, SCORE
-from .comparison import TENSOR_TOLERANCES
+from ...errors import ModelError, SettingsError
+from ...signature import BATCH, STRING, ModelSignature, TensorSignature
+from ..comparison import TENSOR_TOLERANCES
+from ..own_module import FactoryTask, InputSpec
+from ..tensors import SizeRange
+from ..texts.classification import LABEL, SCORE
 from .images import FUNCTIONS, GEOMETRY, TOP_K, Answers, LabelAnswers, PictureTask
 from .own_boxes import make_boxes
-from .own_module import FactoryTask, InputSpec
-from .picture_preparation import Preparation
-from .picture_recipe import Geometry, Recipe
-from .tensors import SizeRange
+from .preparation import Preparation
+from .recipe import Geometry, Recipe
 
 KEYPOINT = "KEYPOINT"
 

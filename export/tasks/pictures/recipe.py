@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ..errors import shorten
+from ...errors import shorten
 
 # [3, height, width], fp32.
 Pixels = npt.NDArray[np.float32]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..errors import SettingsError
+from ...errors import SettingsError
 
 # Pictures whose expected answers are kept, one of each kind; the others are only tried.
 _OTHERS = 20

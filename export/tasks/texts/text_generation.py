@@ -13,20 +13,20 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from ..artefacts import Artefacts
-from ..checkpoints import StateDict
-from ..checkpoints.storage.paths import read_json_beside, refuse_byte_order_marks
-from ..errors import ModelError, VerificationError
-from ..signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
-from ..weights.torch_model import load_model
-from ..weights.transforms import LeaveOut
-from .base import TaskSource
-from .cases import Case, Outputs, Row
-from .comparison import PERPLEXITY_RISE, TENSOR_TOLERANCES
-from .foreseen import WRITER_INPUTS, WRITER_OUTPUTS, Described
+from ...artefacts import Artefacts
+from ...checkpoints import StateDict
+from ...checkpoints.storage.paths import read_json_beside, refuse_byte_order_marks
+from ...errors import ModelError, VerificationError
+from ...signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
+from ...weights.torch_model import load_model
+from ...weights.transforms import LeaveOut
+from ..base import TaskSource
+from ..cases import Case, Outputs, Row
+from ..comparison import PERPLEXITY_RISE, TENSOR_TOLERANCES
+from ..foreseen import WRITER_INPUTS, WRITER_OUTPUTS, Described
+from ..golden import build_sample
+from ..tensors import InputRules, SizeRange, ValueRule
 from .generation import DecoderModule, GenerationTask, find_cache_shapes
-from .golden import build_sample
-from .tensors import InputRules, SizeRange, ValueRule
 from .text import read_verification_texts
 
 

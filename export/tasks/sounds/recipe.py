@@ -17,9 +17,9 @@ import soundfile
 import soxr
 from transformers import AutoFeatureExtractor
 
-from ..checkpoints.storage.paths import refuse_byte_order_marks
-from ..errors import ModelError
-from .processor_file import PROCESSOR_FILE, tell_foreign
+from ...checkpoints.storage.paths import refuse_byte_order_marks
+from ...errors import ModelError
+from ..processor_file import PROCESSOR_FILE, tell_foreign
 
 # [samples], fp32.
 Samples = npt.NDArray[np.float32]

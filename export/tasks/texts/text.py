@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..artefacts import LEAN, POSTPROCESS, PREPROCESS, Artefacts
-from ..signature import (
+from ...artefacts import LEAN, POSTPROCESS, PREPROCESS, Artefacts
+from ...signature import (
     BATCH,
     SEQ_LEN,
     STRING,
@@ -21,11 +21,11 @@ from ..signature import (
     ModelSignature,
     TensorSignature,
 )
-from .base import Task, TaskSource
-from .cases import SIZES, Case, Outputs, Row, Side
-from .comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from ..base import Task, TaskSource
+from ..cases import SIZES, Case, Outputs, Row, Side
+from ..comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from ..golden import build_sample
 from .encoding import Question, QuestionEncoder, TokenRow
-from .golden import build_sample
 
 # What clients send; inside the ensemble the graph's own names are used.
 TEXT = "TEXT"

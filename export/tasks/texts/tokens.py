@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForTokenClassification, TokenClassificationPipeline
 
-from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
-from ..weights.torch_model import load_model
-from .base import HeadModule, TaskSource, build_inputs, count_labels
+from ...signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
+from ...weights.torch_model import load_model
+from ..base import HeadModule, TaskSource, build_inputs, count_labels
 from .classification import LABEL, SCORE, read_labels
 from .encoding import Question
 from .text import Answer, TextTask

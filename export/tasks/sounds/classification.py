@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForAudioClassification
 
-from ..artefacts import LEAN, MODEL, POSTPROCESS, PREPROCESS
-from ..signature import BATCH, STRING, Contract, TensorSignature
-from .base import TaskSource
-from .cases import Outputs
-from .classification import choose_function, read_labels
-from .comparison import LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
-from .golden import build_sample
-from .images import TOP_K, LabelAnswers
-from .signals import SHORTEST_WAVEFORM, SignalTask
-from .sound_recipe import find_sound_preparation
-from .sound_samples import build_sounds
-from .text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
+from ...artefacts import LEAN, MODEL, POSTPROCESS, PREPROCESS
+from ...signature import BATCH, STRING, Contract, TensorSignature
+from ..base import TaskSource
+from ..cases import Outputs
+from ..comparison import LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
+from ..golden import build_sample
+from ..pictures.images import TOP_K, LabelAnswers
+from ..signals import SHORTEST_WAVEFORM, SignalTask
+from ..texts.classification import choose_function, read_labels
+from ..texts.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
+from .recipe import find_sound_preparation
+from .samples import build_sounds
 
 AUDIO = "AUDIO"
 SOUND_FILE = "sound.json"

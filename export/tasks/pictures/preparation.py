@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ..checkpoints.storage.paths import parse_json, read_small, refuse_byte_order_marks
-from ..errors import CheckpointError, ModelError, SettingsError, shorten
-from .picture_recipe import (
+from ...checkpoints.storage.paths import parse_json, read_small, refuse_byte_order_marks
+from ...errors import CheckpointError, ModelError, SettingsError, shorten
+from ..processor_file import PROCESSOR_FILE, tell_foreign
+from .recipe import (
     FILTERS,
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -31,7 +32,6 @@ from .picture_recipe import (
     is_size,
     tell_wrong,
 )
-from .processor_file import PROCESSOR_FILE, tell_foreign
 
 # How far the server's pixels may be from the reference, in levels of 255 before they are normalised.
 MAX_LEVELS = 1.0

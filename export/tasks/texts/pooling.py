@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
 
-from ..checkpoints import TensorSpec, open_checkpoint
-from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
-from ..checkpoints.storage.paths import read_json_if_any
-from ..errors import ModelError
-from ..signature import BATCH, TensorSignature
-from ..weights.torch_model import find_output_width, load_model
-from .base import TaskSource, build_inputs
-from .cases import Outputs
-from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
+from ...checkpoints import TensorSpec, open_checkpoint
+from ...checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
+from ...checkpoints.storage.paths import read_json_if_any
+from ...errors import ModelError
+from ...signature import BATCH, TensorSignature
+from ...weights.torch_model import find_output_width, load_model
+from ..base import TaskSource, build_inputs
+from ..cases import Outputs
+from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
+from ..foreseen import is_sentence_model
 from .encoding import Question
-from .foreseen import is_sentence_model
 from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
 from .text import Answer, TextTask
 

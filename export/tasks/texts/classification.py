@@ -15,14 +15,14 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..checkpoints import TensorSpec
-from ..errors import ModelError, VocabularyError
-from ..signature import BATCH, STRING, TensorSignature
-from ..weights.torch_model import find_output_width, load_model
-from ..weights.transforms import SelectPrefix
-from .base import HeadModule, TaskSource, build_inputs, count_labels
+from ...checkpoints import TensorSpec
+from ...errors import ModelError, VocabularyError
+from ...signature import BATCH, STRING, TensorSignature
+from ...weights.torch_model import find_output_width, load_model
+from ...weights.transforms import SelectPrefix
+from ..base import HeadModule, TaskSource, build_inputs, count_labels
+from ..foreseen import VALUE_HEAD, is_cross_encoder
 from .encoding import Question
-from .foreseen import VALUE_HEAD, is_cross_encoder
 from .sentence_settings import RECORD_FILE, read_settings
 from .text import Answer, TextTask
 

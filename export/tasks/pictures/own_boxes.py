@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..signature import TensorSignature
-from .base import count_labels
+from ...signature import TensorSignature
+from ..base import count_labels
 from .detection import APART, BestBoxes
 from .images import FUNCTIONS
-from .picture_preparation import refuse_unknown
-from .picture_recipe import Geometry, Recipe, tell_wrong
+from .preparation import refuse_unknown
+from .recipe import Geometry, Recipe, tell_wrong
 
 # How far fp32 in another order may move the part that two boxes have in common.
 _OVERLAP_ERROR = 1e-4

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from transformers.pipelines.document_question_answering import select_starts_ends
 
-from ..errors import ModelError
-from ..signature import BATCH, SEQ_LEN, STRING, WINDOWS, TensorSignature
-from ..weights.torch_model import load_model
-from .base import TaskSource, build_inputs
-from .cases import Outputs
+from ...errors import ModelError
+from ...signature import BATCH, SEQ_LEN, STRING, WINDOWS, TensorSignature
+from ...weights.torch_model import load_model
+from ..base import TaskSource, build_inputs
+from ..cases import Outputs
+from ..comparison import MAX_LOGIT_ERROR, compare_logits
 from .classification import SCORE
-from .comparison import MAX_LOGIT_ERROR, compare_logits
 from .encoding import Question, QuestionEncoder
 from .text import Answer, TextTask
 from .tokens import END, START

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import ModelError
-from ..signature import BATCH, ModelSignature, TensorSignature
-from ..weights.torch_model import load_model
-from .base import TaskSource
-from .cases import Outputs
-from .comparison import EMBEDDING_TOLERANCES, compare_embeddings
+from ...errors import ModelError
+from ...signature import BATCH, ModelSignature, TensorSignature
+from ...weights.torch_model import load_model
+from ..base import TaskSource
+from ..cases import Outputs
+from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
+from ..tensors import InputRules, ValueRule
+from ..towers import find_class
 from .images import Answers, PictureTask
-from .picture_preparation import find_preparation
-from .picture_recipe import Geometry
-from .tensors import InputRules, ValueRule
-from .towers import find_class
+from .preparation import find_preparation
+from .recipe import Geometry
 
 EMBEDDING = "EMBEDDING"
 _PIXELS = "pixel_values"

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForObjectDetection, PreTrainedModel
 
-from ..errors import ModelError
-from ..signature import BATCH, STRING, ModelSignature, TensorSignature
-from ..weights.torch_model import load_model
-from .base import TaskSource, count_labels
-from .classification import LABEL, SCORE, read_labels
-from .comparison import TENSOR_TOLERANCES
+from ...errors import ModelError
+from ...signature import BATCH, STRING, ModelSignature, TensorSignature
+from ...weights.torch_model import load_model
+from ..base import TaskSource, count_labels
+from ..comparison import TENSOR_TOLERANCES
+from ..tensors import InputRules, SizeRange, ValueRule
+from ..texts.classification import LABEL, SCORE, read_labels
 from .images import GEOMETRY, PIXEL_MASK, Answers, PictureTask
-from .picture_preparation import find_preparation
-from .picture_recipe import Geometry, Recipe
-from .tensors import InputRules, SizeRange, ValueRule
+from .preparation import find_preparation
+from .recipe import Geometry, Recipe
 
 BOX, COUNT = "BOX", "COUNT"
 _PIXELS = "pixel_values"

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, FillMaskPipeline, PreTrainedModel
 
-from ..errors import ModelError
-from ..signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
-from ..weights.torch_model import load_model
-from .base import TaskSource, build_inputs
-from .cases import Outputs
+from ...errors import ModelError
+from ...signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
+from ...weights.torch_model import load_model
+from ..base import TaskSource, build_inputs
+from ..cases import Outputs
+from ..comparison import MAX_LOGIT_ERROR, compare_rankings
 from .classification import SCORE
-from .comparison import MAX_LOGIT_ERROR, compare_rankings
 from .encoding import Question
 from .text import Answer, TextTask
 

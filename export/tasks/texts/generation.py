@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel
 
-from ..errors import ModelError
-from ..signature import BATCH, DECODER_LEN, PAST_LEN, SEQ_LEN, ModelSignature, TensorSignature
-from ..weights.torch_model import load_model
-from .base import TaskSource
-from .cases import Outputs, Row
-from .comparison import LOGIT_TOLERANCES, TENSOR_TOLERANCES, compare_logits, compare_tensors
+from ...errors import ModelError
+from ...signature import BATCH, DECODER_LEN, PAST_LEN, SEQ_LEN, ModelSignature, TensorSignature
+from ...weights.torch_model import load_model
+from ..base import TaskSource
+from ..cases import Outputs, Row
+from ..comparison import LOGIT_TOLERANCES, TENSOR_TOLERANCES, compare_logits, compare_tensors
+from ..tensors import InputRules, SizeRange, TensorTask, ValueRule
 from .encoding import Question, QuestionEncoder
-from .tensors import InputRules, SizeRange, TensorTask, ValueRule
 from .text import read_verification_texts
 
 # Where nothing says how long a text may be.

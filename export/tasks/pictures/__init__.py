@@ -1,0 +1,1 @@
+"""Tasks that take pictures: labels, vectors, boxes and maps."""

@@ -1,0 +1,1 @@
+"""Tasks that take texts: labels, places, vectors, and texts that go on."""
