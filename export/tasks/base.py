@@ -147,11 +147,6 @@ class Task(ABC):
         """Return the inputs that are traced: a batch of 2, the other sizes distinct and none of them 1."""
 
 
-def count_labels(number: int) -> str:
-    """Return in words how many labels there are."""
-    return f"{number} label{'' if number == 1 else 's'}"
-
-
 class HeadModule(nn.Module):
     """A model with a head: tensors in, its logits out."""
 

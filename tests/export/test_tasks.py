@@ -22,16 +22,10 @@ from export.__main__ import main
 from export.checkpoints import TensorSpec, open_checkpoint
 from export.commands.summary import _describe_text
 from export.errors import CheckpointError, ModelError, VocabularyError
-from export.tasks.base import TaskSource, count_labels
+from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
-from export.tasks.texts.classification import (
-    Reward,
-    TextPairClassification,
-    check_padding,
-    choose_function,
-    read_labels,
-    set_pad_token,
-)
+from export.tasks.labels import choose_function, count_labels, read_labels
+from export.tasks.texts.classification import Reward, TextPairClassification, check_padding, set_pad_token
 from export.tasks.texts.encoding import Question
 from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
 from export.tasks.texts.sentence_settings import check_transformer

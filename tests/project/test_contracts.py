@@ -31,12 +31,14 @@ from export.source import load_source
 from export.tasks.base import Task
 from export.tasks.comparison import ANSWER_TOLERANCES, EMBEDDING_TOLERANCES, TENSOR_TOLERANCES
 from export.tasks.golden import KSERVE_DTYPES, build_sample
-from export.tasks.pictures.images import IMAGE, LABELS_FILE, PICTURE_FILE
+from export.tasks.pictures.answers import LABELS_FILE
+from export.tasks.pictures.images import IMAGE, PICTURE_FILE
 from export.tasks.pictures.recipe import Recipe
 from export.tasks.sounds.classification import AUDIO, SOUND_FILE
 from export.tasks.sounds.recipe import SoundRecipe
+from export.tasks.steps import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND
 from export.tasks.table import TASKS
-from export.tasks.texts.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, TOKENIZER_FILE
+from export.tasks.texts.text import TOKENIZER_FILE
 from server.following import health, model_text, rollout
 from server.following import published as repository_reader
 from server.following.follower import Following

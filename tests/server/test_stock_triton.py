@@ -12,7 +12,7 @@ from harness import CHECKOUT, Published
 from launcher import find_ports
 
 from export.engines.table import ENGINES
-from export.tasks.texts.text import POSTPROCESS_BACKEND, PREPROCESS_BACKEND
+from export.tasks.steps import POSTPROCESS_BACKEND, PREPROCESS_BACKEND
 from server.tritonserver.installation import assemble_backends, build_environment, find_installation
 
 # Backends that the image brings itself.

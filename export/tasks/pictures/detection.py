@@ -12,11 +12,12 @@ from transformers import AutoModelForObjectDetection, PreTrainedModel
 from ...errors import ModelError
 from ...signature import BATCH, STRING, ModelSignature, TensorSignature
 from ...weights.torch_model import load_model
-from ..base import TaskSource, count_labels
+from ..base import TaskSource
 from ..comparison import TENSOR_TOLERANCES
+from ..labels import LABEL, SCORE, count_labels, read_labels
 from ..tensors import InputRules, SizeRange, ValueRule
-from ..texts.classification import LABEL, SCORE, read_labels
-from .images import GEOMETRY, PIXEL_MASK, Answers, PictureTask
+from .answers import GEOMETRY, Answers
+from .images import PIXEL_MASK, PictureTask
 from .preparation import find_preparation
 from .recipe import Geometry, Recipe
 

@@ -23,10 +23,11 @@ from torch import nn
 from ...errors import ModelError, SettingsError
 from ...signature import BATCH, STRING, ModelSignature, TensorSignature
 from ..comparison import TENSOR_TOLERANCES
+from ..labels import FUNCTIONS, LABEL, SCORE
 from ..own_module import FactoryTask, InputSpec
 from ..tensors import SizeRange
-from ..texts.classification import LABEL, SCORE
-from .images import FUNCTIONS, GEOMETRY, TOP_K, Answers, LabelAnswers, PictureTask
+from .answers import GEOMETRY, TOP_K, Answers, LabelAnswers
+from .images import PictureTask
 from .own_boxes import make_boxes
 from .preparation import Preparation
 from .recipe import Geometry, Recipe

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ...signature import TensorSignature
-from ..base import count_labels
+from ..labels import FUNCTIONS, count_labels
 from .detection import APART, BestBoxes
-from .images import FUNCTIONS
 from .preparation import refuse_unknown
 from .recipe import Geometry, Recipe, tell_wrong
 

@@ -12,12 +12,13 @@ from transformers import AutoModelForSemanticSegmentation
 
 from ...errors import ModelError
 from ...signature import BATCH, STRING, TensorSignature
-from ..base import TaskSource, count_labels
+from ..base import TaskSource
 from ..comparison import TENSOR_TOLERANCES
+from ..labels import LABEL, count_labels, read_labels
 from ..signals import SignalTask
-from ..texts.classification import LABEL, read_labels
+from .answers import GEOMETRY, Answers
 from .detection import COUNT
-from .images import GEOMETRY, Answers, PictureTask
+from .images import PictureTask
 from .preparation import Preparation, find_preparation
 from .recipe import Geometry
 

@@ -17,7 +17,8 @@ from ..cases import Outputs
 from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from ..tensors import InputRules, ValueRule
 from ..towers import find_class
-from .images import Answers, PictureTask
+from .answers import Answers
+from .images import PictureTask
 from .preparation import find_preparation
 from .recipe import Geometry
 

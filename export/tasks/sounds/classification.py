@@ -14,10 +14,10 @@ from ..base import TaskSource
 from ..cases import Outputs
 from ..comparison import LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
 from ..golden import build_sample
-from ..pictures.images import TOP_K, LabelAnswers
+from ..labels import choose_function, read_labels
+from ..pictures.answers import TOP_K, LabelAnswers
 from ..signals import SHORTEST_WAVEFORM, SignalTask
-from ..texts.classification import choose_function, read_labels
-from ..texts.text import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
+from ..steps import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
 from .recipe import find_sound_preparation
 from .samples import build_sounds
 

@@ -20,14 +20,13 @@ from ...errors import ModelError, VocabularyError
 from ...signature import BATCH, STRING, TensorSignature
 from ...weights.torch_model import find_output_width, load_model
 from ...weights.transforms import SelectPrefix
-from ..base import HeadModule, TaskSource, build_inputs, count_labels
+from ..base import HeadModule, TaskSource, build_inputs
 from ..foreseen import VALUE_HEAD, is_cross_encoder
+from ..labels import LABEL, SCORE, choose_function, count_labels, read_labels
 from .encoding import Question
 from .sentence_settings import RECORD_FILE, read_settings
 from .text import Answer, TextTask
 
-LABEL = "LABEL"
-SCORE = "SCORE"
 REWARD = "REWARD"
 
 
@@ -191,55 +190,6 @@ def check_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
             remedy="write the one that it was trained with into both: pad_token_id of config.json and pad_token of "
             "tokenizer_config.json",
         )
-
-
-def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[str]:
-    """Return the names of the labels, by id.
-
-    Args:
-        config: The checkpoint's configuration.
-        must_differ: Whether no two may have one name.
-
-    Raises:
-        ModelError: `id2label` does not name each label once.
-    """
-    named = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    names = [named[index] for index in sorted(named)]
-    if sorted(named) != list(range(len(names))) or (must_differ and len(set(names)) != len(names)) or not names:
-        raise ModelError(
-            "id2label in config.json does not name every label once",
-            expected="the ids 0, 1, 2, ... with a name each",
-            got=", ".join(f"{index}: {name}" for index, name in sorted(named.items())) or "none",
-            remedy="give each a name of its own in id2label: answers are names, the best first",
-        )
-    return names
-
-
-def choose_function(config: PretrainedConfig, beside: Mapping[str, Any] | None = None) -> str:
-    """Return what turns logits into scores: `softmax`, `sigmoid` or `none`.
-
-    As transformers' `TextClassificationPipeline` chooses; but a cross-encoder of one score records its own, which
-    Sentence-Transformers applies and its users' thresholds are set for.
-
-    Args:
-        config: The checkpoint's configuration.
-        beside: What Sentence-Transformers recorded in a file of its own.
-    """
-    if config.num_labels == 1:
-        recorded = getattr(config, "sentence_transformers", None)
-        activation = recorded.get("activation_fn") if isinstance(recorded, dict) else None
-        # As Sentence-Transformers 6 records it, and as releases before 4 did.
-        activation = activation or (beside or {}).get("activation_fn")
-        activation = activation or getattr(config, "sbert_ce_default_activation_function", None)
-        known = {"Identity": "none", "Sigmoid": "sigmoid"}
-        name = str(activation).rsplit(".", 1)[-1]
-        if name in known:
-            return known[name]
-    if config.problem_type == "regression":
-        return "none"
-    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
-        return "sigmoid"
-    return "softmax"
 
 
 def _check_one_label(config: PretrainedConfig) -> None:

@@ -15,7 +15,7 @@ from ...weights.torch_model import load_model
 from ..base import TaskSource, build_inputs
 from ..cases import Outputs
 from ..comparison import MAX_LOGIT_ERROR, compare_logits
-from .classification import SCORE
+from ..labels import SCORE
 from .encoding import Question, QuestionEncoder
 from .text import Answer, TextTask
 from .tokens import END, START

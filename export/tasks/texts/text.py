@@ -12,31 +12,20 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...artefacts import LEAN, POSTPROCESS, PREPROCESS, Artefacts
-from ...signature import (
-    BATCH,
-    SEQ_LEN,
-    STRING,
-    WINDOWS,
-    Contract,
-    ModelSignature,
-    TensorSignature,
-)
+from ...signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, ModelSignature, TensorSignature
 from ..base import Task, TaskSource
 from ..cases import SIZES, Case, Outputs, Row, Side
 from ..comparison import ANSWER_TOLERANCES, LOGIT_TOLERANCES, MAX_LOGIT_ERROR, compare_logits
 from ..golden import build_sample
+from ..steps import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND, describe_lean
 from .encoding import Question, QuestionEncoder, TokenRow
 
 # What clients send; inside the ensemble the graph's own names are used.
 TEXT = "TEXT"
 TEXT_PAIR = "TEXT_PAIR"
 
-# The folders of `backends/` that run the steps, and the file that each of them reads.
-PREPROCESS_BACKEND = "python_preprocess"
-POSTPROCESS_BACKEND = "python_postprocess"
+# The file that the preprocess step reads.
 TOKENIZER_FILE = "tokenizer.json"
-POSTPROCESS_FILE = "postprocess.json"
-LEAN_FILE = "lean.json"
 
 # Output name → the values that one question is answered with, as the ensemble gives them.
 Answer = Mapping[str, list[Any]]
@@ -52,19 +41,6 @@ _SEEDS = (0, 1)
 
 # Of the example that is traced: neither 1, which may be taken for a constant, nor equal to the batch.
 _EXAMPLE_LENGTH = 7
-
-
-def describe_lean(signature: ModelSignature, **more: Any) -> dict[str, bytes]:
-    """Return `lean.json` by its name: the tensors of a process that does all steps, and what else it needs to know."""
-    assert signature.contract is not None, "Bug: a lean model without a contract"
-    described = {
-        "inputs": [tensor.name for tensor in signature.inputs],
-        "outputs": [tensor.name for tensor in signature.outputs],
-        "carried": [tensor.name for tensor in signature.contract.carried],
-        "answers": [tensor.name for tensor in signature.contract.outputs],
-        **more,
-    }
-    return {LEAN_FILE: (json.dumps(described, indent=2) + "\n").encode()}
 
 
 class TextTask(Task):

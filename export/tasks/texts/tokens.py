@@ -8,8 +8,8 @@ from transformers import AutoModelForTokenClassification, TokenClassificationPip
 
 from ...signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
 from ...weights.torch_model import load_model
-from ..base import HeadModule, TaskSource, build_inputs, count_labels
-from .classification import LABEL, SCORE, read_labels
+from ..base import HeadModule, TaskSource, build_inputs
+from ..labels import LABEL, SCORE, count_labels, read_labels
 from .encoding import Question
 from .text import Answer, TextTask
 

@@ -1,0 +1,72 @@
+"""Labels of texts, pictures and sounds: their names, and what makes scores of logits."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from ..errors import ModelError
+
+LABEL = "LABEL"
+SCORE = "SCORE"
+
+FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+    "none": lambda logits: logits,
+}
+
+
+def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[str]:
+    """Return the names of the labels, by id.
+
+    Args:
+        config: The checkpoint's configuration.
+        must_differ: Whether no two may have one name.
+
+    Raises:
+        ModelError: `id2label` does not name each label once.
+    """
+    named = {int(index): str(name) for index, name in (config.id2label or {}).items()}
+    names = [named[index] for index in sorted(named)]
+    if sorted(named) != list(range(len(names))) or (must_differ and len(set(names)) != len(names)) or not names:
+        raise ModelError(
+            "id2label in config.json does not name every label once",
+            expected="the ids 0, 1, 2, ... with a name each",
+            got=", ".join(f"{index}: {name}" for index, name in sorted(named.items())) or "none",
+            remedy="give each a name of its own in id2label: answers are names, the best first",
+        )
+    return names
+
+
+def choose_function(config: PretrainedConfig, beside: Mapping[str, Any] | None = None) -> str:
+    """Return what turns logits into scores: `softmax`, `sigmoid` or `none`.
+
+    As transformers' `TextClassificationPipeline` chooses; but a cross-encoder of one score records its own, which
+    Sentence-Transformers applies and its users' thresholds are set for.
+
+    Args:
+        config: The checkpoint's configuration.
+        beside: What Sentence-Transformers recorded in a file of its own.
+    """
+    if config.num_labels == 1:
+        recorded = getattr(config, "sentence_transformers", None)
+        activation = recorded.get("activation_fn") if isinstance(recorded, dict) else None
+        # As Sentence-Transformers 6 records it, and as releases before 4 did.
+        activation = activation or (beside or {}).get("activation_fn")
+        activation = activation or getattr(config, "sbert_ce_default_activation_function", None)
+        known = {"Identity": "none", "Sigmoid": "sigmoid"}
+        name = str(activation).rsplit(".", 1)[-1]
+        if name in known:
+            return known[name]
+    if config.problem_type == "regression":
+        return "none"
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        return "sigmoid"
+    return "softmax"
+
+
+def count_labels(number: int) -> str:
+    """Return in words how many labels there are."""
+    return f"{number} label{'' if number == 1 else 's'}"
