@@ -109,10 +109,18 @@ def verify_files(source: Source, model_file: Path, tokenizer_file: Path) -> Veri
 
 
 def load_backend(folder: str, module: str) -> ModuleType:
-    """Return a module of a Python-based backend, which Triton imports as a top-level one, under its own name."""
+    """Return a module of a Python-based backend, which Triton imports as a top-level one, under its own name.
+
+    So are those beside it that it imports.
+    """
     if module not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module, CHECKOUT / "backends" / folder / f"{module}.py")
+        beside = CHECKOUT / "backends" / folder
+        spec = importlib.util.spec_from_file_location(module, beside / f"{module}.py")
         assert spec and spec.loader
         sys.modules[module] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module])
+        sys.path.insert(0, str(beside))
+        try:
+            spec.loader.exec_module(sys.modules[module])
+        finally:
+            sys.path.remove(str(beside))
     return sys.modules[module]

@@ -8,14 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from boxes import suppress_neighbours
+from scores import ABSENT, FUNCTIONS, Array, Place, softmax
 
-Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
-
-# One answer of one text: label, score, first character, the one behind the last.
-Place = tuple[str, float, int, int]
-ABSENT: Place = ("", 0.0, -1, -1)
 
 
 class AnswerError(ValueError):
@@ -44,27 +40,6 @@ def build_postprocess(settings: Mapping[str, Any]) -> Callable[[Tensors], dict[s
         raise ValueError(f"postprocess.json asks for {settings['answers']}: expected one of {', '.join(KINDS)}")
     answer = find_answer()
     return lambda tensors: answer(tensors, settings)
-
-
-def softmax(logits: Array) -> Array:
-    """Return the probabilities along the last axis."""
-    powers: Array = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    scale: Array = powers.sum(axis=-1, keepdims=True)
-    return powers / scale
-
-
-def sigmoid(logits: Array) -> Array:
-    """Return the probability of each logit on its own."""
-    # Below, what is added to 1 overflows: a detector is as sure as that of most places.
-    probabilities: Array = 1.0 / (1.0 + np.exp(-np.maximum(logits, -80)))
-    return probabilities
-
-
-FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
-    "softmax": softmax,
-    "sigmoid": sigmoid,
-    "none": lambda logits: logits,
-}
 
 
 def rank_labels(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Array]:
@@ -322,13 +297,6 @@ def _import_maps() -> Kind:
     return draw_maps
 
 
-def _import_boxes() -> Kind:
-    # Beside this file, which it imports.
-    from boxes import suppress_neighbours
-
-    return suppress_neighbours
-
-
 # What `answers` in `postprocess.json` names → what returns its function.
 KINDS: Mapping[str, Callable[[], Kind]] = {
     "labels": lambda: rank_labels,
@@ -337,6 +305,6 @@ KINDS: Mapping[str, Callable[[], Kind]] = {
     "masks": lambda: fill_masks,
     "keypoints": lambda: find_keypoints,
     "boxes": lambda: rank_boxes,
-    "suppressed_boxes": _import_boxes,
+    "suppressed_boxes": lambda: suppress_neighbours,
     "map": _import_maps,
 }

@@ -4,10 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from answers import ABSENT, FUNCTIONS
-
-Array = npt.NDArray[Any]
+from scores import ABSENT, FUNCTIONS, Array
 
 
 def suppress_neighbours(tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> dict[str, Array]:
