@@ -214,6 +214,7 @@ def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
             "there is no text to send",
             expected="--text or lines in --file",
             got="nothing but blanks" if texts else "neither",
+            remedy="pass a text with --text, or lines with --file or on standard input",
         )
     return texts
 

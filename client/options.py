@@ -86,6 +86,8 @@ class Options:
                 raise UsageError(f"{name} is too small", expected=f"{least} or more", got=f"{value}")
         if not self.timeout_s > 0:
             raise UsageError(f"{self.words.timeout} is too small", expected="more than 0", got=f"{self.timeout_s:g}")
+        if self.url is not None:
+            _check_address(self.address, self.words.url)
         if self.ca:
             _check_certificates(Path(self.ca), self.words.ca)
 
@@ -106,7 +108,21 @@ class Options:
 
     @property
     def _target(self) -> str:
-        return self.url or DEFAULT_URLS[self.protocol]
+        return DEFAULT_URLS[self.protocol] if self.url is None else self.url
+
+
+def _check_address(address: str, word: str) -> None:
+    """Refuse what no server can listen at; the libraries take some of it for another one."""
+    host, colon, port = address.split("/", 1)[0].rpartition(":")
+    # An address of IPv6 ends in a bracket.
+    is_port = not colon or port.endswith("]") or (port.isdecimal() and 0 < int(port) < 1 << 16)
+    if not address or not is_port or (colon and not host):
+        raise UsageError(
+            "this is no address of a server",
+            expected="HOST:PORT, such as localhost:8000",
+            got=repr(address),
+            remedy=f"correct {word}",
+        )
 
 
 def _check_certificates(path: Path, word: str) -> None:

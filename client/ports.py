@@ -44,7 +44,8 @@ def _identify_port(url: str, timeout_s: float) -> str | None:
     try:
         status, text = _get(url, "/metrics", timeout_s)
         if status == 200:
-            return "status" if "modelyard_" in text else "metrics" if "nv_" in text else None
+            # A backend's own metrics, with names of ours, stand among tritonserver's.
+            return "metrics" if "nv_" in text else "status" if "modelyard_" in text else None
         return "HTTP" if _get(url, "/v2/health/live", timeout_s)[0] == 200 else None
     except (OSError, HTTPException):
         return "gRPC" if _speaks_http2(url, timeout_s) else None

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -159,7 +160,8 @@ def check(arguments: argparse.Namespace) -> int:
         endpoints.http_url, arguments.repository, endpoints.status_url, any_version=arguments.any_version
     )
     for name, checked in found.items():
-        answers = f"{name} answers as verified within {checked.error:.1e}"
+        is_verified = not math.isnan(checked.error)
+        answers = f"{name} answers as verified within {checked.error:.1e}" if is_verified else f"{name} is ready"
         if checked.disagreement:
             _say(f"warning: {answers}, but {checked.disagreement}")
             continue

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 from .following.follower import Following
 
@@ -147,7 +148,7 @@ class Status:
         with self._lock:
             models = {
                 name: {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
-                for name, item in sorted(self._followed.items())
+                for name, item in sorted((name, self._tell(item)) for name, item in self._followed.items())
             }
         return json.dumps({"follows": self._follows, "models": models}, indent=2) + "\n"
 
@@ -155,11 +156,19 @@ class Status:
         """Return everything in Prometheus' text format."""
         with self._lock:
             values = sorted(self._values.items())
+            if not self._is_welcoming:
+                values = [(key, 0 if key[0] == "modelyard_served_version" else value) for key, value in values]
         lines: list[str] = []
         for name, (kind, text) in _HELP.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             lines += [f"{metric}{labels} {value}" for (metric, labels), value in values if metric == name]
         return "\n".join(lines) + "\n"
+
+    def _tell(self, item: Following) -> Following:
+        """Return how far a model is followed, for clients: nothing is served before tritonserver answers."""
+        if self._is_welcoming:
+            return item
+        return replace(item, served=0, state="rolling" if item.state == "served" else item.state)
 
     def _add(self, name: str, labels: str) -> None:
         with self._lock:

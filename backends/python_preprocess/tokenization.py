@@ -25,6 +25,10 @@ _WHOLE_CHARACTERS = 1 << 17
 LENGTHS_PARAMETER = "modelyard_lengths"
 
 
+# Of a tokenizer that puts no token of its own around a text, as GPT-2's.
+NO_TOKEN = "TEXT holds no token: expected at least one, got an empty sequence; leave out texts that are empty"
+
+
 class TextError(ValueError):
     """A text that cannot be tokenised; the message is for the caller who sent it."""
 
@@ -123,7 +127,7 @@ class TextTokenizer:
 
     def _check(self, encoding: Encoding, row: tuple[str, ...]) -> "TokenizedRow | TextError":
         if not encoding.ids:
-            return TextError("TEXT holds no token: expected at least one, got an empty sequence")
+            return TextError(NO_TOKEN)
         return TokenizedRow(row, [encoding, *(encoding.overflowing if self._has_windows else [])])
 
     def _encode_one(self, text: "str | tuple[str, ...]") -> "Encoding | TextError":

@@ -80,7 +80,12 @@ class StoredCheckpoint:
                 "own checkpoint; otherwise, save the state dict without them",
             )
         if not self.tensors:
-            raise CheckpointError(f"{self.directory} holds no tensors", expected="weights", got="none")
+            raise CheckpointError(
+                f"{self.directory} holds no tensors",
+                expected="weights",
+                got="none",
+                remedy="save the model's state dict there, or pass the folder that holds it",
+            )
 
     @property
     def weight_files(self) -> tuple[Path, ...]:

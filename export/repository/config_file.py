@@ -1,5 +1,6 @@
 """`config.pbtxt`, read and written through Triton's own protobuf messages. Needs no torch."""
 
+import errno
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from tritonclient.grpc import model_config_pb2 as pb
 from ..errors import RepositoryError
 
 CONFIG_FILE = "config.pbtxt"
+
+# A hundred times what the largest published one has; the server reads no more either.
+_MAX_CONFIG_BYTES = 1 << 20
 
 # Parameters that an operator writes into a configuration, and that are not ours to lose.
 _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
@@ -43,7 +47,9 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
     path = folder / file_name
     refuse_no_file(path)
     try:
-        return parse_config(path.read_text(encoding="utf-8"))
+        if (size := path.stat().st_size) > _MAX_CONFIG_BYTES:
+            raise _refuse_damaged(path, f"{size} bytes")
+        config = parse_config(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:
@@ -51,12 +57,31 @@ def read_config(folder: Path, file_name: str = CONFIG_FILE) -> pb.ModelConfig | 
             f"{path} cannot be read", got=exc.strerror or str(exc), remedy="check the disk and the permissions"
         ) from exc
     except (UnicodeDecodeError, text_format.ParseError) as exc:
-        raise DamagedConfigError(
-            f"{path} cannot be read",
-            expected="a Triton model configuration",
-            got=" ".join(str(exc).split()),
-            remedy="move this file out of the repository, then do it again",
-        ) from exc
+        raise _refuse_damaged(path, " ".join(str(exc).split())) from exc
+    if not config.ListFields():
+        raise _refuse_damaged(path, "an empty one")
+    return config
+
+
+def read_regular(path: Path) -> str:
+    """Return the text of a file of a published version, whatever lies there in its place.
+
+    Raises:
+        OSError: It cannot be read, or is no file: a pipe would be waited for, and a device never ends.
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    if kind := describe_no_file(path):
+        raise OSError(errno.EINVAL, f"it is {kind}", str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def _refuse_damaged(path: Path, got: str) -> DamagedConfigError:
+    return DamagedConfigError(
+        f"{path} cannot be read",
+        expected=f"a Triton model configuration of at most {_MAX_CONFIG_BYTES} bytes",
+        got=got,
+        remedy="move this file out of the repository, then do it again",
+    )
 
 
 def describe_no_file(path: Path) -> str:

@@ -20,6 +20,8 @@ from .hashing import hash_files
 from .names import STEP_SUFFIXES
 from .version import SUMS_FILE, Version
 
+_IN_ITS_PLACE = "move it away, and restore the file or export again"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -108,9 +110,11 @@ def find_damaged_files(version: Version) -> Iterator[Finding]:
             yield find(version.folder, f"lacks {name}")
         elif named[name] != artefacts[name]:
             yield find(version.folder / SUMS_FILE, f"names other bytes for {name} than the lock")
+    lost = [*sorted({*expected} - {*there}), version.folder / SUMS_FILE]
+    yield from (find(path, f"is {kind}", _IN_ITS_PLACE) for path in lost if (kind := describe_no_file(path)))
     if not expected:
         yield find(version.folder, "has nothing that records its files", "export again and prune it")
-    yield from (find(path, "is missing") for path in sorted({*expected} - {*there}))
+    yield from (find(path, "is missing") for path in lost if not path.exists() and path in expected)
     for path, digest in hash_files(path for path in there if path in expected).items():
         if digest != expected[path]:
             yield find(path, "has changed")

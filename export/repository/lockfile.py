@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import CheckpointError, RepositoryError, list_some
 from ..targets import Target
+from .config_file import read_regular
 
 LOCK_FILE = "modelyard.lock.json"
 
@@ -134,7 +135,7 @@ def read_lock(path: Path) -> dict[str, Any]:
         RepositoryError: It cannot be read, is not a lock, or is one of another version of modelyard.
     """
     try:
-        lock: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        lock: dict[str, Any] = json.loads(read_regular(path))
     # Python gives up on a thousand brackets within one another.
     except (OSError, ValueError, RecursionError) as exc:
         raise RepositoryError(f"{path} cannot be read", expected="a lock", got=str(exc), remedy="export again") from exc

@@ -33,7 +33,7 @@ from ..tasks.comparison import describe_errors
 from .activation import check_exchangeable, lacks_configs, switch
 from .addition import add_version
 from .change import change
-from .config_file import keep_operators_parameters
+from .config_file import keep_operators_parameters, read_regular
 from .contents import (
     GOLDEN_FILE,
     REPORT_FILE,
@@ -240,8 +240,8 @@ def _tells_the_same(folder: Path, report: VerificationReport) -> bool:
     """
     now = report.to_json()
     try:
-        told = dict(json.loads((folder / REPORT_FILE).read_text(encoding="utf-8")))
-        golden = json.loads((folder / GOLDEN_FILE).read_text(encoding="utf-8"))
+        told = dict(json.loads(read_regular(folder / REPORT_FILE)))
+        golden = json.loads(read_regular(folder / GOLDEN_FILE))
         form = dict(golden["samples"][0]).keys()
     # Whatever was made of them by hand: they are written anew.
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

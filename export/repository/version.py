@@ -11,7 +11,7 @@ from typing import Any
 from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import RepositoryError
-from .config_file import CONFIG_FILE, pin_config, read_config
+from .config_file import CONFIG_FILE, pin_config, read_config, read_regular
 from .contents import CONFIGS_FOLDER, REPORT_FILE, list_parts, list_versions
 from .lockfile import LOCK_FILE, read_lock
 
@@ -73,7 +73,7 @@ class Version:
     def read_sums(self) -> dict[Path, str]:
         """Return file of the version → SHA-256 that it had; empty for one of a release without sums."""
         try:
-            lines = (self.folder / SUMS_FILE).read_text(encoding="utf-8").splitlines()
+            lines = read_regular(self.folder / SUMS_FILE).splitlines()
         except (OSError, UnicodeDecodeError):
             return {}
         told = {
@@ -124,7 +124,7 @@ class Version:
 
     def _read_json(self, file_name: str) -> Mapping[str, Any]:
         try:
-            content = json.loads((self.folder / file_name).read_text(encoding="utf-8"))
+            content = json.loads(read_regular(self.folder / file_name))
         except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}

@@ -28,13 +28,15 @@ def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[s
     Raises:
         ModelError: `id2label` does not name each label once.
     """
-    named = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    names = [named[index] for index in sorted(named)]
-    if sorted(named) != list(range(len(names))) or (must_differ and len(set(names)) != len(names)) or not names:
+    named = {int(index): name for index, name in (config.id2label or {}).items()}
+    names = [str(named[index]) for index in sorted(named)]
+    # An answer that is not there is an empty text.
+    is_whole = names and sorted(named) == [*range(len(names))] and all(names) and None not in named.values()
+    if not is_whole or (must_differ and len(set(names)) != len(names)):
         raise ModelError(
             "id2label in config.json does not name every label once",
             expected="the ids 0, 1, 2, ... with a name each",
-            got=", ".join(f"{index}: {name}" for index, name in sorted(named.items())) or "none",
+            got=", ".join(f"{index}: {name!r}" for index, name in sorted(named.items())) or "none",
             remedy="give each a name of its own in id2label: answers are names, the best first",
         )
     return names

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,7 +214,7 @@ def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor])
     allowed = set(settings.get("modules_to_save") or ())
     named = {}
     for local, tensor in replaced.items():
-        is_saved = allowed & set(local.split("."))
+        is_saved = _is_saved_module(local, allowed)
         is_bias = settings.get("bias", "none") != "none" and local.endswith(".bias")
         if not is_saved and not is_bias:
             raise AdapterError(
@@ -225,6 +225,17 @@ def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor])
             )
         named[local] = tensor.to(torch.float32)
     return MergeUpdates(source=weights, updates=updates, replaced=named)
+
+
+def _is_saved_module(name: str, saved: Collection[str]) -> bool:
+    """Tell whether a tensor is of a module that `modules_to_save` names.
+
+    peft compares the ends of modules' paths, so `classifier` means `pre_classifier` as well
+    (`peft.utils.other._set_trainable`).
+    """
+    parts = name.split(".")
+    modules = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return any(module.endswith(tuple(saved)) for module in modules)
 
 
 def _read_adapter_config(folder: Path) -> Mapping[str, Any]:

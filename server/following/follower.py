@@ -168,15 +168,15 @@ class Follower:
         self._ended = True
 
     def _fingerprint(self) -> object:
-        """Return something that is another whenever a configuration or the list of models is another."""
+        """Return something that is another whenever a configuration, or the list of models or versions, is another."""
         found = []
         try:
             for folder in sorted(self._repository.iterdir()):
                 try:
-                    stat = (folder / CONFIG_FILE).stat()
+                    versions, stat = folder.stat(), (folder / CONFIG_FILE).stat()
                 except OSError:
                     continue
-                found.append((folder.name, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+                found.append((folder.name, versions.st_mtime_ns, stat.st_mtime_ns, stat.st_size, stat.st_ino))
         # A network file system that is away for a moment says nothing about what should be served.
         except OSError:
             return self._seen
@@ -200,9 +200,8 @@ class Follower:
         for name in [*self._served]:
             if name in wanted or self._ended:
                 continue
-            if list_versions(self._repository / name):
-                # What is removed goes as a whole.
-                damage = f"{self._repository / name / CONFIG_FILE} is missing"
+            # What is removed goes as a whole.
+            if damage := _find_rest(self._repository / name, self._served[name].version):
                 wanted[name] = Published(name=name, version=0, configs={}, damage=damage)
             else:
                 self._remove(name)
@@ -303,6 +302,15 @@ class Follower:
         if not (before and wanted.damage):
             self._say(f"ERROR: {reason} {then}")
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))
+
+
+def _find_rest(folder: Path, version: int) -> str:
+    """Return what is missing of a served model of which something is left; empty where nothing is."""
+    if list_versions(folder):
+        return f"{folder / CONFIG_FILE} is missing"
+    if not (folder / CONFIG_FILE).exists():
+        return ""
+    return f"{folder / str(version)} is missing" if version else f"{folder} holds no version"
 
 
 def _refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from .agreement import find_disagreement, read_following
 from .model_text import CONFIG_FILE
-from .published import read_repository
+from .published import GOLDEN_FILE, read_repository
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
@@ -33,6 +33,22 @@ _PAUSE_S = 0.2
 
 # Above the largest number of fp32.
 _BEYOND_FP32 = 1e39
+
+# KServe's datatypes that a recorded tensor may have, and whether a value of its `data` is of one.
+_DATATYPES: Mapping[str, Callable[[object], bool]] = {
+    "BYTES": lambda value: isinstance(value, str),
+    "BOOL": lambda value: isinstance(value, int),
+    **{f"FP{bits}": lambda value: _is_number(value) for bits in (16, 32, 64)},
+    **{
+        f"{sign}INT{bits}": lambda value: isinstance(value, int) and not isinstance(value, bool)
+        for sign in ("", "U")
+        for bits in (8, 16, 32, 64)
+    },
+}
+
+
+class DamagedGoldenError(ValueError):
+    """A `golden.json` says nothing that could be asked."""
 
 
 class _BusyError(OSError):
@@ -65,8 +81,8 @@ def check_answer(
         OSError: The server does not answer, or refuses.
         ValueError: It answers something else than the file promises, or the file is not one of this modelyard.
     """
-    path = repository / name / version / "golden.json"
-    if not path.is_file():
+    path = repository / name / version / GOLDEN_FILE
+    if not path.exists():
         return None
     golden = read_golden(path)
     # The first of them: an answer with numbers in it.
@@ -82,7 +98,12 @@ def check_answer(
             if time.monotonic() >= end:
                 raise
             time.sleep(_PAUSE_S)
-    return measure_answer(sample["outputs"], answered, golden["tolerances"])
+        except OSError as exc:
+            raise OSError(f"asked for the answer in {path}: {exc}") from exc
+    try:
+        return measure_answer(sample["outputs"], answered, golden["tolerances"])
+    except ValueError as exc:
+        raise ValueError(f"{exc}; the verified one is in {path}") from exc
 
 
 def _infer(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -103,21 +124,28 @@ def _generate(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**tensor, "data": [answered.get(tensor["name"])]} for tensor in sample["outputs"]]
 
 
+_EXPECTED_GOLDEN = "expected samples of whole tensors and tolerances, got something else"
+
+
 def read_golden(path: Path) -> dict[str, Any]:
     """Return what a `golden.json` holds, which docs/contracts.md describes.
 
     Raises:
         GoldenError: An older modelyard wrote it.
-        ValueError: It is damaged.
+        DamagedGoldenError: It holds no such thing.
     """
+    if not path.is_file():
+        raise DamagedGoldenError(f"{path} is damaged: it is no regular file")
     try:
         golden: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         samples, bounds = golden["samples"], golden["tolerances"]
         is_old = not all({"inputs", "outputs"} <= sample.keys() for sample in samples)
         is_whole = is_old or (bool(samples) and all(map(_is_whole_sample, samples)) and _are_bounds(bounds))
-    # A file that was cut short or written over may hold anything.
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
-        raise ValueError(f"{path} is damaged: {type(exc).__name__}: {exc}") from exc
+    except ValueError as exc:
+        raise DamagedGoldenError(f"{path} is damaged: expected JSON, got {exc}") from exc
+    # A file that was written over may hold anything.
+    except (TypeError, LookupError, AttributeError, RecursionError) as exc:
+        raise DamagedGoldenError(f"{path} is damaged: {_EXPECTED_GOLDEN}") from exc
     if is_old:
         raise GoldenError(
             f"{path} was written by an older modelyard",
@@ -126,26 +154,35 @@ def read_golden(path: Path) -> dict[str, Any]:
             remedy=f"export the model again with `{name_command('run')}`",
         )
     if not is_whole:
-        raise ValueError(f"{path} is damaged: expected samples of whole tensors and tolerances, got others")
+        raise DamagedGoldenError(f"{path} is damaged: {_EXPECTED_GOLDEN}")
     return golden
 
 
 def _is_whole_sample(sample: Mapping[str, Any]) -> bool:
     """Tell whether a recorded request and its answer can be asked and compared."""
-    tensors = [*sample["inputs"], *sample["outputs"]]
-    return bool(sample["outputs"]) and all(
+    return bool(sample["outputs"]) and all(map(_is_whole_tensor, [*sample["inputs"], *sample["outputs"]]))
+
+
+def _is_whole_tensor(tensor: Mapping[str, Any]) -> bool:
+    """Tell whether a recorded tensor has as many values as its shape says, each of its datatype.
+
+    tritonserver makes room for a shape before it looks at the values, and ends where it cannot.
+    """
+    shape, data, is_one = tensor["shape"], tensor["data"], _DATATYPES[tensor["datatype"]]
+    return (
         isinstance(tensor["name"], str)
-        and isinstance(tensor["datatype"], str)
-        and isinstance(tensor["shape"], list)
-        and isinstance(tensor["data"], list)
-        and (not tensor["datatype"].startswith("FP") or all(map(_is_number, tensor["data"])))
-        for tensor in tensors
+        and isinstance(shape, list)
+        and all(type(size) is int and size >= 0 for size in shape)
+        and isinstance(data, list)
+        and math.prod(shape) == len(data)
+        and all(map(is_one, data))
+        and tensor.get("parameters", {}) in ({}, {"encoding": "base64"})
     )
 
 
 def _are_bounds(tolerances: Mapping[str, Any]) -> bool:
     given = [tolerances[key] for key in ("max_abs_error", "max_relative_error") if key in tolerances]
-    return all(map(_is_number, given))
+    return bool(given) and all(map(_is_number, given))
 
 
 def _is_number(value: object) -> bool:
@@ -201,7 +238,7 @@ class Checked:
     """What came of asking a model.
 
     Attributes:
-        error: The largest difference to the verified answer.
+        error: The largest difference to the verified answer; NaN where none could be asked for, and the model is ready.
         served: The version that answered.
         active: The version that is active in the repository.
         disagreement: Why the one is not the other, where it has not just become so.
@@ -231,7 +268,14 @@ def check_ensembles(
         CheckError: One of them does not answer, or otherwise, or another version than the active one for longer than
             a rollout takes, or there is none to ask.
     """
-    folders = {path.parent.parent for path in repository.glob("*/*/golden.json")}
+    if not repository.is_dir():
+        raise CheckError(
+            f"there is no repository {repository}",
+            expected="the folder that the server serves",
+            got="a file" if repository.exists() else "nothing",
+            remedy="name it with --repository",
+        )
+    folders = {path.parent.parent for path in repository.glob(f"*/*/{GOLDEN_FILE}")}
     # One of which no version is active has no configuration.
     names = sorted(folder.name for folder in folders if (folder / CONFIG_FILE).exists())
     wanted = read_repository(repository)
@@ -240,9 +284,19 @@ def check_ensembles(
     checked, remedy = {}, "see the server's log"
     # Of one without a configuration, which may be there again, the server knows that it was to be served.
     lost = {folder.name for folder in folders} - {*names}
-    known = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
+    failed = {name: each for name, each in following.items() if each.get("state") == "failed"}
+    known = {name: str(each.get("reason", "")) for name, each in failed.items()}
+    # What this project did not write has no version.
+    lost |= {name for name, each in failed.items() if each.get("served") and name not in names}
     faults = {name: reason for name, reason in known.items() if name in lost} | damaged
-    failures = [f"{name}: {fault.rstrip('.')}" for name, fault in faults.items()]
+    failures = []
+    for name, fault in faults.items():
+        served = _find_served(url, name) if any_version else 0
+        if served:
+            active = wanted[name].version if name in wanted else 0
+            checked[name] = Checked(error=math.nan, served=served, active=active, disagreement=fault)
+        else:
+            failures.append(f"{name}: {fault.rstrip('.')}")
     for name in names:
         if name in faults:
             continue
@@ -259,8 +313,15 @@ def check_ensembles(
         except GoldenError as exc:
             failures.append(f"{name}: {exc.fault}")
             remedy = exc.remedy
+        except DamagedGoldenError as exc:
+            served = _find_served(url, name) if any_version else 0
+            if served:
+                checked[name] = Checked(error=math.nan, served=served, active=served, disagreement=str(exc))
+            else:
+                failures.append(f"{name}: {exc}")
         except (OSError, ValueError, KeyError) as exc:
-            failures.append(f"{name}: {exc}")
+            # Of one that it could not load, the server knows more than that it is not there.
+            failures.append(f"{name}: {known.get(name) or exc}")
     if failures or not checked:
         raise CheckError(
             f"{url} does not serve {repository} as verified",
@@ -269,6 +330,17 @@ def check_ensembles(
             remedy=remedy,
         )
     return checked
+
+
+def _find_served(url: str, name: str) -> int:
+    """Return which version of a model answers that it is ready; 0 where none does."""
+    try:
+        version = _read_version(url, name)
+        ready = f"{url}/v2/models/{urllib.parse.quote(name)}/versions/{version}/ready"
+        with urllib.request.urlopen(ready, timeout=_METADATA_TIMEOUT_S):
+            return int(version)
+    except (OSError, ValueError, KeyError, http.client.HTTPException):
+        return 0
 
 
 def _read_version(url: str, name: str) -> str:

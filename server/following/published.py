@@ -1,5 +1,6 @@
 """What a repository says should be served: which version of each model is active, and which models are its steps."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,15 +130,26 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
     for part in (*(step for step, _ in steps), name):
         if part in faults:
             return version, faults[part]
-        if part not in configs:
-            return version, f"{repository / part / CONFIG_FILE} is missing"
         if version not in list_versions(repository / part):
             return version, f"{repository / part / str(version)} is missing"
+        if part not in configs:
+            return version, f"{repository / part / CONFIG_FILE} is missing"
         owner = read_parameter(configs[part], _OWNER_PARAMETER)
         if owner not in (read_parameter(config, _OWNER_PARAMETER), name, None):
             return version, f"{path} has {part} as a step, which is one of {owner}"
-    golden = repository / name / str(version) / GOLDEN_FILE
-    return version, "" if golden.is_file() else f"{golden} is missing"
+    if not (golden := repository / name / str(version) / GOLDEN_FILE).exists():
+        return version, f"{golden} is missing"
+    folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
+    return version, next(filter(None, map(_find_foreign, folders)), "")
+
+
+def _find_foreign(version: Path) -> str:
+    """Return what is neither a file nor a folder in the folder of a version: tritonserver would wait for a pipe."""
+    for folder, _, names in os.walk(version):
+        for path in (Path(folder, name) for name in names):
+            if not path.is_file():
+                return f"{path} is {'no regular file' if path.exists() else 'a link that leads nowhere'}"
+    return ""
 
 
 def _is_step(name: str, config: str) -> bool:

@@ -37,7 +37,7 @@ def test_a_text_that_fails_the_whole_batch_is_refused_alone(tmp_path: Path) -> N
     assert good.windows[0].ids == [0, 1]
     assert isinstance(bad, tokenization.TextError)
     assert "TEXT cannot be tokenised" in str(bad)
-    assert str(empty) == "TEXT holds no token: expected at least one, got an empty sequence"
+    assert str(empty) == tokenization.NO_TOKEN
     assert long.windows[0].ids == [0, 1, 0, 1]
     assert tokenizer.stack([good, long])["input_ids"].tolist() == [[0, 1, 0, 0], [0, 1, 0, 1]]
 

@@ -345,6 +345,20 @@ def test_accelerates_index_of_a_model_too_big_for_one_file_is_read(tmp_path: Pat
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["../blobs/gone", "model.safetensors"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str) -> None:
+    """As a cache of downloads leaves it, where the folder is copied without what its links lead to."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").symlink_to(target)
+    link = tmp_path / "model.safetensors"
+    sentence = f"{link} is a link that leads nowhere: expected a file behind it, got a link to {target}"
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=re.escape(sentence)):
+        open_checkpoint(tmp_path)
+
+
 def test_a_json_file_of_something_else_is_no_index(tmp_path: Path) -> None:
     (tmp_path / "index.json").write_text('{"pages": 3}')
     with pytest.raises(CheckpointError, match="holds no checkpoint"):

@@ -38,13 +38,14 @@ def test_what_is_no_regular_file_is_refused_before_a_byte_is_read(tmp_path: Path
     for read in (open_regular, read_json, read_json_beside):
         with pytest.raises(CheckpointError) as refusal:
             read(path)
-        assert str(refusal.value) == f"{path} is not a regular file: expected a file, got {kind}."
+        sentence = f"{path} is not a regular file: expected a file, got {kind}; put the file itself there."
+        assert str(refusal.value) == sentence
 
 
 def test_small_files_are_read_whole_up_to_their_limit(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(10))
     assert read_small(tmp_path / "x", max_bytes=10) == bytes(10)
-    with pytest.raises(CheckpointError, match=r"x is too large: expected at most 9 bytes, got 10\."):
+    with pytest.raises(CheckpointError, match=r"x is too large: expected at most 9 bytes, got 10; copy the checkpoint"):
         read_small(tmp_path / "x", max_bytes=9)
     with pytest.raises(CheckpointError, match=r"y cannot be opened: expected a file, got No such file or directory\."):
         read_small(tmp_path / "y", max_bytes=9)

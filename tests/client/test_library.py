@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,11 @@ def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, 
              lambda: Client("localhost:9", protocol=protocol, retry_s=0.2).embed(["x"])),
             (DeadlineError, "expected one within 0.5 s, got none; raise timeout_s",
              lambda: Client(f"127.0.0.1:{silent.getsockname()[1]}", protocol=protocol, timeout_s=0.5).embed(["x"])),
+            *(
+                (UsageError, f"no address of a server: expected HOST:PORT.*, got {re.escape(repr(wrong))}",
+                 partial(Client, wrong))
+                for wrong in ("", "localhost:abc", "localhost:99999", "localhost:", ":8000", "[::1]:x")
+            ),
             (UsageError, "the compression is not known", lambda: Client(url, protocol=protocol, compression="zip")),
         ]  # fmt: skip
         for kind, sentence, ask in cases:

@@ -15,6 +15,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
 )
@@ -137,6 +139,21 @@ def test_a_head_that_only_the_adapter_has_is_put_on_a_model_without_one(tmp_path
 
     train_adapter(load(), tmp_path / "adapter", r=4, target_modules=["query"], modules_to_save=["classifier"])
     wanted = merge_with_peft(load(), tmp_path / "adapter")
+    check_equal(merge_here(tmp_path / "base", AutoModelForSequenceClassification, tmp_path / "adapter"), wanted)
+
+
+def test_a_module_is_saved_whose_path_ends_as_peft_was_told(tmp_path: Path) -> None:
+    """peft names `classifier` by itself, and DistilBERT has a `pre_classifier` too."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "dim": 16, "hidden_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 32}
+    DistilBertForSequenceClassification(DistilBertConfig(**sizes, num_labels=3)).save_pretrained(tmp_path / "base")
+
+    def load() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+
+    train_adapter(load(), tmp_path / "adapter", r=4, target_modules=["q_lin"], task_type="SEQ_CLS")
+    wanted = merge_with_peft(load(), tmp_path / "adapter")
+    assert not torch.equal(load().state_dict()["pre_classifier.weight"], wanted["pre_classifier.weight"])
     check_equal(merge_here(tmp_path / "base", AutoModelForSequenceClassification, tmp_path / "adapter"), wanted)
 
 

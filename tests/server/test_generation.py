@@ -25,6 +25,8 @@ from trainers.writers import save_trained_writer, save_writer, train_bpe, train_
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client import Client, RefusedError
+from client.options import Options
+from client.ports import find_wrong_port
 from export.__main__ import main
 from export.consolidation.consolidate import consolidate
 from export.repository.config_file import parse_config, render_config
@@ -357,6 +359,11 @@ def test_the_recipes_of_the_page_run(writers: Writers) -> None:
     assert "".join(line["text_output"] for line in lines) == wanted and len(lines) > 5
     assert not {".", "!"} & set(json.loads(stopped)["text_output"])
     assert printed == wanted.split(".")[0] + "\n"
+
+
+def test_the_metrics_port_is_known_where_a_backend_has_metrics_of_its_own(writers: Writers) -> None:
+    found = find_wrong_port(Options(f"127.0.0.1:{writers.server.metrics}"))
+    assert found is not None and found.got == "its metrics port"
 
 
 def test_the_check_through_the_server_is_repeated_over_every_transport(writers: Writers, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from followed import (
     serving_copy,
     wait_for,
 )
+from harness import run
 from launcher import Running, running
 
 from server.following.health import read_golden as read_golden_file
@@ -282,7 +283,7 @@ def test_what_is_not_whole_at_the_start_is_named_and_served_once_it_is(
 
 def build_golden(**changes: object) -> str:
     """Return a recorded answer with other values in its only output, in its sample, or for its bound."""
-    output = {"name": "EMBEDDING", "datatype": "FP32", "shape": [1, 1], "data": [0.0]}
+    output = {"name": "EMBEDDING", "datatype": "FP32", "shape": [1, 1], "data": [0.0], "parameters": {}}
     output |= {key: value for key, value in changes.items() if key in output}
     asked = {"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}
     sample = {"inputs": changes.get("inputs", [asked]), "outputs": changes.get("outputs", [output])}
@@ -294,8 +295,13 @@ DAMAGED_GOLDENS = (
     *(build_golden(outputs=value) for value in ([], {}, "", 5, None, [[]])),
     *(build_golden(inputs=value) for value in (5, None, [{}])),
     *(build_golden(data=value) for value in (5, None, {}, ["a"], [None], [[0.0]], [10**400], [float("nan")])),
-    *(build_golden(datatype=value) for value in (5, None, [])),
+    *(build_golden(datatype=value) for value in (5, None, [], "FP99", "INT64")),
+    *(build_golden(shape=value) for value in ([2**40], [-1, -1], [1.0], ["1"], 1, [2, 1], None)),
+    *(build_golden(parameters=value) for value in ({"binary_data_size": 1 << 40}, 5)),
     *(build_golden(bound=value) for value in (float("inf"), 10**400, True, None, "x", [])),
+    # tritonserver makes room for what a shape says, and ends where it cannot.
+    build_golden(inputs=[{"name": "TEXT", "datatype": "INT64", "shape": [1 << 40], "data": [1]}]),
+    build_golden().replace("max_abs_error", "another_bound"),
 )
 
 
@@ -333,6 +339,65 @@ def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(repository
             wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 2)
         assert callers.failures == [] and set(callers.answers) == {1, 2}
     assert "Traceback" not in "\n".join(server.lines)
+
+
+def test_a_pipe_among_the_files_of_a_version_is_named_and_waited_for_by_nobody(
+    repository: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    half = publish_half(copy, tmp_path)
+    pipes = [copy / f"{half}_model" / "1" / "model.onnx", copy / f"{NAME}_preprocess" / "2" / "tokenizer.json"]
+    whole = [pipe.read_bytes() for pipe in pipes]
+    for pipe in pipes:
+        put_pipe(pipe)
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+        assert f"{pipes[0]} is no regular file" in read_following(server)[half]["reason"]
+        config = copy / NAME / "config.pbtxt"
+        with Callers(server, copy, count=1) as callers:
+            for part in PARTS:
+                shutil.copy(copy / NAME / "2" / "configs" / f"{part}.pbtxt", copy / part / config.name)
+            wait_for(server, lambda models: str(pipes[1]) in models[NAME]["reason"])
+            # Neighbours are healed meanwhile.
+            for stub in server.find_stubs(f"{NAME}_model"):
+                stub.kill()
+            server.wait_for_line(f"{NAME}_model: answers again", 60)
+            for pipe, content in zip(pipes, whole, strict=True):
+                pipe.unlink()
+                pipe.write_bytes(content)
+            wait_for(server, lambda models: all(item["state"] == "served" for item in models.values()))
+            wait_for(server, lambda models: models[NAME]["served"] == 2)
+        assert set(callers.answers) == {1, 2}
+
+
+def test_a_version_whose_folder_is_gone_is_named_at_once_and_serves_on(served: tuple[Running, Path]) -> None:
+    server, copy = served
+    with Callers(server, copy, count=1) as callers:
+        for part in PARTS:
+            # No other version is there either.
+            shutil.move(copy / part, copy.parent / "whole")
+            (copy / part).mkdir()
+            shutil.copy(copy.parent / "whole" / "config.pbtxt", copy / part)
+            wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
+            assert f"{copy / part / '1'} is missing" in read_following(server)[NAME]["reason"]
+            assert str(copy / part / "1") in server.check().err
+            # A container is not restarted for it: it might have nothing to answer with.
+            lenient = server.check("--any-version")
+            assert lenient.code == 0 and lenient.err.startswith(f"warning: {NAME} is ready, but ")
+            shutil.rmtree(copy / part)
+            shutil.move(copy.parent / "whole", copy / part)
+            wait_for(server, lambda models: models[NAME]["state"] == "served")
+    assert callers.failures == [] and set(callers.answers) == {1}
+
+
+def test_a_check_of_no_repository_is_refused(served: tuple[Running, Path], tmp_path: Path) -> None:
+    server, _ = served
+    done = run("-m", "server", "check", "--repository", str(tmp_path / "none"), "--http-port", str(server.http))
+    assert done.code == 1 and done.err.startswith(f"error: there is no repository {tmp_path / 'none'}: expected ")
 
 
 IDENTITY = """

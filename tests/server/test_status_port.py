@@ -1,6 +1,7 @@
 """The status port under everything that may connect to it: it answers who asks, and takes nothing from what serves."""
 
 import contextlib
+import json
 import resource
 import socket
 import time
@@ -13,12 +14,26 @@ import pytest
 from harness import Published
 from launcher import Running, running
 
+from server.following.follower import Following
 from server.status import Status
 from server.status_port import MAX_CONNECTIONS
 
 # What a shell allows by default, and more connections than that.
 FILES = 1024
 CONNECTIONS = 1100
+
+
+def test_nothing_is_told_to_be_served_before_tritonserver_answers() -> None:
+    status = Status()
+    status.follow("a", Following(active=2, served=2, state="served"))
+    status.follow("b", Following(active=2, served=1, state="failed", reason="why"))
+    for is_up in (False, True):
+        status.ready = is_up
+        models = json.loads(status.render_versions())["models"]
+        assert (models["a"]["active"], models["a"]["served"]) == (2, 2 * is_up)
+        assert models["a"]["state"] == ("served" if is_up else "rolling")
+        assert models["b"] == {"active": 2, "served": int(is_up), "state": "failed", "reason": "why"}
+        assert f'modelyard_served_version{{model="a"}} {2 * is_up}\n' in status.render()
 
 
 @pytest.fixture(scope="module")

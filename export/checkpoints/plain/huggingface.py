@@ -16,7 +16,15 @@ from typing import Any
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
 from ..remedies import RECOPY, RECOPY_WHOLE
-from ..storage.paths import MAX_JSON_BYTES, check_inside, find_json_remedy, parse_json, read_json_beside, read_small
+from ..storage.paths import (
+    MAX_JSON_BYTES,
+    check_inside,
+    find_json_remedy,
+    parse_json,
+    read_json_beside,
+    read_small,
+    refuse_broken_link,
+)
 from ..storage.safetensors_file import read_safetensors
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
@@ -316,6 +324,7 @@ def _check_shard_path(directory: Path, shard_name: str) -> None:
             got=repr(shard_name),
             remedy="do not use this checkpoint unless you know why",
         )
+    refuse_broken_link(directory / shard_name)
     if not (directory / shard_name).is_file():
         raise CheckpointError(
             f"{directory} lacks a shard that its index names",

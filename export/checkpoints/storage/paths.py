@@ -96,9 +96,28 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise CheckpointError(
-            f"{path} is not a regular file", expected="a file", got=_KINDS.get(stat.S_IFMT(mode), "something else")
+            f"{path} is not a regular file",
+            expected="a file",
+            got=_KINDS.get(stat.S_IFMT(mode), "something else"),
+            remedy="put the file itself there",
         )
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def refuse_broken_link(path: Path) -> None:
+    """Refuse a link that leads nowhere, as a download's cache leaves them where it is copied in part.
+
+    Raises:
+        CheckpointError: `path` is such a link.
+    """
+    # A link in a circle exists as little.
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"{path} is a link that leads nowhere",
+            expected="a file behind it",
+            got=f"a link to {path.readlink()}",
+            remedy="copy the folder again with the files that its links lead to, as `cp -rL` does",
+        )
 
 
 def read_small(path: Path, *, max_bytes: int) -> bytes:
@@ -110,7 +129,9 @@ def read_small(path: Path, *, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise CheckpointError(f"{path} is too large", expected=f"at most {max_bytes} bytes", got=str(size))
+            raise CheckpointError(
+                f"{path} is too large", expected=f"at most {max_bytes} bytes", got=str(size), remedy=RECOPY
+            )
         try:
             # One call may return less, and a file may grow while it is read.
             parts, left = [], max_bytes
