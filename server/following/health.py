@@ -51,6 +51,10 @@ class DamagedGoldenError(ValueError):
     """A `golden.json` says nothing that could be asked."""
 
 
+class _DamageError(ValueError):
+    """A model has files that are not as they were published."""
+
+
 class _BusyError(OSError):
     """The server answers, and has no place for one more request."""
 
@@ -275,58 +279,51 @@ def check_ensembles(
             got="a file" if repository.exists() else "nothing",
             remedy="name it with --repository",
         )
-    folders = {path.parent.parent for path in repository.glob(f"*/*/{GOLDEN_FILE}")}
+    published = {path.parent.parent for path in repository.glob(f"*/*/{GOLDEN_FILE}")}
     # One of which no version is active has no configuration.
-    names = sorted(folder.name for folder in folders if (folder / CONFIG_FILE).exists())
+    names = sorted(folder.name for folder in published if (folder / CONFIG_FILE).exists())
     wanted = read_repository(repository)
-    damaged = {name: published.damage for name, published in wanted.items() if published.damage}
+    active = {name: wanted[name].version if name in wanted else 0 for name in names}
     following = read_following(status_url) if status_url else {}
-    checked, remedy = {}, "see the server's log"
-    # Of one without a configuration, which may be there again, the server knows that it was to be served.
-    lost = {folder.name for folder in folders} - {*names}
-    failed = {name: each for name, each in following.items() if each.get("state") == "failed"}
-    known = {name: str(each.get("reason", "")) for name, each in failed.items()}
-    # What this project did not write has no version.
-    lost |= {name for name, each in failed.items() if each.get("served") and name not in names}
-    faults = {name: reason for name, reason in known.items() if name in lost} | damaged
-    failures = []
-    for name, fault in faults.items():
-        served = _find_served(url, name) if any_version else 0
-        if served:
-            active = wanted[name].version if name in wanted else 0
-            checked[name] = Checked(error=math.nan, served=served, active=active, disagreement=fault)
-        else:
-            failures.append(f"{name}: {fault.rstrip('.')}")
-    for name in names:
-        if name in faults:
-            continue
+    reasons = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
+    # Of one without a configuration or a version, which may be there again, the server knows that it was to be served;
+    # what this project did not write has no version.
+    lost = {folder.name for folder in published} | {name for name in reasons if following[name].get("served")}
+    faults = {name: reasons[name] for name in reasons.keys() & (lost - {*names})}
+    faults |= {name: each.damage for name, each in wanted.items() if each.damage}
+    checked, failures, remedy = dict[str, Checked](), [], "see the server's log"
+    for name in [*faults, *(name for name in names if name not in faults)]:
         try:
+            if name in faults:
+                raise _DamageError(faults[name].rstrip("."))
             version = _read_version(url, name)
             error = check_answer(url, repository, name, version)
             if error is None:
-                raise ValueError(f"version {version} has no golden.json")
-            active = wanted[name].version if name in wanted else 0
-            reason = find_disagreement(repository, name, active, int(version), following)
+                raise ValueError(f"version {version} has no {GOLDEN_FILE}")
+            reason = find_disagreement(repository, name, active[name], int(version), following)
             if reason and not any_version:
                 raise ValueError(reason)
-            checked[name] = Checked(error=error, served=int(version), active=active, disagreement=reason)
+            checked[name] = Checked(error=error, served=int(version), active=active[name], disagreement=reason)
         except GoldenError as exc:
             failures.append(f"{name}: {exc.fault}")
             remedy = exc.remedy
-        except DamagedGoldenError as exc:
-            served = _find_served(url, name) if any_version else 0
-            if served:
-                checked[name] = Checked(error=math.nan, served=served, active=served, disagreement=str(exc))
+        except (_DamageError, DamagedGoldenError) as exc:
+            # A server that has it in memory answers all the same.
+            if any_version and (served := _find_served(url, name)):
+                found = Checked(error=math.nan, served=served, active=active.get(name, 0), disagreement=str(exc))
+                checked[name] = found
             else:
                 failures.append(f"{name}: {exc}")
-        except (OSError, ValueError, KeyError) as exc:
+        except OSError as exc:
             # Of one that it could not load, the server knows more than that it is not there.
-            failures.append(f"{name}: {known.get(name) or exc}")
+            failures.append(f"{name}: {reasons.get(name) or exc}")
+        except (ValueError, KeyError) as exc:
+            failures.append(f"{name}: {exc}")
     if failures or not checked:
         raise CheckError(
             f"{url} does not serve {repository} as verified",
             expected="an answer of every ensemble",
-            got="; ".join(failures) or "no ensemble with a golden.json",
+            got="; ".join(failures) or f"no ensemble with a {GOLDEN_FILE}",
             remedy=remedy,
         )
     return checked
