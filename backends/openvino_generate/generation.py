@@ -100,6 +100,11 @@ class Generation:
         self._has_begun = False
 
     @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the engine has to read before the first is written: each answer's prompt is its own."""
+        return len(self.ids) * len(self.answers)
+
+    @property
     def is_due(self) -> bool:
         """Whether there is anything to tell."""
         if self.is_over:

@@ -22,6 +22,7 @@ PARAMETERS = {
     "kv_cache_mb": "1024",
     "max_num_seqs": "64",
     "max_num_batched_tokens": "256",
+    "dynamic_split_fuse": "auto",
     "max_queue_size": "128",
 }
 

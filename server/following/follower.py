@@ -5,14 +5,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ..errors import GoneError, RolloutError
 from .holding import Holdings
 from .model_text import CONFIG_FILE
-from .published import Published, list_versions, read_repository
+from .published import Published, find_foreign, list_versions, read_repository
 from .rollout import Roller
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
@@ -129,6 +129,17 @@ class Follower:
         )
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
+    def leave_out_foreign(self) -> None:
+        """Have a tritonserver that is about to start load no model for whose files it would wait, such as a pipe."""
+        for name, published in [*self._served.items()]:
+            version = str(published.version)
+            with contextlib.suppress(OSError):
+                folders = [self._repository / part / version for part in published.steps or (name,)]
+                if damage := next(filter(None, map(find_foreign, folders)), ""):
+                    self.doubt(name, damage)
+                    # Looked at again as soon as its files are others.
+                    self._failures[name].wanted = replace(published, configs={}, damage=damage)
+
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen = self._fingerprint()
@@ -168,15 +179,16 @@ class Follower:
         self._ended = True
 
     def _fingerprint(self) -> object:
-        """Return something that is another whenever a configuration, or the list of models or versions, is another."""
+        """Return something that is another whenever a configuration, or the list of models, versions or files, is."""
         found = []
         try:
             for folder in sorted(self._repository.iterdir()):
                 try:
-                    versions, stat = folder.stat(), (folder / CONFIG_FILE).stat()
+                    versions = [(folder / str(version)).stat().st_mtime_ns for version in list_versions(folder)]
+                    stat = (folder / CONFIG_FILE).stat()
                 except OSError:
                     continue
-                found.append((folder.name, versions.st_mtime_ns, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+                found.append((folder.name, *versions, stat.st_mtime_ns, stat.st_size, stat.st_ino))
         # A network file system that is away for a moment says nothing about what should be served.
         except OSError:
             return self._seen

@@ -1,9 +1,11 @@
 """Whether a running server answers, and answers what was verified when the model was published."""
 
 import base64
+import hashlib
 import http.client
 import json
 import math
+import os
 import struct
 import time
 import urllib.error
@@ -17,8 +19,8 @@ from typing import Any
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from .agreement import find_disagreement, read_following
-from .model_text import CONFIG_FILE
-from .published import GOLDEN_FILE, read_repository
+from .model_text import CONFIG_FILE, read_config
+from .published import GOLDEN_FILE, SUMS_FILE, read_repository
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
@@ -86,28 +88,46 @@ def check_answer(
         ValueError: It answers something else than the file promises, or the file is not one of this modelyard.
     """
     path = repository / name / version / GOLDEN_FILE
-    if not path.exists():
-        return None
-    golden = read_golden(path)
-    # The first of them: an answer with numbers in it.
+    try:
+        if not path.exists():
+            return None
+        golden = read_golden(path)
+        return _compare(f"{url}/v2/models/{served_as or name}/versions/{version}", golden, patience_s)
+    except (_BusyError, GoldenError, DamagedGoldenError):
+        raise
+    # What is recorded may be of another kind than what is answered: any fault may come of it.
+    except Exception as exc:
+        told = str(exc) if isinstance(exc, (OSError, ValueError)) else f"{type(exc).__name__}: {exc}"
+        if _has_changed(path):
+            raise DamagedGoldenError(f"{path} has changed since it was published: {told}") from exc
+        kind = OSError if isinstance(exc, OSError) else ValueError
+        raise kind(f"{told}; what was verified is in {path}") from exc
+
+
+def _compare(url: str, golden: Mapping[str, Any], patience_s: float) -> float:
+    """Return how far a version of a model, at `url`, is from the first of its recorded answers."""
+    # It is an answer with numbers in it.
     sample = golden["samples"][0]
     ask = _generate if golden.get("decoupled") else _infer
-    asked = f"{url}/v2/models/{served_as or name}/versions/{version}"
     end = time.monotonic() + patience_s
     while True:
         try:
-            answered = ask(asked, sample)
-            break
+            return measure_answer(sample["outputs"], ask(url, sample), golden["tolerances"])
         except _BusyError:
             if time.monotonic() >= end:
                 raise
             time.sleep(_PAUSE_S)
-        except OSError as exc:
-            raise OSError(f"asked for the answer in {path}: {exc}") from exc
+
+
+def _has_changed(path: Path) -> bool:
+    """Tell whether a file of a version is known to have other bytes than were published; one without a sum is not."""
     try:
-        return measure_answer(sample["outputs"], answered, golden["tolerances"])
-    except ValueError as exc:
-        raise ValueError(f"{exc}; the verified one is in {path}") from exc
+        lines = read_config(path.with_name(SUMS_FILE)).splitlines()
+        sums = {place: digest for digest, _, place in (line.partition("  ") for line in lines)}
+        return sums.get(path.name) not in (None, hashlib.sha256(path.read_bytes()).hexdigest())
+    # Of what cannot be read nothing is known.
+    except (OSError, ValueError):
+        return not path.is_file()
 
 
 def _infer(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -140,6 +160,8 @@ def read_golden(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise DamagedGoldenError(f"{path} is damaged: it is no regular file")
+    if not os.access(path, os.R_OK):
+        raise DamagedGoldenError(f"{path} cannot be read: Permission denied")
     try:
         golden: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         samples, bounds = golden["samples"], golden["tolerances"]
@@ -180,13 +202,22 @@ def _is_whole_tensor(tensor: Mapping[str, Any]) -> bool:
         and isinstance(data, list)
         and math.prod(shape) == len(data)
         and all(map(is_one, data))
-        and tensor.get("parameters", {}) in ({}, {"encoding": "base64"})
+        and (tensor.get("parameters", {}) == {} or _is_base64(tensor))
     )
+
+
+def _is_base64(tensor: Mapping[str, Any]) -> bool:
+    """Tell whether a tensor says that its values are in base64, and they are."""
+    if tensor["parameters"] != {"encoding": "base64"}:
+        return False
+    for text in tensor["data"]:
+        base64.b64decode(text, validate=True)
+    return True
 
 
 def _are_bounds(tolerances: Mapping[str, Any]) -> bool:
     given = [tolerances[key] for key in ("max_abs_error", "max_relative_error") if key in tolerances]
-    return bool(given) and all(map(_is_number, given))
+    return bool(given) and all(_is_number(value) and value >= 0 for value in given)
 
 
 def _is_number(value: object) -> bool:
@@ -281,8 +312,16 @@ def check_ensembles(
         )
     published = {path.parent.parent for path in repository.glob(f"*/*/{GOLDEN_FILE}")}
     # One of which no version is active has no configuration.
-    names = sorted(folder.name for folder in published if (folder / CONFIG_FILE).exists())
-    wanted = read_repository(repository)
+    names = sorted(folder.name for folder in published if os.path.lexists(folder / CONFIG_FILE))
+    try:
+        wanted = read_repository(repository)
+    except OSError as exc:
+        raise CheckError(
+            f"{repository} cannot be read",
+            expected="a folder that this user may read",
+            got=f"'{exc.strerror}'",
+            remedy="open it, or check as its owner",
+        ) from exc
     active = {name: wanted[name].version if name in wanted else 0 for name in names}
     following = read_following(status_url) if status_url else {}
     reasons = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}

@@ -28,15 +28,24 @@ def list_models(repository: Path) -> list[str]:
             got="a file" if repository.exists() else "nothing",
             remedy=f"publish a model with `{name_command('run')}`, or pass --repository",
         )
+    models: list[str] = []
+    closed: PermissionError | None = None
     try:
-        models = sorted(entry.name for entry in repository.iterdir() if _has_version(entry))
+        for entry in sorted(repository.iterdir()):
+            try:
+                models += [entry.name] * _has_version(entry)
+            except PermissionError as exc:
+                closed = exc
     except PermissionError as exc:
+        closed = exc
+    # One of several that cannot be read keeps nobody from serving the others.
+    if closed and not models:
         raise NotFoundError(
-            f"{exc.filename} cannot be read",
+            f"{closed.filename} cannot be read",
             expected="a folder that this user may read",
-            got=f"'{exc.strerror}' for user {os.geteuid()}",
+            got=f"'{closed.strerror}' for user {os.geteuid()}",
             remedy=f"open it, as in `{name_opening(repository)}`, or serve it as its owner",
-        ) from exc
+        ) from closed
     if not models:
         raise EmptyError(
             f"{repository} holds nothing to serve",

@@ -61,6 +61,11 @@ class Overlay:
         """Tell whether a version of a model is shown."""
         return (self.directory / name / version).is_symlink()
 
+    def list_versions(self, name: str) -> list[Path]:
+        """Return the folders of the versions of a model that are shown."""
+        folder = self.directory / name
+        return sorted(entry for entry in folder.iterdir() if entry.name.isdecimal()) if folder.is_dir() else []
+
     def write_config(self, name: str, config: str) -> None:
         """Give a model that is shown another configuration."""
         (self.directory / name / CONFIG_FILE).write_text(config, encoding="utf-8", errors="surrogateescape")

@@ -19,11 +19,17 @@ from .model_text import (
 
 GOLDEN_FILE = "golden.json"
 
+# SHA-256 of each file of a version, and its place from there.
+SUMS_FILE = "SHA256SUMS"
+
 # In the folder of a version: configurations, those of each variant in a folder of its own.
 CONFIGS_FOLDER = "configs"
 
 # Parameters that an operator writes into a configuration.
 _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
+
+# What some file systems keep in their root, which is nobody else's to read.
+_FILE_SYSTEMS_OWN = "lost+found"
 
 # In every published configuration: the public model that the folder belongs to.
 _OWNER_PARAMETER = "modelyard_owner"
@@ -97,10 +103,12 @@ def _read_configs(repository: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Return name → the text of every configuration that is one, and name → what is wrong with every other."""
     configs, faults = {}, {}
     for folder in sorted(repository.iterdir()):
-        if folder.name.startswith(".") or not list_versions(folder):
+        if folder.name.startswith(".") or folder.name == _FILE_SYSTEMS_OWN:
             continue
         path = folder / CONFIG_FILE
         try:
+            if not _is_folder(folder) or not list_versions(folder):
+                continue
             config = read_config(path)
             if not read_fields(config):
                 raise ValueError("it is empty")
@@ -109,12 +117,25 @@ def _read_configs(repository: Path) -> tuple[dict[str, str], dict[str, str]]:
             # No version of it is active, or it is being replaced.
             continue
         except OSError as exc:
-            faults[folder.name] = f"{path} cannot be read: {exc.strerror}"
+            faults[folder.name] = f"{exc.filename or path} cannot be read: {exc.strerror}"
         except ValueError as exc:
             faults[folder.name] = f"{path} is no configuration: {exc}"
         else:
             configs[folder.name] = config
     return configs, faults
+
+
+def _is_folder(path: Path) -> bool:
+    """Tell whether `path` is a folder.
+
+    Raises:
+        PermissionError: It is one, and cannot be looked into.
+    """
+    if not path.is_dir():
+        return False
+    with os.scandir(path) as entries:
+        next(entries, None)
+    return True
 
 
 def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults: Mapping[str, str]) -> tuple[int, str]:
@@ -137,19 +158,31 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
         owner = read_parameter(configs[part], _OWNER_PARAMETER)
         if owner not in (read_parameter(config, _OWNER_PARAMETER), name, None):
             return version, f"{path} has {part} as a step, which is one of {owner}"
-    if not (golden := repository / name / str(version) / GOLDEN_FILE).exists():
-        return version, f"{golden} is missing"
-    folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
-    return version, next(filter(None, map(_find_foreign, folders)), "")
+    try:
+        folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
+        if foreign := next(filter(None, map(find_foreign, folders)), ""):
+            return version, foreign
+        golden = repository / name / str(version) / GOLDEN_FILE
+        return version, "" if golden.exists() else f"{golden} is missing"
+    except OSError as exc:
+        return version, f"{exc.filename} cannot be read: {exc.strerror}"
 
 
-def _find_foreign(version: Path) -> str:
-    """Return what is neither a file nor a folder in the folder of a version: tritonserver would wait for a pipe."""
-    for folder, _, names in os.walk(version):
+def find_foreign(version: Path) -> str:
+    """Return what is neither a file nor a folder in the folder of a version: tritonserver would wait for a pipe.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
+    for folder, _, names in os.walk(version, onerror=_raise):
         for path in (Path(folder, name) for name in names):
             if not path.is_file():
                 return f"{path} is {'no regular file' if path.exists() else 'a link that leads nowhere'}"
     return ""
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _is_step(name: str, config: str) -> bool:

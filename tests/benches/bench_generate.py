@@ -96,8 +96,8 @@ def open_openvino(folder: Path, threads: int) -> Write:
 
     scheduler = genai.SchedulerConfig()
     scheduler.num_kv_blocks, scheduler.max_num_seqs = 512, int(PARAMETERS["max_num_seqs"])
-    scheduler.max_num_batched_tokens = int(PARAMETERS["max_num_batched_tokens"])
-    scheduler.dynamic_split_fuse = True
+    # As the server takes in the prompts of so small a model.
+    scheduler.max_num_batched_tokens, scheduler.dynamic_split_fuse = 1024, False
     properties = {**read_properties(folder), "INFERENCE_NUM_THREADS": threads}
     pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
 

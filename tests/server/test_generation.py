@@ -149,6 +149,14 @@ class Writers:
         return found
 
 
+def set_parameters(repository: Path, model: str, **parameters: str) -> None:
+    path = repository / model / "config.pbtxt"
+    config = parse_config(path.read_text())
+    for name, value in parameters.items():
+        config.parameters[name].string_value = value
+    path.write_text(render_config(config))
+
+
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
     folder = tmp_path_factory.mktemp("writers")
@@ -163,6 +171,8 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
     }
     for model, checkpoint in checkpoints.items():
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
+    # Prompts in pieces as well as whole, which is chosen for small models.
+    set_parameters(folder / "models", "opt", dynamic_split_fuse="true", max_num_batched_tokens="16")
     small = ["--name", "small", "--repository", str(folder / "models"), "--precision", "int8"]
     assert main(["run", str(save_trained_writer(folder / "small")), *small]) == 0
     with running(folder / "models") as server:
@@ -299,18 +309,17 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(
     assert refusal["status"] == 400 and sentence in refusal["error"], refusal
 
 
-def test_the_pool_is_shared_by_preemption_and_its_queue_is_bounded(writers: Writers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["true", "false"])
+def test_the_pool_is_shared_by_preemption_and_its_queue_is_bounded(
+    writers: Writers, tmp_path: Path, split: str
+) -> None:
     repository = tmp_path / "models"
     shutil.copytree(writers.folder / "models", repository)
     for other in ("llama", "opt", "small"):
         shutil.rmtree(repository / other)
-    path = repository / "gpt2" / "config.pbtxt"
-    config = parse_config(path.read_text())
     # 32 blocks of 32 tokens, where eight answers of 150 tokens need some 50.
-    config.parameters["kv_cache_mb"].string_value = "1"
-    config.parameters["max_num_seqs"].string_value = "8"
-    config.parameters["max_queue_size"].string_value = "0"
-    path.write_text(render_config(config))
+    limits = {"kv_cache_mb": "1", "max_num_seqs": "8", "max_queue_size": "0"}
+    set_parameters(repository, "gpt2", **limits, dynamic_split_fuse=split)
     prompts = [text[:40] for text in read_verification_texts()[:8]]
     with running(repository) as server:
         server.read_until("serving")

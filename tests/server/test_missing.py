@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from followed import (
@@ -290,6 +291,7 @@ def build_golden(**changes: object) -> str:
     return json.dumps({"samples": [sample], "tolerances": {"max_abs_error": changes.get("bound", 1e-4)}})
 
 
+BASE64 = {"parameters": {"encoding": "base64"}}
 DAMAGED_GOLDENS = (
     *("[]", "null", "5", "{}", "[" * 500_000, '{"samples": [], "tolerances": {}}', '{"samples": [1]}'),
     *(build_golden(outputs=value) for value in ([], {}, "", 5, None, [[]])),
@@ -302,6 +304,8 @@ DAMAGED_GOLDENS = (
     # tritonserver makes room for what a shape says, and ends where it cannot.
     build_golden(inputs=[{"name": "TEXT", "datatype": "INT64", "shape": [1 << 40], "data": [1]}]),
     build_golden().replace("max_abs_error", "another_bound"),
+    build_golden(bound=-1),
+    build_golden(inputs=[{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]} | BASE64]),
 )
 
 
@@ -313,6 +317,67 @@ def test_a_recorded_answer_is_believed_if_it_is_whole(tmp_path: Path, content: s
     path.write_text(content)
     with pytest.raises(ValueError, match="golden.json is damaged"):
         read_golden_file(path)
+
+
+def change_answer(golden: dict[str, Any]) -> None:
+    golden["samples"][0]["outputs"][0]["data"].reverse()
+
+
+def ask_for_pieces(golden: dict[str, Any]) -> None:
+    golden["decoupled"] = True
+
+
+def bound_labels(golden: dict[str, Any]) -> None:
+    output = golden["samples"][0]["outputs"][0]
+    output.update(datatype="BYTES", data=["a"] * len(output["data"]))
+    golden["tolerances"] = {"max_relative_error": 1e-3}
+
+
+def count_beyond_floats(golden: dict[str, Any]) -> None:
+    output = golden["samples"][0]["outputs"][0]
+    output.update(datatype="INT64", data=[10**400] * len(output["data"]))
+    golden["tolerances"] = {"max_relative_error": 1e-3}
+
+
+def ask_for_another(golden: dict[str, Any]) -> None:
+    golden["samples"][0]["outputs"][0]["name"] = "ANOTHER"
+
+
+CHANGES = (change_answer, ask_for_pieces, bound_labels, count_beyond_floats, ask_for_another)
+
+
+def test_a_recorded_answer_that_was_changed_is_not_the_models_fault(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    half = publish_half(copy, tmp_path)
+    goldens = {name: copy / name / "1" / "golden.json" for name in (NAME, half)}
+    whole = {name: path.read_text() for name, path in goldens.items()}
+
+    def damage(name: str, change: Callable[[dict[str, Any]], None]) -> None:
+        content = json.loads(whole[name])
+        change(content)
+        # Other versions may share its bytes.
+        goldens[name].unlink()
+        goldens[name].write_text(json.dumps(content))
+
+    damage(half, bound_labels)
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+        assert str(goldens[half]) in read_following(server)[half]["reason"]
+        goldens[half].write_text(whole[half])
+        wait_for(server, lambda models: models[half]["state"] == "served")
+        for change in CHANGES:
+            damage(NAME, change)
+            told = server.check()
+            assert told.code == 1 and f"{goldens[NAME]} has changed since it was published" in told.err
+            # A container is not restarted for it.
+            assert server.check("--any-version").code == 0
+        goldens[NAME].write_text(whole[NAME])
+        assert server.check().code == 0
+    assert "Traceback" not in "\n".join(server.lines)
 
 
 def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(repository: Path, tmp_path: Path) -> None:
@@ -372,6 +437,81 @@ def test_a_pipe_among_the_files_of_a_version_is_named_and_waited_for_by_nobody(
             wait_for(server, lambda models: all(item["state"] == "served" for item in models.values()))
             wait_for(server, lambda models: models[NAME]["served"] == 2)
         assert set(callers.answers) == {1, 2}
+
+
+def test_a_pipe_that_came_while_it_was_served_is_waited_for_by_nobody_who_loads_it_anew(
+    repository: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    half = publish_half(copy, tmp_path)
+    graph = copy / f"{NAME}_model" / "1" / "model.onnx"
+    content = graph.read_bytes()
+
+    def mend() -> None:
+        graph.unlink()
+        graph.write_bytes(content)
+
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        put_pipe(graph)
+        wait_for(server, lambda models: str(graph) in models[NAME]["reason"] and models[NAME]["served"] == 1)
+        server.find_stubs(f"{NAME}_model")[0].kill()
+        server.wait_for_line(f"{graph.parent}", 60)
+        # A neighbour is healed meanwhile.
+        server.find_stubs(f"{half}_model")[0].kill()
+        server.wait_for_line(f"{half}_model: answers again", 60)
+        mend()
+        server.wait_for_line(f"{NAME}_model: answers again", 60)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+        put_pipe(graph)
+        wait_for(server, lambda models: models[NAME]["state"] == "failed")
+        os.kill(server.tritonserver, signal.SIGKILL)
+        server.wait_for_line("tritonserver answers again", 60)
+        wait_for(server, lambda models: read_ready(server) == (200, "ready, 1 of 2 models\n"))
+        assert str(graph) in read_following(server)[NAME]["reason"]
+        mend()
+        wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
+
+
+# root reads everything without these.
+WITHOUT_RIGHTS = ("--inh-caps=-dac_override,-dac_read_search", "--bounding-set=-dac_override,-dac_read_search")
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not installed; `apt-get install util-linux`")
+@pytest.mark.parametrize("closed", [NAME, f"{NAME}_model", f"{NAME}_preprocess/1"])
+def test_a_folder_that_cannot_be_read_is_named_and_keeps_nobody_else_from_being_served(
+    repository: Path, tmp_path: Path, closed: str
+) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    half = publish_half(copy, tmp_path)
+    under = ["setpriv", *(WITHOUT_RIGHTS if os.geteuid() == 0 else ())]
+    folder = copy / closed
+    folder.chmod(0)
+    try:
+        with running(copy, under=under) as server:
+            server.read_until("serving HTTP")
+            server.follow()
+            assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+            assert f"{folder} cannot be read: Permission denied" in read_following(server)[NAME]["reason"]
+            folder.chmod(0o755)
+            wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
+            (copy / half).chmod(0)
+            wait_for(server, lambda models: models[half]["state"] == "failed" and models[half]["served"] == 1)
+            # The others are followed all the same.
+            for part in PARTS:
+                shutil.copy(copy / NAME / "2" / "configs" / f"{part}.pbtxt", copy / part / "config.pbtxt")
+            wait_for(server, lambda models: models[NAME]["served"] == 2)
+            (copy / half).chmod(0o755)
+            wait_for(server, lambda models: models[half]["state"] == "served")
+            assert "Traceback" not in "\n".join(server.lines) and not any("Bug" in line for line in server.lines)
+    finally:
+        for each in (folder, copy / half):
+            each.chmod(0o755)
 
 
 def test_a_version_whose_folder_is_gone_is_named_at_once_and_serves_on(served: tuple[Running, Path]) -> None:
