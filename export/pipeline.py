@@ -319,6 +319,7 @@ def _publish(
                         or str((request.checkpoint and request.checkpoint.absolute()) or request.factory),
                         "kind": source.origin,
                         "task": source.task.name,
+                        "warnings": list(source.task.warnings),
                     }
                 ),
                 PAGE_FILE: render_report_page(

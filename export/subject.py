@@ -45,6 +45,7 @@ def describe_subject(
         facts={what: text for what, text in facts.items() if text},
         before=before.number if before else 0,
         changes=describe_changes(before.read_lock(), lock) if before else (),
+        warnings=source.task.warnings,
     )
 
 

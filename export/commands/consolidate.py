@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints import join_folders
 from ..consolidation.consolidate import DTYPES, consolidate
-from ..errors import SettingsError, escape_controls
+from ..errors import SettingsError
 from ..fetching import fetch_all
 from ..options import add_vocabulary_options, build_vocabulary_options
-from .verb import Verbs, add_verb, say
+from .verb import Verbs, add_verb, answer, say
 
 if TYPE_CHECKING:
     from ..consolidation.fitted import Fit
@@ -83,6 +83,7 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         help="largest size of a file, such as 300MB (default: 5GB)",
     )
     parser.add_argument("--allow-non-finite", action="store_true", help="accept NaN and infinite weights")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object on stdout")
     add_vocabulary_options(parser)
 
 
@@ -136,5 +137,5 @@ def run(args: argparse.Namespace) -> int:
         f"in {time.monotonic() - started:.1f} s",
         *(f"missing: {what}" for what in done.missing),
     ]
-    sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)
+    answer(args, {"folder": str(out), **asdict(done)}, lines)
     return 0

@@ -151,6 +151,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
     from ..repository.contents import REPORT_FILE
 
     version = same.version
+    warnings = [str(each) for each in version.read_publication().get("warnings", [])]
     if as_json:
         publication = {
             "name": version.name,
@@ -162,6 +163,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         content = {
             "checkpoint": same.origin,
             "missing": list(same.missing),
+            "warnings": warnings,
             "report": version.read_report(),
             "publication": publication,
         }
@@ -182,5 +184,6 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
     }
     lines = [f"{label:>11}  {text}" for label, text in facts.items() if text]
     then = ("serve",) if is_active else ("activate", version.name, version.number)
+    lines += [line for warning in warnings for line in ("", f"Warning: {warning}")]
     lines += ["", f"Next: {name_command(*then, '--repository', version.repository)}"]
     sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)

@@ -36,11 +36,13 @@ class Subject:
         facts: What → the same in words, such as the checkpoint, its hash, the date, the options.
         before: The version that changes are told from, 0 where there is none that has a lock.
         changes: What is otherwise than in that version.
+        warnings: What is odd about the checkpoint, each a sentence with what to do.
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
     before: int = 0
     changes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 def render_report_page(

@@ -15,7 +15,7 @@ from .config_file import (
     keep_operators_parameters,
     pin_config,
 )
-from .contents import CLAIM_FILE, find_active_version, find_owner, list_models, list_versions
+from .contents import CLAIM_FILE, GOLDEN_FILE, find_active_version, find_owner, list_models, list_versions
 from .hashing import hash_files
 from .names import STEP_SUFFIXES
 from .version import SUMS_FILE, Version
@@ -112,6 +112,11 @@ def find_damaged_files(version: Version) -> Iterator[Finding]:
             yield find(version.folder / SUMS_FILE, f"names other bytes for {name} than the lock")
     lost = [*sorted({*expected} - {*there}), version.folder / SUMS_FILE]
     yield from (find(path, f"is {kind}", _IN_ITS_PLACE) for path in lost if (kind := describe_no_file(path)))
+    # Every release wrote the answers, and those that recorded when a version was published recorded its sums as well.
+    has_sums = bool(told) or bool(describe_no_file(version.folder / SUMS_FILE))
+    recorded = (SUMS_FILE, GOLDEN_FILE) if version.read_publication() else (GOLDEN_FILE,)
+    if not has_sums:
+        yield from (find(path, "is missing") for name in recorded if not (path := version.folder / name).exists())
     if not expected:
         yield find(version.folder, "has nothing that records its files", "export again and prune it")
     yield from (find(path, "is missing") for path in lost if not path.exists() and path in expected)

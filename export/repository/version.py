@@ -152,7 +152,7 @@ def render_publication(facts: Mapping[str, Any]) -> str:
 
     Args:
         facts: `checkpoint`, the folder that it was exported from or the function that built the module; `kind`, what
-            that is, in words; and `task`, the name of what it is served as.
+            that is, in words; `task`, the name of what it is served as; and `warnings`, what is odd about it.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return json.dumps({**facts, "published": now}, indent=2) + "\n"

@@ -99,6 +99,14 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
                 got=repr(value),
                 remedy="correct it, or leave it out",
             )
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        # Without a vocabulary transformers makes a tokenizer of its class's special tokens.
+        raise CheckpointError(
+            f"the tokenizer in {directory} has no vocabulary",
+            expected=f"tokens of texts, in one of {', '.join(TOKENIZER_FILES)}, of its own kind",
+            got=f"special tokens alone, {list_some(sorted(tokenizer.all_special_tokens))}",
+            remedy=f"copy the tokenizer's files again, or {_PASS_BASE}",
+        )
     if is_bare_vocabulary(directory):
         _refuse_wrong_case(directory, tokenizer)
     return tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CHECKOUT
+from harness import CHECKOUT, run
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -331,6 +331,14 @@ def test_memory_stays_small_whatever_the_models_size(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 180_000_000
     assert int(done.stdout) < ANONYMOUS_LIMIT_BYTES
+
+
+def test_what_was_written_is_told_to_programs(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    done = run("-m", "export", "consolidate", str(tiny_checkpoint), str(tmp_path / "out"), "--json")
+    told = json.loads(done.out)
+    assert (done.code, told["folder"], told["missing"]) == (0, str(tmp_path / "out"), [])
+    assert told["tensors"] == len(load_file(tmp_path / "out" / "model.safetensors"))
+    assert sorted(told["files"]) == sorted(path.name for path in (tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("300 mb", 3 * 10**8), ("1.5K", 1500), ("7", 7)])

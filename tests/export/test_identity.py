@@ -58,6 +58,9 @@ def test_an_unchanged_export_is_told_before_torch_is_imported(folder: Path, tmp_
     told = json.loads(run(*command, "--json", env=environment).out)
     assert (told["publication"]["outcome"], told["publication"]["active"]) == ("unchanged", 1)
     assert told["report"]["passed"] is True
+    # What was said when it was published.
+    (warning,) = told["warnings"]
+    assert warning.startswith("the pooling is a guess") and f"\nWarning: {warning}\n" in done.out
     assert fingerprint(folder) == before
     assert "torch was imported" in run(*command, "--again", env=environment).err
 
@@ -68,6 +71,7 @@ def test_the_page_of_a_published_version_says_what_was_verified(folder: Path) ->
     digest = lock["sources"]["checkpoint"]["files"]["model.safetensors"]
     for text in ("Hugging Face safetensors, 1 file", f"{digest}, model.safetensors", "feature-extraction: ", " UTC"):
         assert text in page
+    assert "<strong>Warning:</strong> <bdi>the pooling is a guess" in page
     assert "Since version" not in page
 
 
@@ -127,7 +131,8 @@ def test_an_older_version_that_is_the_same_becomes_active_again(folder: Path, re
     lock = models / "t" / "2" / LOCK_FILE
     lock.write_text(lock.read_text().replace('"precision": "fp32"', '"precision": "fp16"'))
     # They name the files of version 1.
-    (lock.parent / "SHA256SUMS").unlink()
+    for record in ("SHA256SUMS", "publication.json"):
+        (lock.parent / record).unlink()
     activate(models, "t", 2)
     same = find_same_version(request_)
     assert isinstance(same, SameVersion)

@@ -55,6 +55,27 @@ def test_it_tells_each_step_the_proof_and_the_next_command(copy: Path, repositor
     assert "\nWarning: the pooling is a guess (mean, normalised (default, because there is no modules.json" in done.out
 
 
+def test_a_longest_sequence_without_room_for_a_text_is_refused(copy: Path, repository: Path, export_cli: Cli) -> None:
+    path = copy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 2}))
+    done = export_cli("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    assert done.code == 1
+    assert done.err.endswith(
+        f"error: sequences of the model in {copy} have no room for a text: expected 3 tokens or more, 2 of them the "
+        "tokenizer's own, got 2 at most; correct model_max_length in tokenizer_config.json.\n"
+    )
+
+
+def test_texts_are_padded_where_it_moves_none(copy: Path, repository: Path, export_cli: Cli) -> None:
+    """A BERT counts positions from the left, whatever side its tokenizer was saved with."""
+    path = copy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"padding_side": "left"}))
+    done = export_cli("run", str(copy), "--name", "tiny", "--repository", str(repository))
+    assert done.code == 0, done.err
+    tokenizer = json.loads((repository / "tiny_preprocess" / "1" / "tokenizer.json").read_text())
+    assert tokenizer["padding"]["direction"] == "Right"
+
+
 def test_run_again_it_publishes_nothing_new(copy: Path, repository: Path, export_cli: Cli) -> None:
     arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository), "--json")
     first = json.loads(export_cli(*arguments).out)

@@ -198,6 +198,21 @@ def test_nobody_waits_for_a_pipe_among_the_files_of_a_version(
         path.unlink()
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: (path.unlink(), path.symlink_to("gone"))])
+def test_a_version_without_its_sums_is_not_as_it_was_published(
+    damage: Callable[[Path], object], models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    folder = models / "tickets" / "2"
+    damage(folder / "SHA256SUMS")
+    (folder / "golden.json").unlink()
+    done = export_cli("verify-repository", *here)
+    assert done.code == 1
+    for name in ("SHA256SUMS", "golden.json"):
+        assert f"{folder / name} is missing; restore it, or export again." in done.out
+    assert export_cli("activate", "tickets", "2", *here).code == 1
+
+
 @pytest.mark.parametrize("content", ["", "# a comment\n", f"# {'#' * (1 << 20)}\n"])
 def test_an_empty_or_endless_configuration_names_no_active_version(
     content: str, models: Path, export_cli: Callable[..., Finished]

@@ -243,6 +243,19 @@ def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(checkpoin
         load_tokenizer(tmp_path)
 
 
+def test_special_tokens_alone_are_no_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    """As transformers makes one of a class's name, where its vocabulary was not copied."""
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, tmp_path)
+    with pytest.raises(CheckpointError, match="has no vocabulary: .* got special tokens alone"):
+        load_tokenizer(tmp_path)
+    # A file that is not of its kind helps nobody.
+    (tmp_path / "spiece.model").write_bytes(b"x")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no vocabulary|cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

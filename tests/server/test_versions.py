@@ -46,7 +46,8 @@ def test_a_server_is_waited_for_forth_and_back_and_tells_why_it_cannot_follow(
         for sample in content["samples"]:
             sample["outputs"][0]["data"].reverse()
         golden.write_text(json.dumps(content))
-        (models / "tickets" / "2" / "SHA256SUMS").unlink()
+        for record in ("SHA256SUMS", "publication.json"):
+            (models / "tickets" / "2" / record).unlink()
         done = call("activate", "tickets", 2, *wait)
         assert done.code == 3
         assert "expected version 2, got version 1, for: version 2 of tickets cannot be served" in done.err

@@ -34,14 +34,15 @@ class QuestionAnswering(TextTask):
     takes_pairs = True
 
     def __init__(self, source: TaskSource) -> None:
-        super().__init__(source)
-        if self.tokenizer.padding_side != "right":
+        # There the context comes before the question.
+        if source.tokenizer and source.tokenizer.padding_side != "right":
             raise ModelError(
                 "the tokenizer pads on the left, for which no question answering is exported",
                 expected="padding_side right",
-                got=self.tokenizer.padding_side,
+                got=source.tokenizer.padding_side,
                 remedy="set padding_side in tokenizer_config.json if the model was trained so",
             )
+        super().__init__(source)
         model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForQuestionAnswering)
         self.top_k = source.options.get("top_k") or 1
         self.max_length = min(source.max_length, _MAX_WINDOW)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...artefacts import LEAN, POSTPROCESS, PREPROCESS, Artefacts
+from ...errors import CheckpointError
 from ...signature import BATCH, SEQ_LEN, STRING, WINDOWS, Contract, ModelSignature, TensorSignature
 from ..base import Task, TaskSource
 from ..cases import SIZES, Case, Outputs, Row, Side
@@ -69,6 +70,9 @@ class TextTask(Task):
         # What transformers' own pipelines truncate to.
         self.max_length = self.tokenizer.model_max_length = source.max_length
         self.added_tokens = source.added_tokens
+        # On the left, padding moves a text where positions are counted from there; on the right it moves nothing.
+        self.tokenizer.padding_side = "right"
+        _check_room(self.tokenizer, source, takes_pairs=self.takes_pairs)
 
     @property
     def padding_values(self) -> Mapping[str, int]:
@@ -271,6 +275,22 @@ class TextTask(Task):
     def _build_all_questions(self) -> list[Question]:
         texts = [f"{token} between words {token}" for token in self.added_tokens]
         return self.build_questions(read_verification_texts() + texts)
+
+
+def _check_room(tokenizer: PreTrainedTokenizerBase, source: TaskSource, *, takes_pairs: bool) -> None:
+    """Refuse a longest sequence that has no room for a text.
+
+    Raises:
+        CheckpointError: The tokenizer's own tokens fill it.
+    """
+    least = tokenizer.num_special_tokens_to_add(pair=takes_pairs) + 1 + takes_pairs
+    if source.max_length < least:
+        raise CheckpointError(
+            f"sequences of the model in {source.directory} have no room for a text",
+            expected=f"{least} tokens or more, {least - 1 - takes_pairs} of them the tokenizer's own",
+            got=f"{source.max_length} at most",
+            remedy="correct model_max_length in tokenizer_config.json",
+        )
 
 
 def read_verification_texts() -> list[str]:
