@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from .doctor import examine, render
 from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError, ShortageError
-from .following.health import check_ensembles
+from .following.check import check_ensembles
 from .following.models import check_variant, list_models, wait_for_model
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from .endpoints import Endpoints
-from .following.health import read_golden
 from .following.model_text import read_inputs
 from .following.published import GOLDEN_FILE, Published
+from .following.recorded import read_golden
 from .locations import name_command
 
 # What `infer` is asked with, by the inputs that a model has; nothing where it must fit the model.

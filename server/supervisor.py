@@ -157,7 +157,7 @@ class Supervisor:
             self._run.end()
             # A rollout fails with the tritonserver that it was about, and leaves shown what was served before.
             self._follower.wait()
-            self._follower.leave_out_foreign()
+            self._follower.leave_out_damaged()
             if attempt == _STARTS_TOGETHER:
                 self._say("loading one model after another, to find the one that tritonserver does not survive")
                 self._loads_each = True

@@ -12,7 +12,7 @@ from typing import Literal
 from ..errors import GoneError, RolloutError
 from .holding import Holdings
 from .model_text import CONFIG_FILE
-from .published import Published, find_foreign, list_versions, read_repository
+from .published import Published, find_fault, list_versions, read_repository
 from .rollout import Roller
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
@@ -129,16 +129,15 @@ class Follower:
         )
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
-    def leave_out_foreign(self) -> None:
-        """Have a tritonserver that is about to start load no model for whose files it would wait, such as a pipe."""
+    def leave_out_damaged(self) -> None:
+        """Have a tritonserver that is about to start load no model whose files it would wait for, or not find."""
         for name, published in [*self._served.items()]:
             version = str(published.version)
-            with contextlib.suppress(OSError):
-                folders = [self._repository / part / version for part in published.steps or (name,)]
-                if damage := next(filter(None, map(find_foreign, folders)), ""):
-                    self.doubt(name, damage)
-                    # Looked at again as soon as its files are others.
-                    self._failures[name].wanted = replace(published, configs={}, damage=damage)
+            folders = [self._repository / part / version for part in published.steps or (name,)]
+            if published.version and (damage := next(filter(None, map(find_fault, folders)), "")):
+                self.doubt(name, damage)
+                # Looked at again as soon as its files are others.
+                self._failures[name].wanted = replace(published, configs={}, damage=damage)
 
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""

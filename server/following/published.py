@@ -117,7 +117,9 @@ def _read_configs(repository: Path) -> tuple[dict[str, str], dict[str, str]]:
             # No version of it is active, or it is being replaced.
             continue
         except OSError as exc:
-            faults[folder.name] = f"{exc.filename or path} cannot be read: {exc.strerror}"
+            # Of a folder in the place of the file, Python names its descriptor.
+            place = exc.filename if isinstance(exc.filename, str) else path
+            faults[folder.name] = f"{place} cannot be read: {exc.strerror}"
         except ValueError as exc:
             faults[folder.name] = f"{path} is no configuration: {exc}"
         else:
@@ -158,26 +160,22 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
         owner = read_parameter(configs[part], _OWNER_PARAMETER)
         if owner not in (read_parameter(config, _OWNER_PARAMETER), name, None):
             return version, f"{path} has {part} as a step, which is one of {owner}"
+    folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
+    if fault := next(filter(None, map(find_fault, folders)), ""):
+        return version, fault
+    golden = repository / name / str(version) / GOLDEN_FILE
+    return version, "" if golden.exists() else f"{golden} is missing"
+
+
+def find_fault(version: Path) -> str:
+    """Return what tritonserver would wait for in the folder of a version, such as a pipe, or what cannot be read."""
     try:
-        folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
-        if foreign := next(filter(None, map(find_foreign, folders)), ""):
-            return version, foreign
-        golden = repository / name / str(version) / GOLDEN_FILE
-        return version, "" if golden.exists() else f"{golden} is missing"
+        for folder, _, names in os.walk(version, onerror=_raise):
+            for path in (Path(folder, name) for name in names):
+                if not path.is_file():
+                    return f"{path} is {'no regular file' if path.exists() else 'a link that leads nowhere'}"
     except OSError as exc:
-        return version, f"{exc.filename} cannot be read: {exc.strerror}"
-
-
-def find_foreign(version: Path) -> str:
-    """Return what is neither a file nor a folder in the folder of a version: tritonserver would wait for a pipe.
-
-    Raises:
-        OSError: A folder cannot be read.
-    """
-    for folder, _, names in os.walk(version, onerror=_raise):
-        for path in (Path(folder, name) for name in names):
-            if not path.is_file():
-                return f"{path} is {'no regular file' if path.exists() else 'a link that leads nowhere'}"
+        return f"{exc.filename} cannot be read: {exc.strerror}"
     return ""
 
 

@@ -30,7 +30,7 @@ from ..tritonserver.paced_starts import pacing
 from .health import JUDGING_PATIENCE_S, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .published import GOLDEN_FILE, Published, find_foreign, list_versions
+from .published import GOLDEN_FILE, Published, find_fault, list_versions
 from .wishes import keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
@@ -95,9 +95,8 @@ class Roller:
         with self._changing:
             if versions and not any(self._overlay.shows(model, version) for version in versions):
                 return
-            for version in self._overlay.list_versions(model):
-                if foreign := find_foreign(version):
-                    raise ControlError(f"{model} cannot be loaded", expected="files", got=foreign)
+            if fault := next(filter(None, map(find_fault, self._overlay.list_versions(model))), ""):
+                raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault)
             try:
                 config = self._overlay.read_config(model)
                 # tritonserver 2.51 takes a load of an unchanged configuration for done.

@@ -39,7 +39,7 @@ from export.tasks.sounds.recipe import SoundRecipe
 from export.tasks.steps import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND
 from export.tasks.table import TASKS
 from export.tasks.texts.text import TOKENIZER_FILE
-from server.following import health, model_text, rollout
+from server.following import model_text, recorded, rollout
 from server.following import published as repository_reader
 from server.following.follower import Following
 from server.healing.stubs import Limits
@@ -317,7 +317,7 @@ def test_the_server_and_the_client_read_the_example_of_golden_json(tmp_path: Pat
     path = tmp_path / GOLDEN_FILE
     path.write_text(json.dumps(example))
     outputs = example["samples"][0]["outputs"]
-    assert health.measure_answer(outputs, outputs, health.read_golden(path)["tolerances"]) == 0.0
+    assert recorded.measure_answer(outputs, outputs, recorded.read_golden(path)["tolerances"]) == 0.0
     (sample,) = parity.read_golden(path).samples
     assert sample.inputs["TEXT"].tolist() == [[b"A cat sleeps."]]
     assert sample.outputs["EMBEDDING"].shape == (1, 3)
@@ -337,7 +337,7 @@ def test_strings_that_are_not_text_are_written_and_read_in_base64(tmp_path: Path
     path.write_text(json.dumps(golden))
     read = parity.read_golden(path)
     assert (read.samples[0].inputs["IMAGE"].tolist(), read.is_text) == ([[picture]], False)
-    assert health.read_golden(path) == golden
+    assert recorded.read_golden(path) == golden
 
 
 def walk_keys(value: Any) -> Iterator[str]:
@@ -359,7 +359,7 @@ def test_every_task_writes_a_golden_json_of_that_form(tasks: dict[str, Task], tm
         assert ([key for key in keys if key != "encoding"], is_encoded) == (form, name in FILES), name
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(golden))
-        assert len(parity.read_golden(path).samples) == len(health.read_golden(path)["samples"]) > 1
+        assert len(parity.read_golden(path).samples) == len(recorded.read_golden(path)["samples"]) > 1
         contract = task.signature.contract
         assert contract is not None
         for sample in golden["samples"]:

@@ -26,7 +26,7 @@ from followed import (
 from harness import run
 from launcher import Running, running
 
-from server.following.health import read_golden as read_golden_file
+from server.following.recorded import read_golden as read_golden_file
 
 
 @pytest.fixture(scope="module")
@@ -439,39 +439,45 @@ def test_a_pipe_among_the_files_of_a_version_is_named_and_waited_for_by_nobody(
         assert set(callers.answers) == {1, 2}
 
 
+@pytest.mark.parametrize("takes", ["file", "folder"])
 def test_a_pipe_that_came_while_it_was_served_is_waited_for_by_nobody_who_loads_it_anew(
-    repository: Path, tmp_path: Path
+    repository: Path, tmp_path: Path, takes: str
 ) -> None:
     copy = tmp_path / "models"
     shutil.copytree(repository, copy)
     activate(copy, 1)
     half = publish_half(copy, tmp_path)
-    graph = copy / f"{NAME}_model" / "1" / "model.onnx"
-    content = graph.read_bytes()
+    version = copy / f"{NAME}_model" / "1"
+    lost, kept = {"file": version / "model.onnx", "folder": version}[takes], tmp_path / "kept"
+
+    def damage() -> None:
+        lost.rename(kept)
+        if takes == "file":
+            os.mkfifo(lost)
 
     def mend() -> None:
-        graph.unlink()
-        graph.write_bytes(content)
+        lost.unlink(missing_ok=True)
+        kept.rename(lost)
 
     with running(copy) as server:
         server.read_until("serving HTTP")
         server.follow()
-        put_pipe(graph)
-        wait_for(server, lambda models: str(graph) in models[NAME]["reason"] and models[NAME]["served"] == 1)
+        damage()
+        wait_for(server, lambda models: str(lost) in models[NAME]["reason"] and models[NAME]["served"] == 1)
         server.find_stubs(f"{NAME}_model")[0].kill()
-        server.wait_for_line(f"{graph.parent}", 60)
+        server.wait_for_line("cannot be loaded anew, and is tried again", 60)
         # A neighbour is healed meanwhile.
         server.find_stubs(f"{half}_model")[0].kill()
         server.wait_for_line(f"{half}_model: answers again", 60)
         mend()
         server.wait_for_line(f"{NAME}_model: answers again", 60)
         wait_for(server, lambda models: models[NAME]["state"] == "served")
-        put_pipe(graph)
+        damage()
         wait_for(server, lambda models: models[NAME]["state"] == "failed")
         os.kill(server.tritonserver, signal.SIGKILL)
         server.wait_for_line("tritonserver answers again", 60)
         wait_for(server, lambda models: read_ready(server) == (200, "ready, 1 of 2 models\n"))
-        assert str(graph) in read_following(server)[NAME]["reason"]
+        assert str(lost) in read_following(server)[NAME]["reason"]
         mend()
         wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
 

@@ -23,7 +23,8 @@ from tritonclient.utils import InferenceServerException
 
 from demo.serving import Addresses
 from server.errors import CheckError, NotFoundError
-from server.following.health import check_ensembles, measure_answer
+from server.following.check import check_ensembles
+from server.following.recorded import measure_answer
 from server.tritonserver.installation import check_libpython, find_installation
 from server.tritonserver.orphans import PREFIX, own
 

@@ -1,0 +1,165 @@
+"""Whether a server serves its repository as verified: the check of a deployment, and of a container's health."""
+
+import http.client
+import json
+import math
+import os
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckError, GoldenError
+from .agreement import find_disagreement, read_following
+from .health import check_answer
+from .model_text import CONFIG_FILE
+from .published import GOLDEN_FILE, Published, read_repository
+from .recorded import DamagedGoldenError
+
+_TIMEOUT_S = 5.0
+
+
+class _DamageError(ValueError):
+    """A model has files that are not as they were published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What came of asking a model.
+
+    Attributes:
+        error: The largest difference to the verified answer; NaN where none could be asked for, and the model is ready.
+        served: The version that answered.
+        active: The version that is active in the repository.
+        disagreement: Why the one is not the other, where it has not just become so.
+    """
+
+    error: float
+    served: int
+    active: int
+    disagreement: str = ""
+
+
+def check_ensembles(
+    url: str, repository: Path, status_url: str | None = None, *, any_version: bool = False
+) -> dict[str, Checked]:
+    """Ask every active model of `repository`, ensembles and lone graphs, for its verified answer.
+
+    Args:
+        url: Of the server's HTTP port.
+        repository: Where the models are published.
+        status_url: Of its status port, which tells how far it follows the repository.
+        any_version: Whether a model may answer from another version than the active one for good, and one whose files
+            are damaged may be ready without being asked.
+
+    Returns:
+        Name to what came of it.
+
+    Raises:
+        CheckError: One of them does not answer, or otherwise, or another version than the active one for longer than
+            a rollout takes, or there is none to ask.
+    """
+    wanted = _read(repository)
+    # One of which no version is active has no configuration.
+    published = {path.parent.parent for path in repository.glob(f"*/*/{GOLDEN_FILE}")}
+    names = sorted(folder.name for folder in published if os.path.lexists(folder / CONFIG_FILE))
+    following = read_following(status_url) if status_url else {}
+    reasons = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
+    # Of one without a configuration or a version, which may be there again, the server knows that it was to be served;
+    # what this project did not write has no version.
+    lost = {folder.name for folder in published} | {name for name in reasons if following[name].get("served")}
+    faults = {name: reasons[name] for name in reasons.keys() & (lost - {*names})}
+    faults |= {name: each.damage for name, each in wanted.items() if each.damage}
+    checked, failures, remedy = dict[str, Checked](), [], "see the server's log"
+    for name in dict.fromkeys([*faults, *names]):
+        active = wanted[name].version if name in wanted else 0
+        try:
+            if name in faults:
+                raise _DamageError(faults[name].rstrip("."))
+            checked[name] = _check(url, repository, name, active, following, any_version=any_version)
+        except GoldenError as exc:
+            failures.append(f"{name}: {exc.fault}")
+            remedy = exc.remedy
+        except (_DamageError, DamagedGoldenError) as exc:
+            # A server that has it in memory answers all the same.
+            if any_version and (served := _find_served(url, name)):
+                checked[name] = Checked(error=math.nan, served=served, active=active, disagreement=str(exc))
+            else:
+                failures.append(f"{name}: {exc}")
+        except OSError as exc:
+            # Of one that it could not load, the server knows more than that it is not there.
+            failures.append(f"{name}: {reasons.get(name) or exc}")
+        except (ValueError, KeyError) as exc:
+            failures.append(f"{name}: {exc}")
+    if failures or not checked:
+        raise CheckError(
+            f"{url} does not serve {repository} as verified",
+            expected="an answer of every ensemble",
+            got="; ".join(failures) or f"no ensemble with a {GOLDEN_FILE}",
+            remedy=remedy,
+        )
+    return checked
+
+
+def _read(repository: Path) -> dict[str, Published]:
+    """Return what should be served.
+
+    Raises:
+        CheckError: There is no repository, or it cannot be read.
+    """
+    try:
+        return read_repository(repository)
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise CheckError(
+            f"there is no repository {repository}",
+            expected="the folder that the server serves",
+            got="a file" if repository.exists() else "nothing",
+            remedy="name it with --repository",
+        ) from exc
+    except OSError as exc:
+        raise CheckError(
+            f"{repository} cannot be read",
+            expected="a folder that this user may read",
+            got=f"'{exc.strerror}'",
+            remedy="open it, or check as its owner",
+        ) from exc
+
+
+def _check(
+    url: str, repository: Path, name: str, active: int, following: Mapping[str, Any], *, any_version: bool
+) -> Checked:
+    """Ask one model for its verified answer.
+
+    Raises:
+        OSError: The server does not answer, or refuses.
+        ValueError: It answers something else, or from another version than it should.
+    """
+    version = _read_version(url, name)
+    error = check_answer(url, repository, name, version)
+    if error is None:
+        raise ValueError(f"version {version} has no {GOLDEN_FILE}")
+    reason = find_disagreement(repository, name, active, int(version), following)
+    if reason and not any_version:
+        raise ValueError(reason)
+    return Checked(error=error, served=int(version), active=active, disagreement=reason)
+
+
+def _find_served(url: str, name: str) -> int:
+    """Return which version of a model answers that it is ready; 0 where none does."""
+    try:
+        version = _read_version(url, name)
+        ready = f"{url}/v2/models/{urllib.parse.quote(name)}/versions/{version}/ready"
+        with urllib.request.urlopen(ready, timeout=_TIMEOUT_S):
+            return int(version)
+    except (OSError, ValueError, KeyError, http.client.HTTPException):
+        return 0
+
+
+def _read_version(url: str, name: str) -> str:
+    try:
+        with urllib.request.urlopen(f"{url}/v2/models/{urllib.parse.quote(name)}", timeout=_TIMEOUT_S) as response:
+            return str(max(json.load(response)["versions"], key=int))
+    except http.client.HTTPException as exc:
+        raise OSError(f"no HTTP: {exc!r}") from exc
