@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 from .following.follower import Following
@@ -34,6 +35,7 @@ class Status:
         self._lock = threading.Lock()
         self._follows = follows
         self._followed: dict[str, Following] = {}
+        self._lapses: Mapping[str, tuple[str, bool]] = {}
         self._is_welcoming = False
         self._refusal = ""
         self._values: dict[tuple[str, str], int] = {
@@ -90,6 +92,15 @@ class Status:
             self._values["modelyard_models_served", ""] = served
             self._values["modelyard_models", ""] = wanted
             self._update_ready()
+
+    def tell_lapses(self, lapses: Mapping[str, tuple[str, bool]]) -> None:
+        """Tell of which models backend processes are lost.
+
+        Args:
+            lapses: Model → why they could not be replaced, empty where that is being tried; and whether others answer.
+        """
+        with self._lock:
+            self._lapses = lapses
 
     def describe_readiness(self) -> str:
         """Return in words whether requests are welcome, and what for."""
@@ -148,27 +159,31 @@ class Status:
         with self._lock:
             models = {
                 name: {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
-                for name, item in sorted((name, self._tell(item)) for name, item in self._followed.items())
+                for name, item in sorted((name, self._tell(name, item)) for name, item in self._followed.items())
             }
         return json.dumps({"follows": self._follows, "models": models}, indent=2) + "\n"
 
     def render(self) -> str:
         """Return everything in Prometheus' text format."""
         with self._lock:
-            values = sorted(self._values.items())
-            if not self._is_welcoming:
-                values = [(key, 0 if key[0] == "modelyard_served_version" else value) for key, value in values]
+            served = {
+                ("modelyard_served_version", _label(model=name)): self._tell(name, item).served
+                for name, item in self._followed.items()
+            }
+            values = sorted((self._values | served).items())
         lines: list[str] = []
         for name, (kind, text) in _HELP.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             lines += [f"{metric}{labels} {value}" for (metric, labels), value in values if metric == name]
         return "\n".join(lines) + "\n"
 
-    def _tell(self, item: Following) -> Following:
-        """Return how far a model is followed, for clients: nothing is served before tritonserver answers."""
-        if self._is_welcoming:
-            return item
-        return replace(item, served=0, state="rolling" if item.state == "served" else item.state)
+    def _tell(self, name: str, item: Following) -> Following:
+        """Return how far a model is followed, for its clients: it is served while it answers."""
+        reason, answers = self._lapses.get(name, ("", True)) if self._is_welcoming else ("", False)
+        served = item.served if answers else 0
+        if item.state != "served" or (answers and not reason):
+            return replace(item, served=served)
+        return replace(item, served=served, state="failed" if reason else "rolling", reason=reason)
 
     def _add(self, name: str, labels: str) -> None:
         with self._lock:

@@ -140,9 +140,15 @@ class Supervisor:
 
     def _count_models(self) -> None:
         """Tell the status how many models answer: all parts of each, as far as anything is known of them."""
-        away = self._run.healer.down | self._run.absences.names
-        served = [item for item in self._follower.published if not away & item.configs.keys()]
+        away, faults = self._run.healer.down | self._run.absences.names, self._run.healer.faults
+        published = self._follower.published
+        served = [item for item in published if not away & item.configs.keys()]
         self._status.count_models(len(served), self._follower.wanted)
+        lapses = {item.name: next((faults[name] for name in item.configs if name in faults), "") for item in published}
+        answering = {item.name for item in served}
+        self._status.tell_lapses(
+            {name: (reason, name in answering) for name, reason in lapses.items() if reason or name not in answering}
+        )
 
     def _restart(self, reason: str) -> None:
         """Start a new tritonserver in place of the one that `reason` tells of.

@@ -91,7 +91,7 @@ def _telling(needed_bytes: int) -> Iterator[None]:
         yield
     except OSError as exc:
         if is_full(exc):
-            exc.strerror = f"{exc.strerror} (the version takes {needed_bytes / 1e6:.1f} MB)"
+            exc.strerror = f"{exc.strerror} (the version takes {max(needed_bytes / 1e6, 0.1):.1f} MB)"
         raise
 
 

@@ -27,7 +27,7 @@ def read_following(status_url: str) -> Mapping[str, Any]:
 
 
 def find_disagreement(repository: Path, name: str, active: int, served: int, following: Mapping[str, Any]) -> str:
-    """Return why a server serves another version than the active one; nothing where it is just being rolled out.
+    """Return why a server serves something else than what is active; nothing where it is just being rolled out.
 
     Args:
         repository: The model repository.
@@ -36,9 +36,10 @@ def find_disagreement(repository: Path, name: str, active: int, served: int, fol
         served: The version that answers.
         following: What `read_following` returned.
     """
-    if active in (served, 0):
-        return ""
     known = following.get(name, {})
+    if active in (served, 0):
+        # What the repository says of the same version may not be what is served of it.
+        return str(known.get("reason", "")).rstrip(".") if known.get("state") == "failed" else ""
     if known.get("state") == "rolling":
         return ""
     what = f"version {served} is served, and version {active} is active in the repository"

@@ -4,7 +4,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -86,7 +86,9 @@ class Follower:
         self._holdings = Holdings(repository)
         self._served: dict[str, Published] = {}
         self._failures: dict[str, _Failure] = {}
-        self._seen: object = None
+        self._seen: Mapping[str, object] | None = None
+        # The file system and the folder of the repository.
+        self._place: tuple[int, int] | None = None
         self._next_look = 0.0
         self._worker: threading.Thread | None = None
         self._ended = False
@@ -141,7 +143,7 @@ class Follower:
 
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
-        self._seen = self._fingerprint()
+        self._seen, self._place = self._fingerprint(), self._find_place()
         for published in read_repository(self._repository, self._variant).values():
             if published.damage:
                 self._fail(published, 0, _refuse_damaged(published, None))
@@ -163,6 +165,7 @@ class Follower:
         seen = self._fingerprint() if follows else self._seen
         due = any(failure.retry_at <= now for failure in self._failures.values())
         if seen != self._seen or due:
+            self._hurry({name for name in {**(seen or {}), **(self._seen or {})} if _differ(seen, self._seen, name)})
             self._seen = seen
             task = self._follow if follows else self._retry
             self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
@@ -177,9 +180,22 @@ class Follower:
         """Begin nothing any more."""
         self._ended = True
 
-    def _fingerprint(self) -> object:
-        """Return something that is another whenever a configuration, or the list of models, versions or files, is."""
-        found = []
+    def _hurry(self, changed: set[str]) -> None:
+        """Have what could not be served tried again at once where a folder of it is not as it was."""
+        for name, failure in self._failures.items():
+            if changed & {name, *failure.wanted.configs} and failure.ends < _MAX_ENDS:
+                failure.retry_at = 0.0
+
+    def _find_place(self) -> tuple[int, int] | None:
+        try:
+            stat = self._repository.stat()
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino
+
+    def _fingerprint(self) -> Mapping[str, object] | None:
+        """Return what is another for a folder whenever its configuration, or the list of its versions or files, is."""
+        found = {}
         try:
             for folder in sorted(self._repository.iterdir()):
                 try:
@@ -187,7 +203,7 @@ class Follower:
                     stat = (folder / CONFIG_FILE).stat()
                 except OSError:
                     continue
-                found.append((folder.name, *versions, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+                found[folder.name] = (*versions, stat.st_mtime_ns, stat.st_size, stat.st_ino)
         # A network file system that is away for a moment says nothing about what should be served.
         except OSError:
             return self._seen
@@ -208,6 +224,11 @@ class Follower:
             self._say(f"{self._repository} cannot be looked at: {exc.strerror}; what is served stays")
             self._seen = None
             return
+        place = self._find_place()
+        if not wanted and self._served and place != self._place:
+            self._say(f"{self._repository} is another folder than before, and empty; what is served stays")
+            return
+        self._place = place
         for name in [*self._served]:
             if name in wanted or self._ended:
                 continue
@@ -313,6 +334,10 @@ class Follower:
         if not (before and wanted.damage):
             self._say(f"ERROR: {reason} {then}")
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))
+
+
+def _differ(one: Mapping[str, object] | None, other: Mapping[str, object] | None, name: str) -> bool:
+    return (one or {}).get(name) != (other or {}).get(name)
 
 
 def _find_rest(folder: Path, version: int) -> str:

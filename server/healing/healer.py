@@ -52,6 +52,8 @@ class ModelHealer:
         self.given_up = False
         # From the end of a process until the model is loaded anew; what is left of it may answer all the same.
         self.is_reviving = False
+        # Why it could not be loaded anew when that was last tried; empty where it could.
+        self.fault = ""
         # Whether it cannot be loaded for want of shared memory, and how often it was loaded anew before.
         self.lacks_shared_memory = False
         self.revivals = 0
@@ -185,7 +187,7 @@ class ModelHealer:
         """
         start, self.is_reviving = time.monotonic(), True
         self._say(f"{self.model}: {reason}; loading it anew")
-        is_counted, pause_s, told = False, _FIRST_PAUSE_S, ""
+        is_counted, pause_s = False, _FIRST_PAUSE_S
         while not self._ended:
             try:
                 if not is_counted:
@@ -200,13 +202,14 @@ class ModelHealer:
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
                 self.lacks_shared_memory = _NO_SHARED_MEMORY in str(exc)
-                if not self._ended and str(exc) != told:
-                    told = str(exc)
-                    self._say(f"{self.model}: cannot be loaded anew, and is tried again ever more rarely: {told}")
+                if not self._ended and str(exc) != self.fault:
+                    self.fault = str(exc)
+                    self._say(f"{self.model}: cannot be loaded anew, and is tried again ever more rarely: {self.fault}")
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
             self.is_reviving = self.lacks_shared_memory = False
+            self.fault = ""
             self.revivals += 1
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
@@ -222,7 +225,7 @@ class ModelHealer:
         return self._streak > MAX_STREAK or len(recent) >= MAX_DEATHS
 
     def _give_up(self) -> None:
-        self.given_up = True
+        self.given_up, self.fault = True, f"{self.model} died {len(self._deaths)} times, and was given up"
         self._status.mark_given_up(self.model, True)
         self._say(
             f"ERROR: {self.model} was given up and unloaded: expected it to stay alive, got {len(self._deaths)} "
@@ -286,6 +289,11 @@ class Healer:
             for name, healer in self._models.items()
             if healer.given_up or (healer.is_reviving and name not in left)
         }
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Model → why it could not be loaded anew."""
+        return {name: healer.fault for name, healer in self._models.items() if healer.fault}
 
     def find_exhaustion(self) -> str:
         """Return why this tritonserver cannot be healed any more, or nothing: what the dead held is used up."""

@@ -85,8 +85,12 @@ def test_it_is_not_ready_from_the_last_process_of_its_only_model_to_the_next_tha
             assert read_ready(server)[0] == 503
             looks += 1
             time.sleep(0.2)
+        wait_for(server, lambda models: (models[NAME]["served"], models[NAME]["state"]) == (0, "failed"))
+        reason = read_following(server)[NAME]["reason"]
+        assert "model.onnx" in reason and reason in server.check().err
         graph.write_bytes(content)
         wait_for(server, lambda models: read_ready(server)[0] == 200)
+        wait_for(server, lambda models: (models[NAME]["served"], models[NAME]["state"]) == (1, "served"))
         with Callers(server, copy, count=1) as callers:
             while not callers.answers and not callers.failures:
                 time.sleep(0.05)
@@ -253,9 +257,39 @@ def test_another_configuration_of_a_step_is_served_at_once_or_not_at_all(served:
             assert json.load(response)["dynamic_batching"]["default_queue_policy"]["max_queue_size"] == 99
         path.write_text(whole.replace('"python_preprocess"', '"none"'))
         wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
+        # It answers as verified, and would not if it were started anew.
+        refused = read_following(server)[NAME]["reason"].rstrip(".")
+        judged, lenient = server.check(), server.check("--any-version")
+        assert judged.code == 1 and refused in judged.err
+        assert lenient.code == 0 and lenient.err.startswith("warning: ") and refused in lenient.err
         path.write_text(whole)
         wait_for(server, lambda models: models[NAME]["state"] == "served")
     assert callers.failures == [] and set(callers.answers) == {1}
+
+
+def test_a_repository_whose_mount_is_gone_takes_nothing_with_it(repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(repository, tmp_path / "kept")
+    activate(tmp_path / "kept", 1)
+    copy = tmp_path / "models"
+    (tmp_path / "kept").rename(copy)
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        with Callers(server, copy, count=1) as callers:
+            # As the folder under a mount, which is empty and another one.
+            copy.rename(tmp_path / "kept")
+            copy.mkdir()
+            server.wait_for_line("is another folder than before, and empty; what is served stays", 30)
+            before = sum(callers.answers.values())
+            while sum(callers.answers.values()) < before + 20:
+                time.sleep(0.05)
+            copy.rmdir()
+            (tmp_path / "kept").rename(copy)
+            # Followed as ever.
+            for part in PARTS:
+                shutil.copy(copy / NAME / "2" / "configs" / f"{part}.pbtxt", copy / part / "config.pbtxt")
+            wait_for(server, lambda models: models[NAME]["served"] == 2)
+        assert callers.failures == []
 
 
 @pytest.mark.parametrize("lost", [f"{NAME}/1/golden.json", f"{NAME}_model/1", f"{NAME}_preprocess/config.pbtxt"])
