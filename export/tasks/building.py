@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from ..checkpoints import TensorSpec
 from ..errors import ModelError
 from .base import Task, TaskSource
-from .foreseen import choose_served, list_for_architecture
+from .foreseen import choose_served, list_for_architecture, list_names
 from .table import TASKS, TaskEntry, check_task_options
 
 
@@ -28,7 +28,7 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
     for entry in TASKS.values():
         if load_class(entry).recognises(directory, config, specs):
             return entry.name
-    for architecture in config.architectures or ():
+    for architecture in list_names(config.architectures):
         main_input = getattr(getattr(transformers, architecture, None), "main_input_name", "input_ids")
         if names := list_for_architecture(architecture, main_input):
             return choose_served(names, directory)
@@ -36,7 +36,7 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
         f"what {directory} is to be served as cannot be determined",
         expected="an architecture that ends in "
         + ", ".join(dict.fromkeys(ending for entry in TASKS.values() for ending in entry.architectures)),
-        got=", ".join(config.architectures or ()) or "none in config.json",
+        got=", ".join(list_names(config.architectures)) or "none in config.json",
         remedy="pass --task " + ", ".join(TASKS),
     )
 

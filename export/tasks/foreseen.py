@@ -122,7 +122,7 @@ def foresee_tasks(directory: Path, config: Mapping[str, Any], tensors: Collectio
         return ["text-pair-classification"]
     if VALUE_HEAD in tensors:
         return ["reward"]
-    architectures = [str(architecture) for architecture in config.get("architectures") or ()]
+    architectures = list_names(config.get("architectures"))
     if config.get("model_type") in _READERS:
         found = (names for each in architectures if (names := list_for_architecture(each, *TEXTS)))
         return [choose_served(names, directory) for names in found][:1]
@@ -130,6 +130,11 @@ def foresee_tasks(directory: Path, config: Mapping[str, Any], tensors: Collectio
     return list(
         dict.fromkeys(name for each in architectures for kind in inputs for name in list_for_architecture(each, kind))
     )
+
+
+def list_names(architectures: Any) -> list[str]:
+    """Return the names that `architectures` of a configuration holds; one alone is one, and no list of letters."""
+    return [architectures] if isinstance(architectures, str) else [str(each) for each in architectures or ()]
 
 
 def list_for_architecture(architecture: str, main_input: str) -> list[str]:

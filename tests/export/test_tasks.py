@@ -262,6 +262,12 @@ def test_records_beside_the_architecture_come_first(tmp_path: Path) -> None:
     assert find_task_name(tmp_path, config, {}) == "text-pair-classification"
 
 
+def test_one_architecture_may_stand_without_a_list(tmp_path: Path) -> None:
+    config = BertConfig()
+    config.architectures = "BertForSequenceClassification"
+    assert find_task_name(tmp_path, config, {}) == "text-classification"
+
+
 def test_a_task_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     for names, got in ((["BertForPreTraining"], "BertForPreTraining"), (None, "none in config.json")):
         with pytest.raises(
