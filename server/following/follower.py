@@ -165,7 +165,9 @@ class Follower:
         seen = self._fingerprint() if follows else self._seen
         due = any(failure.retry_at <= now for failure in self._failures.values())
         if seen != self._seen or due:
-            self._hurry({name for name in {**(seen or {}), **(self._seen or {})} if _differ(seen, self._seen, name)})
+            # Where it is looked at once more, nothing says what has changed.
+            if seen is not None and self._seen is not None:
+                self._hurry({name for name in {*seen, *self._seen} if seen.get(name) != self._seen.get(name)})
             self._seen = seen
             task = self._follow if follows else self._retry
             self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
@@ -334,10 +336,6 @@ class Follower:
         if not (before and wanted.damage):
             self._say(f"ERROR: {reason} {then}")
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))
-
-
-def _differ(one: Mapping[str, object] | None, other: Mapping[str, object] | None, name: str) -> bool:
-    return (one or {}).get(name) != (other or {}).get(name)
 
 
 def _find_rest(folder: Path, version: int) -> str:

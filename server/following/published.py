@@ -174,8 +174,11 @@ def find_fault(version: Path) -> str:
             for path in (Path(folder, name) for name in names):
                 if not path.is_file():
                     return f"{path} is {'no regular file' if path.exists() else 'a link that leads nowhere'}"
-    except OSError as exc:
+    # Where this process lacks descriptors or memory to look with, that says nothing of the files.
+    except (PermissionError, FileNotFoundError, NotADirectoryError) as exc:
         return f"{exc.filename} cannot be read: {exc.strerror}"
+    except OSError:
+        pass
     return ""
 
 

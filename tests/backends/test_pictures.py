@@ -362,7 +362,7 @@ def test_a_file_that_is_not_text_is_not_a_recipe(tmp_path: Path) -> None:
     for make, sentence in (
         (lambda: path.write_bytes(b"\xff\xfe"), "got bytes that are not UTF-8;"),
         (path.unlink, r"got a path that is not read \(.* got No such file or directory\);"),
-        (path.mkdir, r"got a path that is not read \(.* got a folder\);"),
+        (path.mkdir, r"got a path that is not read \(.* got a folder; put the file itself there\);"),
     ):
         make()
         with pytest.raises(SettingsError, match=sentence) as refused:

@@ -202,7 +202,7 @@ def test_a_model_that_answers_otherwise_than_verified_is_named(published: Publis
     with running(repository) as server:
         # Nobody can ask it for an answer that is right, so nothing is served.
         assert server.finish() == 1
-        assert any("FAILED: expected the verified EMBEDDING within 1e-05" in line for line in server.lines)
+        assert any("published: expected the verified EMBEDDING within 1e-05" in line for line in server.lines)
         assert "no model of" in server.lines[-1]
 
 

@@ -283,11 +283,11 @@ def _check_room(tokenizer: PreTrainedTokenizerBase, source: TaskSource, *, takes
     Raises:
         CheckpointError: The tokenizer's own tokens fill it.
     """
-    least = tokenizer.num_special_tokens_to_add(pair=takes_pairs) + 1 + takes_pairs
+    least = tokenizer.num_special_tokens_to_add(pair=takes_pairs) + 1
     if source.max_length < least:
         raise CheckpointError(
             f"sequences of the model in {source.directory} have no room for a text",
-            expected=f"{least} tokens or more, {least - 1 - takes_pairs} of them the tokenizer's own",
+            expected=f"{least} tokens or more, {least - 1} of them the tokenizer's own",
             got=f"{source.max_length} at most",
             remedy="correct model_max_length in tokenizer_config.json",
         )
