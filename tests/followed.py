@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import re
 import shutil
 import threading
@@ -50,12 +51,23 @@ def publish_two(checkpoint: Path, folder: Path) -> Path:
 @contextlib.contextmanager
 def serving_copy(repository: Path, copy: Path) -> Iterator[Running]:
     """Serve a copy of a repository that a test may change, at version 1."""
-    shutil.copytree(repository, copy)
-    activate(copy, 1)
-    with running(copy) as server:
+    with running(copy_at_first(repository, copy)) as server:
         server.read_until("serving HTTP")
         server.follow()
         yield server
+
+
+def copy_at_first(repository: Path, copy: Path) -> Path:
+    """Return a copy of a repository that a test may change, with version 1 active."""
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    return copy
+
+
+def put_pipe(path: Path) -> None:
+    """Put a pipe in the place of a file."""
+    path.unlink()
+    os.mkfifo(path)
 
 
 def publish_half(copy: Path, staging: Path) -> str:

@@ -283,7 +283,9 @@ def splits_prompts(settings: Mapping[str, str], operations: float) -> bool:
     """
     asked = settings.get("dynamic_split_fuse", "auto")
     if asked not in ("auto", "true", "false"):
-        raise ValueError(f"dynamic_split_fuse is no word that is known: expected auto, true or false, got {asked}")
+        raise ValueError(
+            f"dynamic_split_fuse in config.pbtxt is not known: expected auto, true or false, got {asked}; correct it"
+        )
     return operations > MAX_WHOLE_OPERATIONS if asked == "auto" else asked == "true"
 
 

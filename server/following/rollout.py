@@ -96,7 +96,7 @@ class Roller:
             if versions and not any(self._overlay.shows(model, version) for version in versions):
                 return
             if fault := next(filter(None, map(find_fault, self._overlay.list_versions(model))), ""):
-                raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault)
+                raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
             try:
                 config = self._overlay.read_config(model)
                 # tritonserver 2.51 takes a load of an unchanged configuration for done.

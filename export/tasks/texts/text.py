@@ -39,6 +39,7 @@ _GOLDEN_TEXTS = 16
 _LONGEST_IN_BATCH = 512
 
 _SEEDS = (0, 1)
+_SIDES: tuple[Side, ...] = ("right", "left")
 
 # Of the example that is traced: neither 1, which may be taken for a constant, nor equal to the batch.
 _EXAMPLE_LENGTH = 7
@@ -180,8 +181,6 @@ class TextTask(Task):
 
     def build_cases(self) -> Iterator[Case]:
         """See `Task`. Real texts, then ids that no text has, at every length and on both sides of the padding."""
-        side: Side = "left" if self.tokenizer.padding_side == "left" else "right"
-        other: Side = "left" if side == "right" else "right"
         windows = [self.encoder.encode(question) for question in self._build_all_questions()]
         sentences = [self._to_row([window]) for rows in windows for window in rows]
         ids = self._collect_ids()
@@ -189,21 +188,21 @@ class TextTask(Task):
         for length, row in flows.items():
             yield Case(name=f"{length} tokens" if length > 1 else "1 token", rows=[row], batch_size=1)
         short = [row for length, row in flows.items() if length <= _LONGEST_IN_BATCH]
-        yield Case(name="mixed lengths in one batch", rows=short, batch_size=len(short), padding_side=side)
+        yield Case(name="mixed lengths in one batch", rows=short, batch_size=len(short))
         yield Case(name="sentences one by one", rows=sentences, batch_size=1, is_real=True)
         name, whole = "sentences in one batch", len(sentences)
-        yield Case(name=name, rows=sentences, batch_size=whole, padding_side=side, is_real=True)
+        yield Case(name=name, rows=sentences, batch_size=whole, is_real=True)
         # Neighbours and padding of another batch must change nothing: the same rows in another order, eight at a time.
         name = "sentences in batches of 8"
-        yield Case(name=name, rows=sentences[::-1], batch_size=8, padding_side=side, is_real=True)
+        yield Case(name=name, rows=sentences[::-1], batch_size=8, is_real=True)
         if WINDOWS in self.signature.inputs[0].dims:
             row = self._to_row(max(windows, key=len))
             yield Case(name="windows of one text", rows=[row], batch_size=1, is_real=True)
-        yield from self._build_random_cases(ids, side, other)
+        yield from self._build_random_cases(ids)
         for token in self.added_tokens:
             texts = [token, f"{token} at the start", f"in the {token} middle, in a longer one"]
             rows = [self._to_row(self.encoder.encode(question)) for question in self.build_questions(texts)]
-            yield Case(name=f"new token {token}", rows=rows, batch_size=len(rows), padding_side=side, is_real=True)
+            yield Case(name=f"new token {token}", rows=rows, batch_size=len(rows), is_real=True)
 
     def build_example(self) -> tuple[torch.Tensor, ...]:
         """See `Task`. Two rows of 7 tokens; where there are windows, two in three of them."""
@@ -224,11 +223,11 @@ class TextTask(Task):
         windows = [window for question in self._build_all_questions() for window in self.encoder.encode(question)]
         return [token_id for window in windows for token_id in window["input_ids"] if token_id not in ends]
 
-    def _build_random_cases(self, ids: Sequence[int], side: Side, other: Side) -> Iterator[Case]:
+    def _build_random_cases(self, ids: Sequence[int]) -> Iterator[Case]:
         """Yield ids in no order of any text, of which a model knows less what to expect.
 
-        Where padding stands on the side that is not the tokenizer's, positions that are counted from the left move: a
-            row alone is then no reference, and the module is given the padded batch itself.
+        Where padding stands on the left, positions that are counted from there move: a row alone is then no reference,
+            and the module is given the padded batch itself.
         """
         for seed in _SEEDS:
             shuffled = np.random.default_rng(seed).permutation(np.array(ids)).tolist()
@@ -236,13 +235,13 @@ class TextTask(Task):
             rows = [row for length, row in flows.items() if length <= _LONGEST_IN_BATCH]
             same = [self._to_row([self._build_window(shuffled[start : start + 7])]) for start in range(0, 35, 7)]
             yield Case(name=f"5 of 7 tokens, seed {seed}", rows=same, batch_size=5)
-            for padding in (side, other):
+            for padding in _SIDES:
                 yield Case(
                     name=f"padded {padding}, seed {seed}",
                     rows=rows,
                     batch_size=len(rows),
                     padding_side=padding,
-                    padded_reference=padding == other,
+                    padded_reference=padding == "left",
                 )
 
     def _build_flows(self, ids: Sequence[int]) -> dict[int, Row]:
