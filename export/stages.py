@@ -303,6 +303,7 @@ def _build(job: Job, draft: Draft, directory: Path, tell: Detail, *, engine: Eng
         measure=build_measure(job.task, list_quality_cases(job.task), key, job.target, engine),
         bounds={QUALITY_KEYS[key]: job.tolerances.bounds[key]},
         on_step=tell,
+        padding=job.task.padding_values,
     )
     engine.build(graph, directory)
     return replace(draft, files=replace(draft.files, model=list_model(directory / engine.model_file)))

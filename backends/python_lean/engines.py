@@ -35,19 +35,13 @@ def open_onnxruntime(path: Path, threads: int, *, has_cores: bool = False) -> Ru
 
 
 def open_openvino(path: Path, threads: int, *, has_cores: bool = False) -> Run:
-    """Return a request of one stream and so many threads, as the backend `python_openvino` opens it.
+    """Return the graph with one stream of so many threads, as the backend `python_openvino` opens it.
 
     How its threads wait is OpenVINO's own choice, whether there are cores or not.
     """
-    from compiled import compile_model
+    from compiled import CompiledGraph
 
-    request = compile_model(path, streams=1, threads=threads).create_infer_request()
-
-    def run(names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
-        answers = request.infer(dict(feed), share_inputs=True)
-        return [answers[name] for name in names]
-
-    return run
+    return CompiledGraph(path, threads=threads).run
 
 
 # The file that an engine loads → how it is opened.

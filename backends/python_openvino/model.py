@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
-from compiled import compile_model
+from compiled import CompiledGraph
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +36,7 @@ class TritonPythonModel:
         self._input_names = [tensor["name"] for tensor in config["input"]]
         self._output_names = [tensor["name"] for tensor in config["output"]]
         self._batched = config["max_batch_size"] > 0
-        self._request = compile_model(path, streams=1).create_infer_request()
+        self._graph = CompiledGraph(path)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Run all requests as one batch and give each its own rows.
@@ -59,8 +59,7 @@ class TritonPythonModel:
         return {name: pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in self._input_names}
 
     def _run(self, feed: Mapping[str, Array]) -> dict[str, Array]:
-        answers = self._request.infer(dict(feed), share_inputs=True)
-        return {name: answers[name] for name in self._output_names}
+        return dict(zip(self._output_names, self._graph.run(self._output_names, feed), strict=True))
 
     def _run_joined(self, feeds: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
         if len(feeds) == 1:

@@ -81,6 +81,7 @@ class VerifiedGraph:
         measure: Says how good a candidate for `model_file` is, for engines that try several.
         bounds: Metric of quality → what the candidate must hold.
         on_step: Called with what is being done.
+        padding: Input name → what stands in its padding, 0 where it is not named.
     """
 
     path: Path
@@ -93,6 +94,7 @@ class VerifiedGraph:
     measure: "Measure | None" = None
     bounds: Mapping[str, float] = field(default_factory=dict)
     on_step: Callable[[str], None] = lambda step: None
+    padding: Mapping[str, int] = field(default_factory=dict)
 
 
 # What a task hands to an engine.

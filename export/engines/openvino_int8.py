@@ -59,7 +59,7 @@ def write_quantized(graph: VerifiedGraph, directory: Path) -> None:
         graph.on_step(f"int8 with {len(held_back)} of {len(ranking)} products in fp32")
         quantized = _quantize(source.clone(), feeds, held_back)
         ov.save_model(quantized, str(directory / _GRAPH_FILE), compress_to_fp16=False)
-        describe_model(graph.precision, _GRAPH_FILE).write(path, kept_fp32=held_back)
+        describe_model(graph, _GRAPH_FILE, quantized).write(path, kept_fp32=held_back)
         quality = graph.measure(path)
         qualities.append(quality)
         if quality.holds(graph.bounds[quality.metric]):
@@ -136,7 +136,8 @@ def _quantize(model: Any, feeds: Sequence[Feed], held_back: Sequence[str]) -> An
                 model_type=nncf.ModelType.TRANSFORMER if _is_transformer(model) else None,
                 preset=nncf.QuantizationPreset.MIXED,
                 subset_size=len(feeds),
-                ignored_scope=nncf.IgnoredScope(names=list(held_back)) if held_back else None,
+                # A table of bytes would be unpacked for each graph; as it is, it is mapped into memory, once for all.
+                ignored_scope=nncf.IgnoredScope(names=list(held_back), types=["Gather"], validate=False),
             )
         # It raises whatever its parts raise.
         except Exception as exc:

@@ -1,25 +1,35 @@
 """What OpenVINO is given to run: a graph, and a file beside it that says how."""
 
 import json
+import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import EngineError, list_some
 from ..graph.files import Feed, find_files
+from ..signature import SEQ_LEN, ModelSignature
 from .engine import VerifiedGraph
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
     import openvino
 
 MODEL_FILE = "openvino.json"
 GRAPH_FILE = "model.onnx"
+
+# Graphs of one length: up to where planning is a small part of a run, as many as all-MiniLM-L6-v2 gains by, and in all
+# so many weights besides the first graph's.
+_LONGEST = 128
+_MOST_LENGTHS = 8
+_FEWEST_LENGTHS = 3
+_COPIED_WEIGHTS = 88_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,9 @@ class OpenVinoModel:
         hint: See `Arithmetic`.
         instructions: The CPU that serves it must have one of these; empty where any CPU will do.
         openvino: Version that it was proven with, and is served by.
+        lengths: Rows of at most so many tokens are padded to that and run, one by one, in a graph of that one shape,
+            the smallest first; longer ones in the graph of any shape.
+        padding: Input name → what stands in such padding, 0 where it is not named.
         kept_fp32: Products that int8 leaves as they were.
     """
 
@@ -63,6 +76,8 @@ class OpenVinoModel:
     hint: str
     instructions: tuple[str, ...]
     openvino: str
+    lengths: tuple[int, ...] = ()
+    padding: Mapping[str, int] = field(default_factory=dict)
     kept_fp32: tuple[str, ...] = ()
 
     def write(self, path: Path, *, kept_fp32: Sequence[str] = ()) -> None:
@@ -121,23 +136,54 @@ def read_cpu_flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-def describe_model(precision: str, graph: str) -> OpenVinoModel:
-    """Return how the file `graph` is to be run in a precision, on this kind of CPU and by this OpenVINO."""
-    arithmetic = ARITHMETICS[precision]
+def describe_model(graph: VerifiedGraph, file: str, model: "openvino.Model") -> OpenVinoModel:
+    """Return how the graph in `file` is to be run, on this kind of CPU and by this OpenVINO.
+
+    Args:
+        graph: The graph that it was made of, and the precision.
+        file: Its name.
+        model: The graph in it.
+    """
+    arithmetic = ARITHMETICS[graph.precision]
+    lengths = choose_lengths(model, graph.signature)
     return OpenVinoModel(
-        graph=graph,
+        graph=file,
         hint=arithmetic.hint,
         instructions=tuple(sorted(read_cpu_flags() & {*arithmetic.instructions})),
         openvino=find_version(),
+        lengths=lengths,
+        padding=dict(graph.padding) if lengths else {},
     )
+
+
+def choose_lengths(model: "openvino.Model", signature: ModelSignature) -> tuple[int, ...]:
+    """Return the lengths in tokens that are worth a graph of their own: none where the weights are many.
+
+    Each copy holds all weights but tables, which are shared. Planning anew takes as long for many weights as for few,
+    while a run of many takes so much longer that there is little to win.
+    """
+    if not signature.can_be_ragged:
+        return ()
+    weights = sum(
+        math.prod(node.shape)
+        for node in model.get_ops()
+        if node.get_type_name() == "Constant"
+        and not any(target.get_node().get_type_name() == "Gather" for target in node.output(0).get_target_inputs())
+    )
+    count = min(_MOST_LENGTHS, _COPIED_WEIGHTS // max(weights, 1))
+    if count < _FEWEST_LENGTHS:
+        return ()
+    longest = min(_LONGEST, signature.longest[SEQ_LEN])
+    return tuple(sorted({min(longest, math.ceil(longest * place / count / 8) * 8) for place in range(1, count + 1)}))
 
 
 def write_graph(graph: VerifiedGraph, directory: Path) -> None:
     """Copy the graph, and write `openvino.json` beside it, into the empty folder `directory`."""
-    describe_model(graph.precision, GRAPH_FILE).write(directory / MODEL_FILE)
     # Weights in other files are found by the names that the graph gives them, which stay.
     for file in find_files(graph.path):
         shutil.copyfile(file, directory / (GRAPH_FILE if file == graph.path else file.name))
+    model = import_openvino().Core().read_model(str(directory / GRAPH_FILE))
+    describe_model(graph, GRAPH_FILE, model).write(directory / MODEL_FILE)
 
 
 def read_model(path: Path) -> OpenVinoModel:
@@ -146,7 +192,7 @@ def read_model(path: Path) -> OpenVinoModel:
 
 
 class OpenVinoRunner:
-    """A model in this process: one stream of one thread, as each instance of the backend has.
+    """A model in this process, run as each instance of the backend runs it: one stream of one thread.
 
     Args:
         path: An `openvino.json` that this package wrote.
@@ -161,19 +207,53 @@ class OpenVinoRunner:
         ov = import_openvino()
         described = read_model(path)
         self.versions = {"openvino": described.openvino}
+        self._padding = described.padding
+        options = build_options(described)
+
+        def compile_graph(model: "openvino.Model") -> "openvino.InferRequest":
+            return ov.Core().compile_model(model, "CPU", options).create_infer_request()
+
         try:
-            compiled = ov.Core().compile_model(str(path.with_name(described.graph)), "CPU", build_options(described))
-            self._request: openvino.InferRequest = compiled.create_infer_request()
+            model = ov.Core().read_model(str(path.with_name(described.graph)))
+            self._of_any = compile_graph(model)
+            self._of_length = {length: compile_graph(fix_length(model, length)) for length in described.lengths}
         except RuntimeError as exc:
             raise EngineError(f"OpenVINO cannot load {described.graph}", got=_describe(exc)) from exc
 
     def run(self, output_names: Sequence[str], feeds: Feed) -> "list[npt.NDArray[np.generic]]":
         """See `Runner`."""
         try:
-            answers = self._request.infer(dict(feeds))
+            answers = [request.infer(feed) for request, feed in self._assign(feeds)]
         except RuntimeError as exc:
             raise EngineError("OpenVINO cannot run the graph", got=_describe(exc)) from exc
-        return [answers[name] for name in output_names]
+        return [np.concatenate([rows[name] for rows in answers]) for name in output_names]
+
+    def _assign(self, feeds: Feed) -> "Iterator[tuple[openvino.InferRequest, dict[str, npt.NDArray[np.generic]]]]":
+        """Yield what runs, and its inputs: all rows at once, or one by one where there is a graph of their length."""
+        rows, size = next(iter(feeds.values())).shape[:2] if self._of_length else (0, 0)
+        length = next((length for length in self._of_length if length >= size), None)
+        if length is None:
+            yield self._of_any, dict(feeds)
+            return
+        for row in range(rows):
+            yield (
+                self._of_length[length],
+                {
+                    name: np.pad(
+                        array[row : row + 1],
+                        ((0, 0), (0, length - size)),
+                        constant_values=self._padding.get(name, 0),
+                    )
+                    for name, array in feeds.items()
+                },
+            )
+
+
+def fix_length(model: "openvino.Model", length: int) -> "openvino.Model":
+    """Return a copy for one row of so many tokens and nothing else; constants are shared."""
+    fixed: openvino.Model = model.clone()
+    fixed.reshape({tensor.any_name: [1, length] for tensor in fixed.inputs})
+    return fixed
 
 
 def build_options(model: OpenVinoModel) -> dict[str, str]:

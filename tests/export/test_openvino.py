@@ -3,15 +3,17 @@
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from harness import CHECKOUT, Exported, load_backend
 
 from export.engines.engine import VerifiedGraph
-from export.engines.openvino_model import ARITHMETICS, check_cpu, read_cpu_flags, read_model
+from export.engines.openvino_model import ARITHMETICS, OpenVinoRunner, check_cpu, read_cpu_flags, read_model
 from export.engines.table import ENGINES
 from export.errors import EngineError
 from export.graph.precisions import PRECISIONS
@@ -66,7 +68,108 @@ def test_a_server_refuses_what_was_proven_elsewhere(tmp_path: Path) -> None:
         compiled.check_cpu(path, ["avx512_vnni"], cpuinfo)
     path.write_text(json.dumps({"graph": "model.onnx", "hint": "f32", "instructions": [], "openvino": "2025.0.0"}))
     with pytest.raises(ValueError, match=r"another OpenVINO: expected 2025.0.0, got 2026.4.1; install that one, or"):
-        compiled.compile_model(path, streams=1)
+        compiled.CompiledGraph(path)
+
+
+@pytest.fixture
+def built(exported: Exported, tmp_path: Path) -> Path:
+    """`openvino.json` of a small model in fp32, whose padding is marked."""
+    graph = VerifiedGraph(
+        path=exported.model_file,
+        signature=exported.source.task.signature,
+        precision="fp32",
+        target=DEFAULT_TARGET,
+        padding={"input_ids": 7},
+    )
+    OPENVINO.build(graph, tmp_path)
+    return tmp_path / OPENVINO.model_file
+
+
+def test_a_small_model_has_graphs_of_single_lengths_up_to_what_it_reads(exported: Exported, built: Path) -> None:
+    described = read_model(built)
+    longest = min(128, exported.source.task.signature.longest["seq_len"])
+    assert 3 <= len(described.lengths) <= 8
+    assert described.lengths[-1] == longest
+    assert [*described.lengths] == sorted({*described.lengths})
+    assert described.padding == {"input_ids": 7}
+
+
+def test_a_graph_whose_weights_are_many_has_none(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.engines.openvino_model._COPIED_WEIGHTS", 1000)
+    graph = VerifiedGraph(
+        path=exported.model_file, signature=exported.source.task.signature, precision="fp32", target=DEFAULT_TARGET
+    )
+    OPENVINO.build(graph, tmp_path)
+    described = read_model(tmp_path / OPENVINO.model_file)
+    assert ([*described.lengths], described.padding) == ([], {})
+
+
+def _wait_for_lengths() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "graphs of single lengths":
+            thread.join(timeout=60)
+
+
+def test_rows_are_padded_as_the_tokenizer_pads_and_answered_one_by_one_in_the_server_and_the_proof(
+    exported: Exported, built: Path
+) -> None:
+    signature = exported.source.task.signature
+    names = [tensor.name for tensor in signature.outputs]
+    described = read_model(built)
+    graph = load_backend("python_openvino", "compiled").CompiledGraph(built)
+    _wait_for_lengths()
+    seen: list[dict[str, np.ndarray]] = []
+
+    class Watched:
+        def __init__(self, request: Any) -> None:
+            self.infer = lambda feed, **options: (seen.append(dict(feed)), request.infer(feed, **options))[1]
+
+    runner = OpenVinoRunner(built)
+    for compiled in (graph, runner):
+        compiled._of_length = {length: Watched(request) for length, request in compiled._of_length.items()}
+        for rows, size in ((1, 1), (3, described.lengths[1] - 1), (1, described.lengths[-1])):
+            length = next(length for length in described.lengths if length >= size)
+            feed = {
+                tensor.name: np.ones((rows, size), np.int64)
+                * (np.arange(1, rows + 1)[:, np.newaxis] if tensor.name == "input_ids" else 1)
+                for tensor in signature.inputs
+            }
+            seen.clear()
+            got = compiled.run(names, feed)
+            assert [each["input_ids"].shape for each in seen] == [(1, length)] * rows
+            for row, each in enumerate(seen):
+                assert (each["input_ids"][0, :size] == row + 1).all()
+                assert (each["input_ids"][0, size:] == 7).all()
+                assert each["attention_mask"].sum() == size
+            expected = graph._of_any.infer(feed)
+            for name, array in zip(names, got, strict=True):
+                assert array.dtype == expected[name].dtype
+                np.testing.assert_allclose(array, expected[name], atol=1e-5)
+
+
+def test_a_row_longer_than_all_lengths_runs_as_it_is(exported: Exported, built: Path) -> None:
+    content = json.loads(built.read_text())
+    built.write_text(json.dumps({**content, "lengths": [2, 4]}))
+    graph = load_backend("python_openvino", "compiled").CompiledGraph(built)
+    _wait_for_lengths()
+    names = [tensor.name for tensor in exported.source.task.signature.outputs]
+    feed = {tensor.name: np.ones((1, 5), np.int64) for tensor in exported.source.task.signature.inputs}
+    expected = graph._of_any.infer(feed)
+    for compiled in (graph, OpenVinoRunner(built)):
+        for name, array in zip(names, compiled.run(names, feed), strict=True):
+            np.testing.assert_array_equal(array, expected[name])
+
+
+def test_an_openvino_json_without_lengths_is_served_as_before(exported: Exported, built: Path) -> None:
+    content = json.loads(built.read_text())
+    built.write_text(json.dumps({key: content[key] for key in ("graph", "hint", "instructions", "openvino")}))
+    graph = load_backend("python_openvino", "compiled").CompiledGraph(built)
+    names = [tensor.name for tensor in exported.source.task.signature.outputs]
+    feed = {tensor.name: np.ones((2, 3), np.int64) for tensor in exported.source.task.signature.inputs}
+    assert [len(array) for array in graph.run(names, feed)] == [2] * len(names)
+    assert not graph._of_length
 
 
 def test_nothing_is_reported_to_the_makers_of_openvino_and_nncf() -> None:
