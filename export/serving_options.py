@@ -34,6 +34,8 @@ class ServingOptions:
         timeout_action: What becomes of one that waited longer, one of `TIMEOUT_ACTIONS`.
         priority_levels: How many priorities a request may say; 1 is the highest.
         default_priority_level: Priority of a request that says none; the lowest where None.
+        prefetch: Whether requests are handed to the instances ahead, from queues without a limit, time-outs and
+            priorities.
         response_cache: Whether answers are kept for requests that are the same to the byte.
         warmup: Lengths, in tokens, of texts that each instance answers before it is ready, besides the shortest and the
             longest.
@@ -113,6 +115,16 @@ class ServingOptions:
         default=None,
         **_COMMON,
     )
+    prefetch: bool = declare(
+        Option(
+            name="prefetch",
+            kind=FLAG,
+            help="hand requests to the instances ahead: more answers a second of small models, from queues that have "
+            "no limit and know no time-outs",
+        ),
+        default=False,
+        **_COMMON,
+    )
     response_cache: bool = declare(
         Option(
             name="response_cache",
@@ -162,6 +174,16 @@ class ServingOptions:
     )
 
     def __post_init__(self) -> None:
+        policies = ("max_queue_size", "default_timeout_microseconds", "timeout_action", "priority_levels")
+        asked = [name for name in policies if getattr(self, name) is not None]
+        if self.prefetch and asked:
+            flag = "--" + asked[0].replace("_", "-")
+            raise SettingsError(
+                f"{flag} has no effect with --prefetch",
+                expected="queues in order, without a limit",
+                got=f"{flag} {getattr(self, asked[0])}",
+                remedy="leave one of the two out",
+            )
         levels, default = self.priority_levels, self.default_priority_level
         if levels is not None and levels > MAX_PRIORITY_LEVELS:
             raise SettingsError(

@@ -13,6 +13,7 @@ _QUEUE = {
     "timeout_action",
     "priority_levels",
     "default_priority_level",
+    "prefetch",
 }
 
 # What a backend that writes text has beside a queue.

@@ -77,6 +77,11 @@ def apply(
 
 
 def _queue(serving: ServingOptions, batching: pb.ModelDynamicBatching) -> None:
+    if serving.prefetch:
+        # With any policy tritonserver hands over a request only once an instance waits for one, and no other gets into
+        # the queue until then (`support_prefetching_` in scheduler_utils.cc of Triton's core).
+        batching.ClearField("default_queue_policy")
+        return
     policy = batching.default_queue_policy
     if serving.max_queue_size is not None:
         policy.max_queue_size = serving.max_queue_size

@@ -55,7 +55,9 @@ class Plan:
         """How long it takes where every server starts as fast as most do."""
         limits = sum(isinstance(contender, Limit) for contender in self.contenders)
         servers = len(self.contenders) - limits
-        one_round = servers * (_START_S + len(self.levels) * (measure.WARM_S + self.seconds + 0.7))
+        one_round = servers * (
+            _START_S + measure.FIRST_WARM_S + len(self.levels) * (measure.WARM_S + self.seconds + 0.7)
+        )
         return self.rounds * (one_round + limits * (_OFFLINE_START_S + self.seconds))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,29 @@ def test_everything_else_stands_where_it_acts(exported: Exported, tmp_path: Path
         assert not config.response_cache.enable
     assert read_config(tmp_path, "sentence_embedding").response_cache.enable
     assert [list(each.inputs["input_ids"].dims) for each in graph.model_warmup] == [[1], [8], [64]]
+
+
+def test_requests_are_fetched_ahead_only_from_queues_without_a_policy(exported: Exported, tmp_path: Path) -> None:
+    publish_files(exported, tmp_path, serving=ServingOptions(prefetch=True, max_queue_delay_microseconds=500))
+    for name in (GRAPH, "sentence_embedding_preprocess"):
+        batching = read_config(tmp_path, name).dynamic_batching
+        assert batching.max_queue_delay_microseconds > 0
+        assert not batching.HasField("default_queue_policy")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"max_queue_size": 5},
+        {"default_timeout_microseconds": 5},
+        {"timeout_action": "delay"},
+        {"priority_levels": 5},
+    ],
+)
+def test_a_policy_of_queues_and_fetching_ahead_exclude_each_other(policy: dict[str, Any]) -> None:
+    flag = "--" + next(iter(policy)).replace("_", "-")
+    with pytest.raises(SettingsError, match=f"{flag} has no effect with --prefetch: .* leave one of the two out"):
+        ServingOptions(prefetch=True, **policy)
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "timeout_action": (["--timeout-action", "delay"], "delay"),
     "priority_levels": (["--priority-levels", "3"], 3),
     "default_priority_level": (["--default-priority-level", "2"], 2),
+    "prefetch": (["--prefetch"], True),
     "response_cache": (["--response-cache"], True),
     "warmup": (["--warmup", "16", "8"], [8, 16]),
     "kv_cache_mb": (["--kv-cache-mb", "256"], 256),

@@ -71,15 +71,24 @@ class Ours:
         return CHECKOUT / ".cache" / "bench" / "models" / self.name
 
 
-def _ours(engine: str, precision: str, steps: str, *, lengths: tuple[int, ...] = (), is_quick: bool = False) -> Ours:
+def _ours(
+    engine: str,
+    precision: str,
+    steps: str,
+    *,
+    lengths: tuple[int, ...] = (),
+    prefetch: bool = False,
+    is_quick: bool = False,
+) -> Ours:
     titles = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
     padded = f"padded to {', '.join(map(str, lengths))}" if lengths else steps
     return Ours(
-        name=f"{engine}-{precision}-{'padded-' + str(len(lengths)) if lengths else steps}",
-        title=f"{titles[engine]} {precision}, {padded}",
+        name=f"{engine}-{precision}-{'padded-' + str(len(lengths)) if lengths else steps}{'-prefetch' * prefetch}",
+        title=f"{titles[engine]} {precision}, {padded}{', prefetch' * prefetch}",
         options=(
             *("--engine", engine, "--precision", precision, "--steps", steps),
             *(["--lengths", *map(str, lengths)] if lengths else []),
+            *(["--prefetch"] if prefetch else []),
         ),
         lengths=lengths,
         model=NAME if steps == "lean" else f"{NAME}_model",
@@ -102,6 +111,9 @@ OURS = {
         _ours("openvino", "bf16", "ensemble"),
         _ours("openvino", "bf16", "lean"),
         _ours("openvino", "int8", "lean"),
+        _ours("onnxruntime", "fp32", "lean", prefetch=True),
+        _ours("openvino", "bf16", "lean", prefetch=True),
+        _ours("openvino", "int8", "lean", prefetch=True),
     )
 }
 
