@@ -29,10 +29,10 @@ class OpenVINO(Engine):
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`."""
-        from .openvino_model import check_cpu, find_version
+        from .openvino_model import choose_arithmetic, find_version
 
         find_version()
-        check_cpu(precision)
+        choose_arithmetic(precision)
 
     def build(self, graph: VerifiedGraph, directory: Path) -> None:
         """See `Engine`."""

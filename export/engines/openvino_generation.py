@@ -67,10 +67,10 @@ class OpenVINOGeneration(Engine):
 
     def check(self, precision: str, target: "Target") -> None:
         """See `Engine`. The backend is one of Python, which every release runs."""
-        from .openvino_model import check_cpu
+        from .openvino_model import choose_arithmetic
 
         self.find_graph_precision(precision)
-        check_cpu(precision)
+        choose_arithmetic(precision)
 
     def check_parameters(
         self, parameters: Mapping[str, int | None], cache_shapes: Sequence[tuple[int, int]], precision: str

@@ -13,7 +13,7 @@ import pytest
 from harness import CHECKOUT, Exported, load_backend
 
 from export.engines.engine import VerifiedGraph
-from export.engines.openvino_model import ARITHMETICS, OpenVinoRunner, check_cpu, read_cpu_flags, read_model
+from export.engines.openvino_model import ARITHMETICS, OpenVinoRunner, choose_arithmetic, read_cpu_flags, read_model
 from export.engines.table import ENGINES
 from export.errors import EngineError
 from export.graph.precisions import PRECISIONS
@@ -23,7 +23,7 @@ from export.proof.verify import require_passed, verify
 from export.targets import DEFAULT_TARGET
 
 OPENVINO = ENGINES["openvino"]
-PROVEN = [name for name in ARITHMETICS if name != "bf16" or read_cpu_flags() & {*ARITHMETICS["bf16"].instructions}]
+PROVEN = [name for name, ways in ARITHMETICS.items() if name != "bf16" or read_cpu_flags() & {*ways[0].instructions}]
 
 
 @pytest.mark.parametrize("precision", PROVEN)
@@ -54,7 +54,19 @@ def test_bf16_is_refused_where_it_would_be_emulated(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         EngineError, match=r"this CPU has no instructions for bf16: expected one of amx_bf16, avx512_bf1"
     ):
-        check_cpu("bf16")
+        choose_arithmetic("bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"), [({"avx512_bf16", "avx512_vnni"}, "bf16"), ({"avx512_vnni"}, "f32"), ({"avx2"}, "f32")]
+)
+def test_what_int8_leaves_is_computed_as_fast_as_the_cpu_can(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], hint: str
+) -> None:
+    monkeypatch.setattr("export.engines.openvino_model.read_cpu_flags", lambda: flags)
+    chosen = choose_arithmetic("int8")
+    assert chosen.hint == hint
+    assert flags & {*chosen.instructions} or flags == {"avx2"}
 
 
 def test_a_server_refuses_what_was_proven_elsewhere(tmp_path: Path) -> None:
