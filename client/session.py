@@ -29,6 +29,9 @@ T = TypeVar("T")
 Arrays = dict[str, npt.NDArray[Any]]
 
 # Between two attempts: a random time up to a bound that doubles, so that many clients do not come back at once.
+# What tritonserver calls models that take what a person would send: an ensemble's steps in as many models, or in one.
+_PLATFORMS = ("ensemble", "python_lean")
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 # A request that kills what computes it is handed to so many more processes, no faster than these are started anew.
@@ -229,7 +232,7 @@ class Session:
     async def _find_ensemble(self) -> str:
         names = await self.list_models()
         metadata = await gather([self._describe("get_model_metadata", name) for name in names])
-        ensembles = [name for name, one in zip(names, metadata, strict=True) if one["platform"] == "ensemble"]
+        ensembles = [name for name, one in zip(names, metadata, strict=True) if one["platform"] in _PLATFORMS]
         if len(ensembles) == 1:
             return ensembles[0]
         raise ModelError(

@@ -11,8 +11,11 @@ Array = npt.NDArray[Any]
 # Names of outputs and a feed to those outputs, in that order.
 Run = Callable[[Sequence[str], Mapping[str, Array]], list[Array]]
 
+# Ends what is done in the background.
+Close = Callable[[], None]
 
-def open_onnxruntime(path: Path, threads: int, *, has_cores: bool = False) -> Run:
+
+def open_onnxruntime(path: Path, threads: int, *, has_cores: bool = False) -> tuple[Run, Close]:
     """Return a session of so many threads, as the backend `onnxruntime` opens it.
 
     Args:
@@ -31,18 +34,22 @@ def open_onnxruntime(path: Path, threads: int, *, has_cores: bool = False) -> Ru
     # Lengths vary from run to run, and a memory plan is kept for every one of them.
     options.enable_mem_pattern = False
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return lambda names, feed: session.run(names, dict(feed))
+    return lambda names, feed: session.run(names, dict(feed)), lambda: None
 
 
-def open_openvino(path: Path, threads: int, *, has_cores: bool = False) -> Run:
+def open_openvino(path: Path, threads: int, *, has_cores: bool = False) -> tuple[Run, Close]:
     """Return the graph with one stream of so many threads, as the backend `python_openvino` opens it.
 
     How its threads wait is OpenVINO's own choice, whether there are cores or not.
     """
     from compiled import CompiledGraph
 
-    return CompiledGraph(path, threads=threads).run
+    graph = CompiledGraph(path, threads=threads)
+    return graph.run, graph.close
 
 
 # The file that an engine loads → how it is opened.
-ENGINES: Mapping[str, Callable[..., Run]] = {"model.onnx": open_onnxruntime, "openvino.json": open_openvino}
+ENGINES: Mapping[str, Callable[..., tuple[Run, Close]]] = {
+    "model.onnx": open_onnxruntime,
+    "openvino.json": open_openvino,
+}

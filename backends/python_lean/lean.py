@@ -17,7 +17,7 @@ _ABSENT: Mapping[str, Any] = {"O": "", "f": 0.0, "i": -1}
 
 
 class LeanModel:
-    """One version of a model in this process, warmed up.
+    """One version of a model in this process, warmed up. `close` ends what its engine does in the background.
 
     Args:
         folder: Its folder, with the engine's file, and perhaps `postprocess.json`.
@@ -49,7 +49,7 @@ class LeanModel:
         self._answers: list[str] = described["answers"]
         path = folder / "postprocess.json"
         self._postprocess = build_postprocess(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-        self._run = ENGINES[engine_file](folder / engine_file, threads, has_cores=has_cores)
+        self._run, self.close = ENGINES[engine_file](folder / engine_file, threads, has_cores=has_cores)
         # What is allocated at a first run is allocated now.
         for row in step.list_samples():
             for made in step.encode([row]):

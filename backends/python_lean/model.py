@@ -63,6 +63,10 @@ class TritonPythonModel:
             has_cores=copies * threads <= len(os.sched_getaffinity(0)),
         )
 
+    def finalize(self) -> None:
+        """End what is done in the background; Triton calls it before the process ends."""
+        self._model.close()
+
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer every request on its own.
 

@@ -17,6 +17,9 @@ import openvino  # noqa: E402
 
 Array = npt.NDArray[Any]
 
+# Of what a graph of one length is worth compiling for, far more than the export asks for.
+_LONGEST = 4096
+
 
 class CompiledGraph:
     """The model that `openvino.json` describes, compiled for rows of any length and once more for each of a few.
@@ -50,14 +53,14 @@ class CompiledGraph:
             # Two processes would pin their threads to the same core.
             "ENABLE_CPU_PINNING": "NO",
         }
+        self._lengths = read_lengths(path, described)
         self._padding: Mapping[str, int] = described.get("padding", {})
-        self._lengths: Sequence[int] = described.get("lengths", [])
         self._of_length: dict[int, Any] = {}
+        self._is_closing = False
         model = openvino.Core().read_model(str(path.with_name(described["graph"])))
         self._of_any = self._compile(model)
-        if self._lengths:
-            # Not a daemon: the interpreter waits for it before it ends, and what it calls outlives no interpreter.
-            threading.Thread(target=self._compile_lengths, args=(model,), name="graphs of single lengths").start()
+        self._compiling = threading.Thread(target=self._compile_lengths, args=(model,), name="graphs of single lengths")
+        self._compiling.start()
 
     def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
         """Return outputs of rows of one length.
@@ -79,6 +82,11 @@ class CompiledGraph:
         ]
         return [rows[0][name] if len(rows) == 1 else np.concatenate([row[name] for row in rows]) for name in names]
 
+    def close(self) -> None:
+        """End what is done in the background; OpenVINO does not outlive the end of its process at work."""
+        self._is_closing = True
+        self._compiling.join()
+
     def _pad(self, name: str, array: Array, length: int) -> Array:
         padded = np.full((len(array), length), self._padding.get(name, 0), dtype=array.dtype)
         padded[:, : array.shape[1]] = array
@@ -89,12 +97,41 @@ class CompiledGraph:
 
     def _compile_lengths(self, model: Any) -> None:
         for length in self._lengths:
-            # This process is about to end.
-            if not threading.main_thread().is_alive():
+            if self._is_closing:
                 return
-            fixed = model.clone()
-            fixed.reshape({tensor.any_name: [1, length] for tensor in fixed.inputs})
-            self._of_length[length] = self._compile(fixed)
+            try:
+                fixed = model.clone()
+                fixed.reshape({tensor.any_name: [1, length] for tensor in fixed.inputs})
+                self._of_length[length] = self._compile(fixed)
+            # It lacks memory, as a rule; there is another graph that answers.
+            except RuntimeError as exc:
+                said = (str(exc).strip() or type(exc).__name__).splitlines()[-1].strip().rstrip(".")
+                sys.stderr.write(
+                    f"warning: there is no graph for texts of {length} tokens: expected OpenVINO to compile it, got "
+                    f"'{said}'; they take longer in the graph of any length.\n"
+                )
+
+
+def read_lengths(path: Path, described: Mapping[str, Any]) -> Sequence[int]:
+    """Return the lengths that have a graph of their own, the smallest first; none where `openvino.json` names none.
+
+    Raises:
+        ValueError: It names something else than lengths, or padding that is no number.
+    """
+    lengths: list[int] = described.get("lengths", [])
+    padding = described.get("padding", {})
+    is_right = isinstance(lengths, list) and all(type(each) is int and 0 < each <= _LONGEST for each in lengths)
+    if not is_right or lengths != sorted(lengths):
+        raise ValueError(
+            f"{path} has wrong lengths: expected numbers of tokens from 1 to {_LONGEST}, the smallest first, got "
+            f"{lengths!r}; put the file back, or export the model again"
+        )
+    if not isinstance(padding, dict) or not all(type(each) is int for each in padding.values()):
+        raise ValueError(
+            f"{path} has wrong padding: expected a number for an input, got {padding!r}; put the file back, or export "
+            f"the model again"
+        )
+    return lengths
 
 
 def check_cpu(path: Path, instructions: "list[str]", cpuinfo: Path = Path("/proc/cpuinfo")) -> None:

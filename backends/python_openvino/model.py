@@ -38,6 +38,10 @@ class TritonPythonModel:
         self._batched = config["max_batch_size"] > 0
         self._graph = CompiledGraph(path)
 
+    def finalize(self) -> None:
+        """End what is done in the background; Triton calls it before the process ends."""
+        self._graph.close()
+
     def execute(self, requests: list[Any]) -> list[Any]:
         """Run all requests as one batch and give each its own rows.
 

@@ -110,6 +110,19 @@ class VerificationReport:
         """A failed case before any other, then the one with the largest error; NaN counts as the largest."""
         return max(self.cases, key=lambda case: (not case.passed, math.inf if math.isnan(case.error) else case.error))
 
+    @property
+    def judged(self) -> Sequence[CaseResult]:
+        """The cases that were judged: in a lossy precision those that no client sends are not, and may be far off."""
+        return [case for case in self.cases if not case.passed or is_within(case.errors, self.tolerances)]
+
+    @property
+    def worst_errors(self) -> dict[str, float]:
+        """Error → the worst in any case that was judged by it; of those that failed, where any did."""
+        cases = [case for case in self.cases if not case.passed] or self.judged or self.cases
+        return {
+            key: (min if is_bounded_below(key) else max)(case.errors[key] for case in cases) for key in cases[0].errors
+        }
+
     def to_json(self) -> dict[str, Any]:
         """Return everything but the golden samples, which have a file of their own."""
         return {

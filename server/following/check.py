@@ -63,7 +63,11 @@ def check_ensembles(
     """
     wanted = _read(repository)
     # One of which no version is active has no configuration.
-    published = {path.parent.parent for path in repository.glob(f"*/*/{GOLDEN_FILE}")}
+    published = {
+        path.parent.parent
+        for path in repository.glob(f"*/*/{GOLDEN_FILE}")
+        if not path.parent.parent.name.startswith(".")
+    }
     names = sorted(folder.name for folder in published if os.path.lexists(folder / CONFIG_FILE))
     following = read_following(status_url) if status_url else {}
     reasons = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
@@ -84,7 +88,9 @@ def check_ensembles(
             remedy = exc.remedy
         except (_DamageError, DamagedGoldenError) as exc:
             # A server that has it in memory answers all the same.
-            if any_version and (served := _find_served(url, name)):
+            # tritonserver calls ready what has lost its backend processes; the launcher knows.
+            is_lost = following.get(name, {}).get("served") == 0
+            if any_version and not is_lost and (served := _find_served(url, name)):
                 checked[name] = Checked(error=math.nan, served=served, active=active, disagreement=str(exc))
             else:
                 failures.append(f"{name}: {exc}")

@@ -1,6 +1,7 @@
 """Follows the repository: what becomes active there is served here, within a second or two."""
 
 import contextlib
+import glob
 import math
 import threading
 import time
@@ -89,6 +90,9 @@ class Follower:
         self._seen: Mapping[str, object] | None = None
         # The file system and the folder of the repository.
         self._place: tuple[int, int] | None = None
+        # Of models that could not be served: what their files are, and which were others at the last look.
+        self._times: dict[str, list[tuple[str, int, int]]] = {}
+        self._changing: set[str] = set()
         self._next_look = 0.0
         self._worker: threading.Thread | None = None
         self._ended = False
@@ -163,6 +167,8 @@ class Follower:
             return
         self._next_look = now + _INTERVAL_S
         seen = self._fingerprint() if follows else self._seen
+        if follows:
+            self._hurry(self._find_mended())
         due = any(failure.retry_at <= now for failure in self._failures.values())
         if seen != self._seen or due:
             # Where it is looked at once more, nothing says what has changed.
@@ -188,6 +194,24 @@ class Follower:
             if changed & {name, *failure.wanted.configs} and failure.ends < _MAX_ENDS:
                 failure.retry_at = 0.0
 
+    def _find_mended(self) -> set[str]:
+        """Return names of models that could not be served and whose files were changed, and are not being any more."""
+        now = {name: self._read_times(name) for name in [*self._failures]}
+        changing = {name for name, times in now.items() if name in self._times and times != self._times[name]}
+        settled = self._changing & now.keys() - changing
+        self._times, self._changing = now, changing
+        return settled
+
+    def _read_times(self, name: str) -> list[tuple[str, int, int]]:
+        """Return path, time of change and size of every file in the versions of a model and its steps."""
+        found = []
+        for folder in (self._repository / name, *self._repository.glob(f"{glob.escape(name)}_*")):
+            for path in folder.glob("[0-9]*/*"):
+                with contextlib.suppress(OSError):
+                    stat = path.stat()
+                    found.append((str(path), stat.st_ctime_ns, stat.st_size))
+        return sorted(found)
+
     def _find_place(self) -> tuple[int, int] | None:
         try:
             stat = self._repository.stat()
@@ -201,11 +225,12 @@ class Follower:
         try:
             for folder in sorted(self._repository.iterdir()):
                 try:
-                    versions = [(folder / str(version)).stat().st_mtime_ns for version in list_versions(folder)]
+                    versions = [(folder / str(version)).stat().st_ctime_ns for version in list_versions(folder)]
                     stat = (folder / CONFIG_FILE).stat()
                 except OSError:
                     continue
-                found[folder.name] = (*versions, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+                # The time of any change: of the mode as well, and of what is inside of a folder.
+                found[folder.name] = (*versions, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)
         # A network file system that is away for a moment says nothing about what should be served.
         except OSError:
             return self._seen
@@ -340,6 +365,8 @@ class Follower:
 
 def _find_rest(folder: Path, version: int) -> str:
     """Return what is missing of a served model of which something is left; empty where nothing is."""
+    if folder.is_symlink() and not folder.exists():
+        return f"{folder} is a link that leads nowhere"
     if list_versions(folder):
         return f"{folder / CONFIG_FILE} is missing"
     if not (folder / CONFIG_FILE).exists():

@@ -164,7 +164,26 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
     if fault := next(filter(None, map(find_fault, folders)), ""):
         return version, fault
     golden = repository / name / str(version) / GOLDEN_FILE
-    return version, "" if golden.exists() else f"{golden} is missing"
+    if not golden.exists():
+        return version, f"{golden} is missing"
+    return version, _find_absent(golden.parent)
+
+
+def _find_absent(version: Path) -> str:
+    """Return which of the files that a version was published with is not there as one, as far as that can be seen."""
+    try:
+        lines = read_config(version / SUMS_FILE).splitlines()
+    except (OSError, ValueError):
+        return ""
+    # A last line that was cut may name no file that there ever was.
+    for place in (line.partition("  ")[2] for line in lines[:-1]):
+        path = Path(os.path.normpath(version / place))
+        try:
+            if not path.is_file():
+                return f"{path} is {'no regular file' if path.exists() else 'missing'}"
+        except OSError:
+            continue
+    return ""
 
 
 def find_fault(version: Path) -> str:

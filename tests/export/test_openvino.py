@@ -161,6 +161,26 @@ def test_rows_are_padded_as_the_tokenizer_pads_and_answered_one_by_one_in_the_se
                 np.testing.assert_allclose(array, expected[name], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("lengths", value) for value in ([0], [-5, 16], ["16"], None, [100_000], [64, 16], {"16": 1})),
+        *(("padding", value) for value in ({"input_ids": "x"}, [])),
+    ],
+)
+def test_what_no_length_or_padding_can_be_is_refused_in_one_sentence(built: Path, key: str, value: Any) -> None:
+    content = json.loads(built.read_text())
+    built.write_text(json.dumps({**content, key: value}))
+    with pytest.raises(ValueError, match=rf"openvino.json has wrong {key}: expected .*, got .*; put the file back, or"):
+        load_backend("python_openvino", "compiled").CompiledGraph(built)
+
+
+def test_a_graph_is_closed_while_others_are_compiled(built: Path) -> None:
+    graph = load_backend("python_openvino", "compiled").CompiledGraph(built)
+    graph.close()
+    assert not graph._compiling.is_alive()
+
+
 def test_a_row_longer_than_all_lengths_runs_as_it_is(exported: Exported, built: Path) -> None:
     content = json.loads(built.read_text())
     built.write_text(json.dumps({**content, "lengths": [2, 4]}))

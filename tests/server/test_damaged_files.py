@@ -288,6 +288,83 @@ def test_a_version_whose_folder_is_gone_is_named_at_once_and_serves_on(served: t
     assert callers.failures == [] and set(callers.answers) == {1}
 
 
+@pytest.mark.parametrize("file", ["followed_model/1/model.onnx", "followed_preprocess/1/tokenizer.json"])
+@pytest.mark.parametrize("kind", ["nothing", "folder"])
+def test_a_file_that_is_gone_is_named_while_the_model_serves_on(
+    served: tuple[Running, Path], tmp_path: Path, file: str, kind: str
+) -> None:
+    server, copy = served
+    (copy / file).rename(tmp_path / "away")
+    if kind == "folder":
+        (copy / file).mkdir()
+    wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
+    what = "missing" if kind == "nothing" else "no regular file"
+    assert f"{copy / file} is {what}" in read_following(server)[NAME]["reason"]
+    assert str(copy / file) in server.check().err
+    assert server.check("--any-version").code == 0
+    if kind == "folder":
+        (copy / file).rmdir()
+    (tmp_path / "away").rename(copy / file)
+    wait_for(server, lambda models: models[NAME]["state"] == "served")
+    assert server.check().code == 0
+
+
+def test_a_link_to_a_folder_that_is_away_leaves_what_is_served(served: tuple[Running, Path], tmp_path: Path) -> None:
+    server, copy = served
+    (copy / NAME).rename(tmp_path / "away")
+    (copy / NAME).symlink_to(tmp_path / "nowhere")
+    following = wait_for(server, lambda models: models[NAME]["state"] == "failed")
+    assert f"{copy / NAME} is a link that leads nowhere" in following[NAME]["reason"]
+    assert following[NAME]["served"] == 1
+    (copy / NAME).unlink()
+    (tmp_path / "away").rename(copy / NAME)
+    wait_for(server, lambda models: models[NAME]["state"] == "served")
+
+
+def test_a_check_passes_hidden_folders_by(served: tuple[Running, Path]) -> None:
+    server, copy = served
+    shutil.copytree(copy / NAME, copy / f".{NAME}.old")
+    done = server.check()
+    assert done.code == 0 and f".{NAME}.old" not in done.out + done.err
+
+
+def test_a_damaged_model_that_lost_its_processes_is_healthy_to_nobody(served: tuple[Running, Path]) -> None:
+    server, copy = served
+    golden = copy / NAME / "1" / "golden.json"
+    whole = golden.read_bytes()
+    golden.write_bytes(whole[: len(whole) // 2])
+    graph = copy / f"{NAME}_model" / "1" / "model.onnx"
+    bytes_of_graph = graph.read_bytes()
+    graph.write_bytes(bytes_of_graph[: len(bytes_of_graph) // 2])
+    for stub in server.find_stubs(f"{NAME}_model"):
+        stub.kill()
+    wait_for(server, lambda models: models[NAME]["served"] == 0)
+    assert (
+        "served as before" not in read_following(server)[NAME]["reason"]
+        or "none is served now" in (read_following(server)[NAME]["reason"])
+    )
+    lenient = server.check("--any-version")
+    assert lenient.code == 1 and str(golden) in lenient.err
+    golden.write_bytes(whole)
+    graph.write_bytes(bytes_of_graph)
+    wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 1)
+    assert server.check().code == 0
+
+
+def test_a_file_that_is_mended_in_place_is_noticed_at_once(served: tuple[Running, Path]) -> None:
+    server, copy = served
+    graph = copy / f"{NAME}_model" / "2" / "model.onnx"
+    whole = graph.read_bytes()
+    graph.write_bytes(whole[: len(whole) // 2])
+    activate(copy, 2)
+    # Tried twice: the third try by itself is 20 s away.
+    server.wait_for_line("Tried again in 20 s, or once the repository changes.", 60)
+    seen = len(server.lines)
+    graph.write_bytes(whole)
+    wait_for(server, lambda models: models[NAME]["served"] == 2)
+    assert not any("Tried again in 40 s" in line for line in server.lines[seen:])
+
+
 def test_a_check_of_no_repository_is_refused(served: tuple[Running, Path], tmp_path: Path) -> None:
     server, _ = served
     done = run("-m", "server", "check", "--repository", str(tmp_path / "none"), "--http-port", str(server.http))

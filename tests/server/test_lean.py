@@ -349,7 +349,7 @@ def test_an_engine_computes_with_as_many_threads_as_it_is_told(served: Served) -
     kept, counts = [], []
     for threads in (1, 3):
         before = len([*Path("/proc/self/task").iterdir()])
-        kept.append(open_onnxruntime(graph, threads))
+        kept.append(open_onnxruntime(graph, threads)[0])
         counts.append(len([*Path("/proc/self/task").iterdir()]) - before)
     # The caller's own thread is one of them.
     assert counts == [0, 2]

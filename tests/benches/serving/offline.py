@@ -28,7 +28,7 @@ from tokenization import TextTokenizer  # noqa: E402
 def main() -> None:
     folder = Path(sys.argv[1])
     file = next(name for name in reversed(ENGINES) if (folder / name).is_file())
-    run = ENGINES[file](folder / file, 1)
+    run, _ = ENGINES[file](folder / file, 1)
     plan = json.loads(sys.stdin.readline())
     tokenizer = TextTokenizer(Path(plan["tokenizer"]), ["input_ids", "attention_mask", "token_type_ids"])
     feeds = [tokenizer.stack([row]) for row in tokenizer.encode([(text,) for text in plan["texts"]])]
