@@ -181,7 +181,7 @@ class Status:
         """Return how far a model is followed, for its clients: it is served while it answers."""
         reason, answers = self._lapses.get(name, ("", True)) if self._is_welcoming else ("", False)
         served = item.served if answers else 0
-        if item.state != "served" and item.served and not served and self._is_welcoming:
+        if item.state == "failed" and item.served and not served and self._is_welcoming:
             lost = reason or "its backend processes have ended"
             return replace(item, served=0, reason=f"{item.reason.rstrip('.')}; none is served now, for {lost}")
         if item.state != "served" or (answers and not reason):

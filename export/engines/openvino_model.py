@@ -233,6 +233,9 @@ class OpenVinoRunner:
             answers = [request.infer(feed) for request, feed in self._assign(feeds)]
         except RuntimeError as exc:
             raise EngineError("OpenVINO cannot run the graph", got=_describe(exc)) from exc
+        if len(answers) == 1:
+            # An output of a module of the user's own may have no dimension to join in.
+            return [answers[0][name] for name in output_names]
         return [np.concatenate([rows[name] for rows in answers]) for name in output_names]
 
     def _assign(self, feeds: Feed) -> "Iterator[tuple[openvino.InferRequest, dict[str, npt.NDArray[np.generic]]]]":

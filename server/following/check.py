@@ -87,8 +87,8 @@ def check_ensembles(
             failures.append(f"{name}: {exc.fault}")
             remedy = exc.remedy
         except (_DamageError, DamagedGoldenError) as exc:
-            # A server that has it in memory answers all the same.
-            # tritonserver calls ready what has lost its backend processes; the launcher knows.
+            # A server that has it in memory answers all the same. That its backend processes are lost, the launcher
+            # knows: tritonserver calls it ready.
             is_lost = following.get(name, {}).get("served") == 0
             if any_version and not is_lost and (served := _find_served(url, name)):
                 checked[name] = Checked(error=math.nan, served=served, active=active, disagreement=str(exc))

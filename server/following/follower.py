@@ -230,7 +230,7 @@ class Follower:
                 except OSError:
                     continue
                 # The time of any change: of the mode as well, and of what is inside of a folder.
-                found[folder.name] = (*versions, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino)
+                found[folder.name] = (*versions, stat.st_ctime_ns, stat.st_size, stat.st_ino)
         # A network file system that is away for a moment says nothing about what should be served.
         except OSError:
             return self._seen

@@ -1,6 +1,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from trainers.architectures import ARCHITECTURES, save_model
 from export.artefacts import Artefacts, hash_file
 from export.errors import GraphError, VerificationError
 from export.graph.onnx_export import check_graph, export_onnx
-from export.proof.verify import verify
+from export.proof.verify import CaseResult, VerificationReport, verify
 from export.repository.config_file import parse_config
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
@@ -236,3 +237,18 @@ def test_a_graph_that_runs_zeros_is_warmed_up_with_them(exported: Exported) -> N
         "16 tokens",
         "longest, 64 tokens",
     ]
+
+
+def test_the_worst_that_is_told_is_that_of_each_error_in_the_cases_that_were_judged() -> None:
+    def make(name: str, cosine: float, difference: float, *, passed: bool = True) -> CaseResult:
+        errors = {"max_abs_error": difference, "min_cosine": cosine}
+        return CaseResult(name=name, rows=1, seq_len=1, errors=errors, passed=passed)
+
+    cases = [make("real", 0.995, 0.01), make("another", 0.999, 0.02), make("made up", 0.68, 0.9)]
+    report = VerificationReport(
+        sha256={}, cases=cases, golden={}, tolerances={"min_cosine": 0.99}, texts_tokenized=0, target="24.10"
+    )
+    assert [case.name for case in report.judged] == ["real", "another"]
+    assert report.worst_errors == {"max_abs_error": 0.02, "min_cosine": 0.995}
+    failed = replace(report, cases=[*cases, make("wrong", 0.5, 0.3, passed=False)])
+    assert failed.worst_errors == {"max_abs_error": 0.3, "min_cosine": 0.5}

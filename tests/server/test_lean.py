@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from harness import Finished, load_backend
+from harness import Finished, load_backend, run
 from launcher import Running, running
 from rich.console import Console
 from trainers.task_checkpoints import BUILDERS, SENTENCES
@@ -380,3 +380,15 @@ def test_lean_json_holds_what_the_contracts_say(served: Served) -> None:
     )
     keys = [line.split("`")[1] for line in page.split("\n## ")[0].splitlines() if line.startswith("| `")]
     assert keys == [*json.loads((served.repository / "lean_fill-mask" / "1" / "lean.json").read_text())]
+
+
+def test_clients_find_a_lone_lean_model(checkpoint: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    exported = run(
+        "-m", "export", "run", str(checkpoint), "--name", "alone", "--repository", str(repository), "--steps", "lean"
+    )
+    assert exported.code == 0, exported.err
+    with running(repository) as server:
+        done = run("client/infer.py", "--url", f"localhost:{server.http}", "--text", "hello", "--json")
+    assert done.code == 0, done.err
+    assert "embedding" in done.out.lower()
