@@ -389,6 +389,7 @@ def test_clients_find_a_lone_lean_model(checkpoint: Path, tmp_path: Path) -> Non
     )
     assert exported.code == 0, exported.err
     with running(repository) as server:
+        server.read_until("serving HTTP")
         done = run("client/infer.py", "--url", f"localhost:{server.http}", "--text", "hello", "--json")
     assert done.code == 0, done.err
     assert "embedding" in done.out.lower()
