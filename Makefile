@@ -77,7 +77,7 @@ $(UV):
 
 # What meets the interpreter itself: pickles and archives, a server that embeds it and looks into its stack, the demo.
 PYTHON_TESTS := $(addprefix tests/checkpoints/test_,fsdp.py huggingface.py torch_file.py torch_zip.py zip_archive.py) \
-	tests/server/test_sampling.py tests/server/test_server.py tests/server/test_healing.py tests/project/test_demo.py
+	tests/server/healing/test_sampling.py tests/server/test_server.py tests/server/healing/test_healing.py tests/project/test_demo.py
 OTHER = .cache/python-$(shell $(PYTHON) -c '$(VERSION)')
 
 # Installed by uv, which keeps what it fetched: PyPI's torch brings 3 GB of CUDA's libraries, the same for every Python.
@@ -104,7 +104,7 @@ $(LOWEST)/installed: pyproject.toml | $(UV)
 	@touch $@
 
 test-lowest: $(LOWEST)/installed ## Export, prove and read with the lowest release of each library that is allowed
-	@$(LOWEST)/bin/python -m pytest -W default tests/export/test_architectures.py tests/export/test_precision.py \
+	@$(LOWEST)/bin/python -m pytest -W default tests/export/graph/test_architectures.py tests/export/graph/test_precision.py \
 		tests/backends tests/checkpoints/test_huggingface.py tests/checkpoints/test_torch_file.py
 
 test-containers: setup ## Build the image, bring compose.yaml up with podman, break it, stop it
@@ -144,16 +144,16 @@ test-batch: setup .cache/batch/installed ## Embed 40,000 rows with Ray Data and 
 	@MODELYARD_BATCH=$(CURDIR)/.cache/batch/bin/python $(BIN)/python -m pytest tests/client/test_batch.py
 
 architectures: setup ## Export and prove all 66 architectures and tasks, and write docs/architectures.md
-	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/test_architectures.py
+	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/graph/test_architectures.py
 
 checkpoints: setup $(VENV)/trainers ## Train the rarer variants of ZeRO checkpoints too, and read them bit for bit
 	@$(BIN)/python -m pytest -m 'matrix or not matrix' tests/checkpoints
 
 failing-disk: setup ## Fail every single write, rename and sync of a publication, not a sample of them
-	@MODELYARD_DISK_EVERY=1 $(BIN)/python -m pytest tests/export/test_failing_disk.py
+	@MODELYARD_DISK_EVERY=1 $(BIN)/python -m pytest tests/export/repository/test_failing_disk.py
 
 pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
-	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/test_trained_pictures.py
+	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/answers/test_trained_pictures.py
 
 growth: setup ## Measure how export, memory, start and speed grow with model, texts and callers, and plot it
 	@$(BENCH)bench_growth $(BENCH_OPTIONS)
@@ -165,7 +165,7 @@ bench-pictures: setup ## Measure photo in, labels out beside FastAPI, Pillow and
 	@$(BENCH)bench_pictures $(BENCH_OPTIONS)
 
 hostile-pictures: setup ## Send 500 malformed and hostile pictures among good ones, and see each refused by itself
-	@MODELYARD_HOSTILE_PICTURES=500 $(BIN)/python -m pytest tests/server/test_pictures.py -k hostile
+	@MODELYARD_HOSTILE_PICTURES=500 $(BIN)/python -m pytest tests/server/answers/test_pictures.py -k hostile
 
 lint: setup ## Check format, style and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -183,15 +183,15 @@ targets: setup ## Measure again what each target's ONNX Runtime loads
 
 fuzz: setup ## Feed the checkpoint readers 40,000 hostile files, and every HTTP operation 2,000 requests
 	@$(BENCH)fuzz_torch_zip --inputs 40000
-	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/server/test_fuzz_http.py
+	@MODELYARD_FUZZ=2000 $(BIN)/python -m pytest tests/server/hostile/test_fuzz_http.py
 
 PROMPTS ?= 20
 
 streams: setup $(VENV)/trainers ## Write texts of PROMPTS (20) prompts over 16 streams, some of which leave: transformers' own?
-	@MODELYARD_STREAMS=$(PROMPTS) $(BIN)/python -m pytest tests/server/test_generation.py -k transformers_writes
+	@MODELYARD_STREAMS=$(PROMPTS) $(BIN)/python -m pytest tests/server/answers/test_generation.py -k transformers_writes
 
 kills: setup ## Kill every kind of process 20 times under load, and see it come back
-	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/test_healing.py tests/server/test_stillness.py -s
+	@MODELYARD_KILLS=20 $(BIN)/python -m pytest tests/server/healing/test_healing.py tests/server/tritonserver/test_stillness.py -s
 
 neighbours: setup ## Measure a one-word caller's wait beside callers of texts that are dear to tokenise
 	@$(BENCH)neighbours

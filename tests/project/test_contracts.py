@@ -196,7 +196,7 @@ def test_the_postprocess_step_knows_the_kinds_and_keys_of_the_table(tasks: dict[
         given = [tensor.name for tensor in (*task.signature.outputs, *contract.passed)]
         assert set(takes) <= set(given)
         assert [tensor.name for tensor in contract.outputs] == makes
-    # These are made for modules of one's own alone (tests/export/test_own_pictures.py).
+    # These are made for modules of one's own alone (tests/export/tasks/test_own_pictures.py).
     assert told | {"keypoints", "suppressed_boxes"} == rows.keys()
 
 

@@ -376,7 +376,7 @@ def test_a_task_or_an_engine_without_such_a_process_is_refused(export_cli: Calla
 
 def test_lean_json_holds_what_the_contracts_say(served: Served) -> None:
     page = (
-        (Path(__file__).parents[2] / "docs" / "contracts.md").read_text(encoding="utf-8").split("\n## lean.json\n")[1]
+        (Path(__file__).parents[3] / "docs" / "contracts.md").read_text(encoding="utf-8").split("\n## lean.json\n")[1]
     )
     keys = [line.split("`")[1] for line in page.split("\n## ")[0].splitlines() if line.startswith("| `")]
     assert keys == [*json.loads((served.repository / "lean_fill-mask" / "1" / "lean.json").read_text())]
