@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,15 @@ from followed import (
     activate,
     copy_at_first,
     publish_half,
-    publish_two,
     put_pipe,
     read_following,
     read_ready,
-    serving_copy,
     wait_for,
 )
 from harness import run
 from launcher import Running, running
 
 from server.following.recorded import read_golden as read_golden_file
-
-
-@pytest.fixture(scope="module")
-def repository(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish_two(checkpoint, tmp_path_factory.mktemp("following"))
-
-
-@pytest.fixture
-def served(repository: Path, tmp_path: Path) -> Iterator[tuple[Running, Path]]:
-    with serving_copy(repository, tmp_path / "models") as server:
-        yield server, tmp_path / "models"
 
 
 def build_golden(**changes: object) -> str:

@@ -6,26 +6,14 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from followed import NAME, PARTS, Callers, activate, publish_two, read_following, serving_copy, wait_for
+from followed import NAME, PARTS, Callers, activate, read_following, wait_for
 from launcher import Running, running
 from nginx import NGINX, balancing
-
-
-@pytest.fixture(scope="module")
-def repository(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish_two(checkpoint, tmp_path_factory.mktemp("following"))
-
-
-@pytest.fixture
-def served(repository: Path, tmp_path: Path) -> Iterator[tuple[Running, Path]]:
-    with serving_copy(repository, tmp_path / "models") as server:
-        yield server, tmp_path / "models"
 
 
 def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: tuple[Running, Path]) -> None:

@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,25 +17,12 @@ from followed import (
     activate,
     copy_at_first,
     publish_half,
-    publish_two,
     put_pipe,
     read_following,
     read_ready,
-    serving_copy,
     wait_for,
 )
 from launcher import Running, running
-
-
-@pytest.fixture(scope="module")
-def repository(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish_two(checkpoint, tmp_path_factory.mktemp("following"))
-
-
-@pytest.fixture
-def served(repository: Path, tmp_path: Path) -> Iterator[tuple[Running, Path]]:
-    with serving_copy(repository, tmp_path / "models") as server:
-        yield server, tmp_path / "models"
 
 
 def test_a_model_whose_file_is_away_comes_back_with_it_and_what_still_answers_goes_on(

@@ -1,0 +1,19 @@
+"""Two versions of one model, and a server of a copy of them that a test may spoil."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from followed import publish_two, serving_copy
+from launcher import Running
+
+
+@pytest.fixture(scope="module")
+def repository(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return publish_two(checkpoint, tmp_path_factory.mktemp("following"))
+
+
+@pytest.fixture
+def served(repository: Path, tmp_path: Path) -> Iterator[tuple[Running, Path]]:
+    with serving_copy(repository, tmp_path / "models") as server:
+        yield server, tmp_path / "models"
