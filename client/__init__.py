@@ -1,8 +1,8 @@
 """Callers of a running server: a library, a command line, the parity check over the wire, and the load measurement.
 
-`Client` and `AsyncClient` ask, what they raise is a `ClientError`, and what they return has rows of `Label`, `Entity`,
-`Answer` and `Ranked`. What needs a library is imported when it is named: a command whose libraries are missing can say
-so.
+`Client` and `AsyncClient` ask, and `answer_file` about all rows of a file. What they raise is a `ClientError`, and what
+they return has rows of `Label`, `Entity`, `Answer` and `Ranked`. What needs a library is imported when it is named: a
+command whose libraries are missing can say so.
 """
 
 import importlib
@@ -27,11 +27,15 @@ if TYPE_CHECKING:
     from .answers import Label as Label
     from .answers import Ranked as Ranked
     from .asynchronous import AsyncClient as AsyncClient
+    from .batch.files import answer_file as answer_file
     from .synchronous import Client as Client
 
-_PLACES = {"Client": "synchronous", "AsyncClient": "asynchronous"} | dict.fromkeys(
-    ("Answer", "Entity", "Label", "Ranked"), "answers"
-)
+_PLACES = {
+    "Client": "synchronous",
+    "AsyncClient": "asynchronous",
+    "answer_file": "batch.files",
+    **dict.fromkeys(("Answer", "Entity", "Label", "Ranked"), "answers"),
+}
 
 
 def __getattr__(name: str) -> Any:

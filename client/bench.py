@@ -11,8 +11,8 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from .connection import Connection
-from .ending import end_quietly
+from .command.connection import Connection
+from .command.ending import end_quietly
 from .errors import ClientError
 from .locations import name_command
 from .options import DEFAULT_URLS

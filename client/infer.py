@@ -21,14 +21,14 @@ if not __package__:
     __package__ = importlib.import_module("client").__name__
 
 try:
-    from .connection import COMMAND_WORDS, Connection
+    from .batch.files import answer_file
+    from .command.connection import COMMAND_WORDS, Connection
+    from .command.ending import end_quietly
+    from .command.prompts import ask_writer
+    from .command.sent_files import IMAGES, SOUNDS, ask_files
     from .display import decode, to_json, to_table
-    from .ending import end_quietly
     from .errors import ClientError, UsageError
-    from .files import answer_file
     from .options import DEFAULT_URLS
-    from .prompts import ask_writer
-    from .sent_files import IMAGES, SOUNDS, ask_files
     from .synchronous import Client
 except ImportError as missing:
     if __name__ != "__main__":

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
-from .connection import Connection
-from .ending import end_quietly
+from .command.connection import Connection
+from .command.ending import end_quietly
 from .errors import ClientError
 from .locations import name_command
 from .options import DEFAULT_URLS

@@ -37,7 +37,7 @@ from launcher import Running
 from safetensors.torch import load_file, save_file
 
 from client import Client
-from client.files import CHUNK_LINES
+from client.batch.files import CHUNK_LINES
 from demo.checkpoint import fetch_checkpoint
 from export.repository.activation import activate
 from export.tasks.texts.text import read_verification_texts

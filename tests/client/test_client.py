@@ -18,7 +18,7 @@ from harness import CHECKOUT, Published, run
 from launcher import write_older_golden
 
 from client import perf_analyzer
-from client.connection import Connection
+from client.command.connection import Connection
 from client.errors import ClientError
 from client.perf_analyzer import PerfAnalyzer, find_perf_analyzer, is_real, measure_texts
 from demo.serving import Addresses, serve

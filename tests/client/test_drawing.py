@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from modelyard.client.command.drawing import import_drawing
 from modelyard.client.display import to_table
-from modelyard.client.drawing import import_drawing
 from modelyard.client.errors import ClientError
 from PIL import Image
 

@@ -20,8 +20,8 @@ from instant import NAME, start_again, write_instant
 from launcher import Running, running
 
 from client import Client, ModelError, UsageError
-from client.files import CHUNK_LINES, answer_file
-from client.parquet import to_arrow
+from client.batch.files import CHUNK_LINES, answer_file
+from client.batch.parquet import to_arrow
 
 INFER = str(CHECKOUT / "client" / "infer.py")
 ROWS = 20_000

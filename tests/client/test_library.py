@@ -32,7 +32,7 @@ from client import (
     UsageError,
 )
 from client.answers import find_texts_model
-from client.files import answer_file
+from client.batch.files import answer_file
 from client.model import Model, Tensor
 from client.options import Options
 from client.session import Session
@@ -241,7 +241,7 @@ def test_a_file_is_taken_up_again_where_a_kill_left_it(
 ) -> None:
     target = tmp_path / "out.jsonl"
     code = (
-        "import sys; from pathlib import Path; from client import Client; from client.files import answer_file\n"
+        "import sys; from pathlib import Path; from client import Client, answer_file\n"
         "answer_file(Client(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), chunk_lines=32)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, server.http, str(lines), str(target)], cwd=CHECKOUT)

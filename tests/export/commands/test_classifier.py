@@ -12,7 +12,7 @@ import torch
 from harness import CHECKOUT, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from client.connection import Connection
+from client.command.connection import Connection
 from demo.serving import NAME, serve
 from export.consolidation.consolidate import consolidate
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainers.own_detector import build
 from transformers.image_utils import load_image
 
-from client.connection import Connection
+from client.command.connection import Connection
 from export.__main__ import main as run_export_cli
 from export.tasks.pictures.preparation import read_preparation
 

@@ -27,7 +27,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from transformers.image_utils import load_image
 
 from client import Client, ClientError, UsageError
-from client.connection import Connection
+from client.command.connection import Connection
 from demo.serving import Addresses
 from export.__main__ import main as run_export_cli
 

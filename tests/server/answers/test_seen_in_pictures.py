@@ -26,7 +26,7 @@ from trainers.picture_models import (
 from transformers import AutoImageProcessor, AutoModelForObjectDetection, AutoModelForSemanticSegmentation
 from transformers.image_utils import load_image
 
-from client.connection import Connection
+from client.command.connection import Connection
 from client.errors import RefusedError
 from export.__main__ import main as run_export_cli
 

@@ -21,7 +21,7 @@ from relay import BUSY, Relay
 from tritonclient.utils import InferenceServerException
 
 from client.bench import read_corpus
-from client.connection import Connection
+from client.command.connection import Connection
 from demo.serving import Addresses
 from server.following.health import check_answer
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from client import AsyncClient, Client, ClientError, ModelError, Ranked, UsageError
-from client.connection import Connection
+from client.command.connection import Connection
 from demo.serving import Addresses, serve
 from export.__main__ import main as run_export_cli
 from server.announcement import announce

@@ -21,7 +21,7 @@ from trainers.architectures import ARCHITECTURES, save_model
 from transformers import AutoFeatureExtractor, AutoModelForAudioClassification
 
 from client import Client, ClientError
-from client.connection import Connection
+from client.command.connection import Connection
 from export.__main__ import main as run_export_cli
 from export.tasks.sounds.samples import draw_sound, encode_sound
 

@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from trainers.mobilenet import build, fetch_weights
 
-from client.connection import Connection
+from client.command.connection import Connection
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("MODELYARD_PICTURES"), reason="a trained model of pictures is fetched; `make pictures`"

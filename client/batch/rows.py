@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import UsageError
-from .session import Arrays
+from ..errors import UsageError
+from ..session import Arrays
 
 
 @dataclass(frozen=True, kw_only=True)

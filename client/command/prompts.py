@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ClientError, UsageError
+from ..streams import PROMPT, check_parameters
 from .connection import Connection
-from .errors import ClientError, UsageError
-from .streams import PROMPT, check_parameters
 
 
 def _read_parameters(text: str) -> dict[str, Any]:

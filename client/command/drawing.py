@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .display import decode
-from .errors import ClientError
+from ..display import decode
+from ..errors import ClientError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .display import to_plain
-from .errors import UsageError
+from ..display import to_plain
+from ..errors import UsageError
+from ..session import Arrays
 from .rows import Chunk, Columns, lock, refuse_own_answers
-from .session import Arrays
 
 _BLOCK_BYTES = 1 << 20
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy.typing as npt
 
-from . import answers
-from .model import Model
-from .options import Options, Words
-from .pieces import ask_texts
-from .session import Arrays, Session
-from .streams import find_writer, write
-from .synchronous import hear, wait_for
+from .. import answers
+from ..model import Model
+from ..options import Options, Words
+from ..pieces import ask_texts
+from ..session import Arrays, Session
+from ..streams import find_writer, write
+from ..synchronous import hear, wait_for
 
 COMMAND_WORDS = Words(
     url="--url",

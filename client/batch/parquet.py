@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .display import decode
-from .errors import UsageError
+from ..display import decode
+from ..errors import UsageError
+from ..session import Arrays
 from .rows import Chunk, Columns, lock, refuse_own_answers
-from .session import Arrays
 
 # Of column chunks, which are as large as a row group, this much is read at a time.
 _BUFFER_BYTES = 1 << 20

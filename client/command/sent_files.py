@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..display import to_plain, to_table
+from ..errors import ClientError, RefusedError
+from ..model import Model
+from ..pieces import join_rows
 from .connection import Connection
-from .display import to_plain, to_table
 from .drawing import import_drawing
-from .errors import ClientError, RefusedError
-from .model import Model
-from .pieces import join_rows
 
 
 @dataclass(frozen=True, kw_only=True)

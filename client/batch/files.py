@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from .errors import ClientError, RefusedError, UsageError
+from ..errors import ClientError, RefusedError, UsageError
+from ..session import Arrays
+from ..synchronous import Client
 from .lines import LinesSource, LinesTarget
 from .rows import Chunk, Columns, Source, Target
-from .session import Arrays
-from .synchronous import Client
 
 CHUNK_LINES = 1024
 
