@@ -7,8 +7,9 @@ from typing import Any
 
 from .endpoints import Endpoints
 from .following.model_text import read_inputs
-from .following.published import GOLDEN_FILE, Published
+from .following.published import Published
 from .following.recorded import read_golden
+from .following.sums import GOLDEN_FILE
 from .locations import name_command
 
 # What `infer` is asked with, by the inputs that a model has; nothing where it must fit the model.

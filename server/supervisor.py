@@ -10,6 +10,7 @@ from .following import wishes
 from .following.follower import Follower
 from .following.overlay import Overlay
 from .following.rollout import Roller
+from .following.sums import FileSums
 from .following.verdicts import FAILED, judge_models, render_verdicts
 from .log import Log
 from .run import Run
@@ -55,10 +56,11 @@ class Supervisor:
         grpc_address = None if encrypted else settings.endpoints.grpc_address
         self._control = Control(settings.endpoints.http_url, settings.key, grpc_address)
         overlay = Overlay(settings.overlay)
-        self._roller = Roller(settings.repository, overlay, self._control, settings.backends / "python")
+        sums = FileSums()
+        self._roller = Roller(settings.repository, overlay, self._control, settings.backends / "python", sums)
         # Whether those that it could not start with are loaded one after another.
         self._loads_each = False
-        self._follower = Follower(settings.repository, self._roller, status.follow, log.say, settings.variant)
+        self._follower = Follower(settings.repository, self._roller, sums, status.follow, log.say, settings.variant)
         self._follower.start()
         self._launch()
 
@@ -179,6 +181,8 @@ class Supervisor:
                 time.sleep(0.25 * 2**attempt)
                 continue
             self._doubt_what_is_missing()
+            # Files may have become others while they were loaded.
+            self._follower.leave_out_damaged()
             self._count_models()
             self._status.ready = True
             self._say(f"tritonserver answers again, {time.monotonic() - start:.1f} s after its end was found")

@@ -76,6 +76,11 @@ def publish_half(copy: Path, staging: Path) -> str:
         staged = shutil.copytree(copy / name, staging / f"half{name}")
         config = staged / "config.pbtxt"
         config.write_text(config.read_text().replace(f'"{NAME}', f'"half{NAME}'))
+        for sums in staged.glob("*/SHA256SUMS"):
+            content = sums.read_text().replace(f"../../{NAME}_", f"../../half{NAME}_")
+            # Other versions may share its bytes.
+            sums.unlink()
+            sums.write_text(content)
         staged.rename(copy / f"half{name}")
     return f"half{NAME}"
 

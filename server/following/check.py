@@ -15,8 +15,9 @@ from ..errors import CheckError, GoldenError
 from .agreement import find_disagreement, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
-from .published import GOLDEN_FILE, Published, read_repository
+from .published import Published, read_repository
 from .recorded import DamagedGoldenError
+from .sums import GOLDEN_FILE, FileSums
 
 _TIMEOUT_S = 5.0
 
@@ -116,7 +117,7 @@ def _read(repository: Path) -> dict[str, Published]:
         CheckError: There is no repository, or it cannot be read.
     """
     try:
-        return read_repository(repository)
+        return read_repository(repository, FileSums())
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise CheckError(
             f"there is no repository {repository}",

@@ -3,10 +3,12 @@
 import contextlib
 import glob
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +17,7 @@ from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, find_fault, list_versions, read_repository
 from .rollout import Roller
+from .sums import FileSums
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -66,6 +69,7 @@ class Follower:
     Args:
         repository: The model repository.
         roller: Changes what is served.
+        sums: Tells which files have changed since they were published.
         tell: Called with a model's name and how far it is followed, whenever that changes.
         say: Logs a line.
         variant: Name of the configurations that take the place of the usual ones, where a version has them.
@@ -75,6 +79,7 @@ class Follower:
         self,
         repository: Path,
         roller: Roller,
+        sums: FileSums,
         tell: Callable[[str, Following], None],
         say: Callable[[str], None],
         variant: str = "",
@@ -82,6 +87,7 @@ class Follower:
         self._variant = variant
         self._repository = repository
         self._roller = roller
+        self._sums = sums
         self._tell = tell
         self._say = say
         self._holdings = Holdings(repository)
@@ -136,11 +142,12 @@ class Follower:
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
     def leave_out_damaged(self) -> None:
-        """Have a tritonserver that is about to start load no model whose files it would wait for, or not find."""
+        """Have tritonserver load no model whose files it would wait for, not find, or find changed."""
         for name, published in [*self._served.items()]:
             version = str(published.version)
             folders = [self._repository / part / version for part in published.steps or (name,)]
-            if published.version and (damage := next(filter(None, map(find_fault, folders)), "")):
+            faults = chain(map(find_fault, folders), map(self._sums.find_changed, [self._repository / name / version]))
+            if published.version and (damage := next(filter(None, faults), "")):
                 self.doubt(name, damage)
                 # Looked at again as soon as its files are others.
                 self._failures[name].wanted = replace(published, configs={}, damage=damage)
@@ -148,7 +155,7 @@ class Follower:
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen, self._place = self._fingerprint(), self._find_place()
-        for published in read_repository(self._repository, self._variant).values():
+        for published in read_repository(self._repository, self._sums, self._variant).values():
             if published.damage:
                 self._fail(published, 0, _refuse_damaged(published, None))
                 continue
@@ -204,13 +211,9 @@ class Follower:
 
     def _read_times(self, name: str) -> list[tuple[str, int, int]]:
         """Return path, time of change and size of every file in the versions of a model and its steps."""
-        found = []
-        for folder in (self._repository / name, *self._repository.glob(f"{glob.escape(name)}_*")):
-            for path in folder.glob("[0-9]*/*"):
-                with contextlib.suppress(OSError):
-                    stat = path.stat()
-                    found.append((str(path), stat.st_ctime_ns, stat.st_size))
-        return sorted(found)
+        folders = [self._repository / name, *self._repository.glob(f"{glob.escape(name)}_*")]
+        versions = [folder / str(version) for folder in folders for version in list_versions(folder)]
+        return sorted(change for version in versions for change in _list_changes(version))
 
     def _find_place(self) -> tuple[int, int] | None:
         try:
@@ -220,8 +223,12 @@ class Follower:
         return stat.st_dev, stat.st_ino
 
     def _fingerprint(self) -> Mapping[str, object] | None:
-        """Return what is another for a folder whenever its configuration, or the list of its versions or files, is."""
-        found = {}
+        """Return what is another for a folder whenever its configuration, or the list of its versions or files, is.
+
+        Of the version that is served, it is so for every single file.
+        """
+        shown = {name: each.version for each in [*self._served.values()] if each.version for name in each.configs}
+        found: dict[str, object] = {}
         try:
             for folder in sorted(self._repository.iterdir()):
                 try:
@@ -231,6 +238,9 @@ class Follower:
                     continue
                 # The time of any change: of the mode as well, and of what is inside of a folder.
                 found[folder.name] = (*versions, stat.st_ctime_ns, stat.st_size, stat.st_ino)
+                if folder.name in shown:
+                    # Not under the name: that it is served is no change of what could not be.
+                    found[f"{folder.name}/"] = _list_changes(folder / str(shown[folder.name]))
         # A network file system that is away for a moment says nothing about what should be served.
         except OSError:
             return self._seen
@@ -246,7 +256,7 @@ class Follower:
 
     def _follow(self) -> None:
         try:
-            wanted = read_repository(self._repository, self._variant)
+            wanted = read_repository(self._repository, self._sums, self._variant)
         except OSError as exc:
             self._say(f"{self._repository} cannot be looked at: {exc.strerror}; what is served stays")
             self._seen = None
@@ -276,7 +286,7 @@ class Follower:
         wanted = {name: failure.wanted for name, failure in self._failures.items()}
         if any(published.damage for published in wanted.values()):
             with contextlib.suppress(OSError):
-                found = read_repository(self._repository, self._variant)
+                found = read_repository(self._repository, self._sums, self._variant)
                 wanted = {name: found.get(name, known) if known.damage else known for name, known in wanted.items()}
         self._bring_all(wanted.values())
 
@@ -361,6 +371,17 @@ class Follower:
         if not (before and wanted.damage):
             self._say(f"ERROR: {reason} {then}")
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))
+
+
+def _list_changes(version: Path) -> list[tuple[str, int, int]]:
+    """Return path, time of change and size of every file below the folder of a version."""
+    found = []
+    for folder, _, names in os.walk(version):
+        for path in (Path(folder, name) for name in names):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                found.append((str(path), stat.st_ctime_ns, stat.st_size))
+    return sorted(found)
 
 
 def _find_rest(folder: Path, version: int) -> str:

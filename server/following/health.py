@@ -1,9 +1,9 @@
 """Whether a running model answers as it was verified when it was published."""
 
 import base64
-import hashlib
 import http.client
 import json
+import os
 import struct
 import time
 import urllib.error
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GoldenError
-from .model_text import read_config
-from .published import GOLDEN_FILE, SUMS_FILE
 from .recorded import DamagedGoldenError, measure_answer, read_golden
+from .sums import GOLDEN_FILE, hash_file, read_sums
 
 # A first inference may have to wait for a warmup or a cold disk.
 _TIMEOUT_S = 60.0
@@ -92,11 +91,9 @@ def _compare(url: str, golden: Mapping[str, Any], patience_s: float) -> float:
 def _has_changed(path: Path) -> bool:
     """Tell whether a file of a version is known to have other bytes than were published; one without a sum is not."""
     try:
-        lines = read_config(path.with_name(SUMS_FILE)).splitlines()
-        sums = {place: digest for digest, _, place in (line.partition("  ") for line in lines)}
-        return sums.get(path.name) not in (None, hashlib.sha256(path.read_bytes()).hexdigest())
+        return read_sums(path.parent).get(Path(os.path.normpath(path))) not in (None, hash_file(path))
     # Of what cannot be read nothing is known.
-    except (OSError, ValueError):
+    except OSError:
         return not path.is_file()
 
 

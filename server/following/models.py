@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import EmptyError, NotFoundError, UsageError
 from ..locations import name_command, name_opening
 from .published import list_variants, read_repository
+from .sums import FileSums
 
 _INTERVAL_S = 0.5
 
@@ -83,11 +84,11 @@ def wait_for_model(repository: Path, say: Callable[[str], None], stops: Callable
     Raises:
         NotFoundError: There is no such folder, or it cannot be read.
     """
-    told = False
+    told, sums = False, FileSums()
     while not stops():
         try:
             list_models(repository)
-            if read_repository(repository):
+            if read_repository(repository, sums):
                 return True
         except EmptyError:
             pass

@@ -16,14 +16,7 @@ from .model_text import (
     serve_versions,
     set_parameter,
 )
-
-GOLDEN_FILE = "golden.json"
-
-# SHA-256 of each file of a version, and its place from there.
-SUMS_FILE = "SHA256SUMS"
-
-# In the folder of a version: configurations, those of each variant in a folder of its own.
-CONFIGS_FOLDER = "configs"
+from .sums import CONFIGS_FOLDER, GOLDEN_FILE, FileSums, read_sums
 
 # Parameters that an operator writes into a configuration.
 _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
@@ -32,7 +25,7 @@ _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
 _FILE_SYSTEMS_OWN = "lost+found"
 
 # In every published configuration: the public model that the folder belongs to.
-_OWNER_PARAMETER = "modelyard_owner"
+OWNER_PARAMETER = "modelyard_owner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,7 @@ class Published:
         return tuple(name for name in self.configs if name != self.name)
 
 
-def read_repository(repository: Path, variant: str = "") -> dict[str, Published]:
+def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict[str, Published]:
     """Return name → what should be served of it, for every model that has a configuration and a version.
 
     A model that is being written is not among them. One that was published and cannot be read, or is not whole, is:
@@ -72,12 +65,15 @@ def read_repository(repository: Path, variant: str = "") -> dict[str, Published]
 
     Args:
         repository: The repository.
+        sums: Tells which files have changed.
         variant: Name of the configurations that take the place of the usual ones, where a version has them.
     """
     configs, faults = _read_configs(repository)
     found, owned = {}, set[str]()
     for name, config in configs.items():
         version, damage = _find_damage(repository, name, configs, faults)
+        if not damage:
+            damage = sums.find_changed(repository / name / str(version))
         is_ours = not damage or _was_published(repository, name, config)
         if is_ours:
             owned |= {step for step, _ in read_steps(config)}
@@ -94,7 +90,7 @@ def read_repository(repository: Path, variant: str = "") -> dict[str, Published]
 
 def _was_published(repository: Path, name: str, config: str) -> bool:
     """Tell whether a folder was published under its name; its configuration may not say so any more."""
-    owner = read_parameter(config, _OWNER_PARAMETER)
+    owner = read_parameter(config, OWNER_PARAMETER)
     is_others = owner is None or read_name(config) not in (name, "")
     return owner == name or (is_others and any((repository / name).glob(f"*/{GOLDEN_FILE}")))
 
@@ -157,8 +153,10 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
             return version, f"{repository / part / str(version)} is missing"
         if part not in configs:
             return version, f"{repository / part / CONFIG_FILE} is missing"
-        owner = read_parameter(configs[part], _OWNER_PARAMETER)
-        if owner not in (read_parameter(config, _OWNER_PARAMETER), name, None):
+        if (own := read_name(configs[part])) not in (part, ""):
+            return version, f"{repository / part / CONFIG_FILE} is that of {own}"
+        owner = read_parameter(configs[part], OWNER_PARAMETER)
+        if owner not in (read_parameter(config, OWNER_PARAMETER), name, None):
             return version, f"{path} has {part} as a step, which is one of {owner}"
     folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
     if fault := next(filter(None, map(find_fault, folders)), ""):
@@ -171,13 +169,7 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
 
 def _find_absent(version: Path) -> str:
     """Return which of the files that a version was published with is not there as one, as far as that can be seen."""
-    try:
-        lines = read_config(version / SUMS_FILE).splitlines()
-    except (OSError, ValueError):
-        return ""
-    # A last line that was cut may name no file that there ever was.
-    for place in (line.partition("  ")[2] for line in lines[:-1]):
-        path = Path(os.path.normpath(version / place))
+    for path in read_sums(version):
         try:
             if not path.is_file():
                 return f"{path} is {'no regular file' if path.exists() else 'missing'}"
@@ -210,7 +202,7 @@ def _is_step(name: str, config: str) -> bool:
 
     Its name says so as well: a published folder that was copied under another name is served.
     """
-    owner = read_parameter(config, _OWNER_PARAMETER)
+    owner = read_parameter(config, OWNER_PARAMETER)
     return owner is not None and name.startswith(f"{owner}_")
 
 

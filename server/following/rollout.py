@@ -28,9 +28,10 @@ from ..errors import ControlError, GoneError, RolloutError
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
 from .health import JUDGING_PATIENCE_S, check_answer
-from .model_text import rename, replace_field, serve_versions, set_parameter
+from .model_text import read_parameter, rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .published import GOLDEN_FILE, Published, find_fault, list_versions
+from .published import OWNER_PARAMETER, Published, find_fault, list_versions
+from .sums import GOLDEN_FILE, FileSums
 from .wishes import keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
@@ -55,13 +56,15 @@ class Roller:
         overlay: What tritonserver is shown of it.
         control: Orders to that tritonserver.
         backend: Folder of its Python backend.
+        sums: Tells which files have changed since they were published.
     """
 
-    def __init__(self, repository: Path, overlay: Overlay, control: Control, backend: Path) -> None:
+    def __init__(self, repository: Path, overlay: Overlay, control: Control, backend: Path, sums: FileSums) -> None:
         self._repository = repository
         self._overlay = overlay
         self._control = control
         self._backend = backend
+        self._sums = sums
         # A model is revived by another thread than the one that rolls it.
         self._changing = threading.RLock()
         self._limits_rate = False
@@ -95,10 +98,9 @@ class Roller:
         with self._changing:
             if versions and not any(self._overlay.shows(model, version) for version in versions):
                 return
-            if fault := next(filter(None, map(find_fault, self._overlay.list_versions(model))), ""):
-                raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
             try:
                 config = self._overlay.read_config(model)
+                self._check_files(model, config)
                 # tritonserver 2.51 takes a load of an unchanged configuration for done.
                 self._overlay.write_config(model, set_parameter(config, _REVIVAL_PARAMETER, str(time.time_ns())))
             except OSError as exc:
@@ -106,6 +108,25 @@ class Roller:
                     f"{model} cannot be shown to tritonserver", expected="room for its configuration", got=f"'{exc}'"
                 ) from exc
             self._control.load(model)
+            try:
+                self._check_files(model, config)
+            except ControlError:
+                # What has just been loaded is none of what was published.
+                with contextlib.suppress(ControlError):
+                    self._control.unload(model)
+                raise
+
+    def _check_files(self, model: str, config: str) -> None:
+        """Refuse to load files that are not as they were published.
+
+        Raises:
+            ControlError: One would be waited for, cannot be read, or has changed.
+        """
+        public = read_parameter(config, OWNER_PARAMETER) or model
+        for folder in self._overlay.list_versions(model):
+            version, part = (self._repository / name / folder.name for name in (public, model))
+            if fault := find_fault(folder) or self._sums.find_changed(version, part):
+                raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
 
     def show(self, published: Published) -> None:
         """Show a model to a tritonserver that starts or runs."""
@@ -330,8 +351,15 @@ class Roller:
                     self._overlay.hide(name)
 
     def _check(self, published: Published, name: str) -> None:
-        """Ask for the verified answer of a version under the name that serves it."""
+        """Ask for the verified answer of a version under the name that serves it.
+
+        Raises:
+            OSError: It does not answer.
+            ValueError: It answers otherwise, or from files that have changed while they were loaded.
+        """
         if published.version:
+            if changed := self._sums.find_changed(self._repository / published.name / str(published.version)):
+                raise ValueError(changed)
             check_answer(
                 self._control.url,
                 self._repository,

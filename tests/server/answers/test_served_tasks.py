@@ -31,6 +31,7 @@ from export.__main__ import main as run_export_cli
 from server.announcement import announce
 from server.endpoints import Endpoints
 from server.following.published import Published, read_repository
+from server.following.sums import FileSums
 
 # Scores are probabilities in fp32; what is seen is about 1e-6.
 TOLERANCE = 1e-4
@@ -389,7 +390,7 @@ def test_parity_fails_on_another_label_and_another_place(served: Served, tmp_pat
 def test_each_command_that_the_server_names_next_is_answered(served: Served) -> None:
     host, port = served.addresses.http.split(":")
     endpoints = Endpoints(host=host, http_port=int(port), grpc_port=1, metrics_port=2, status_port=3)
-    models = list(read_repository(served.repository).values())
+    models = list(read_repository(served.repository, FileSums()).values())
     assert {model.name for model in models} == set(BUILDERS)
 
     def name_next(*chosen: Published) -> list[str]:

@@ -28,6 +28,7 @@ from tritonclient.utils import InferenceServerException
 from export.repository.config_file import parse_config
 from server.following.overlay import Overlay
 from server.following.rollout import Roller
+from server.following.sums import FileSums
 from server.healing.healer import MAX_STREAK, Healer
 from server.status import Status
 from server.tritonserver.control import Control
@@ -311,7 +312,7 @@ def test_what_a_rollout_has_put_in_the_place_of_the_dead_is_not_loaded_again(
     (shown,) = [word for word in read_arguments(server.tritonserver) if word.startswith("--model-repository=")]
     overlay = Overlay(Path(shown.partition("=")[2]))
     control = Control(f"http://127.0.0.1:{server.http}", open_key(key_file), None)
-    roller = Roller(repository, overlay, control, overlay.directory.parent / "backends" / "python")
+    roller = Roller(repository, overlay, control, overlay.directory.parent / "backends" / "python", FileSums())
     before = find_settled(server, repository, model)
     roller.revive(model, {"7"})
     assert find_settled(server, repository, model) == before
