@@ -167,6 +167,9 @@ class Roller:
         Raises:
             RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
         """
+        # tritonserver would load it anew with the other, and its callers would be answered by it until the switch.
+        if old.version and (changed := self._sums.find_changed(self._repository / old.name / str(old.version))):
+            raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
         try:
             self._check_wishes(new)
             with pacing(self._backend):
@@ -255,13 +258,7 @@ class Roller:
                 self._show_and_load(name, serve_versions(config, versions), self._repository / name, versions)
             except ControlError as exc:
                 if {int(number) for number in _FAILED_VERSION.findall(str(exc))} == {old.version} != {new.version}:
-                    raise RolloutError(
-                        f"version {new.version} of {new.name} cannot be loaded beside version {old.version}",
-                        expected=f"{self._repository / name / str(old.version)} as it was when it was loaded",
-                        got=str(exc),
-                        remedy=f"version {old.version} is served as before; bring its files back, or restart the "
-                        f"server, which then loads version {new.version} alone",
-                    ) from exc
+                    raise _refuse_beside(old, new, self._repository / name / str(old.version), str(exc)) from exc
                 raise
 
     @contextlib.contextmanager
@@ -378,6 +375,16 @@ def _is_alike(name: str, old: Published, new: Published) -> bool:
 def _joins_any_lengths(config: str) -> bool:
     """Tell whether a graph is given rows of any lengths one behind another."""
     return "allow_ragged_batch" in config
+
+
+def _refuse_beside(old: Published, new: Published, folder: Path, got: str) -> RolloutError:
+    return RolloutError(
+        f"{new.title} cannot be loaded beside version {old.version}",
+        expected=f"{folder} as it was when it was loaded",
+        got=got,
+        remedy=f"version {old.version} is served as before; bring its files back, or restart the server, which then "
+        f"loads version {new.version} alone",
+    )
 
 
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:

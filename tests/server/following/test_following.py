@@ -141,15 +141,19 @@ def test_a_version_whose_files_are_damaged_while_it_is_served_is_named_and_serve
     graph = repository / f"{NAME}_model" / "1" / "model.onnx"
     content = graph.read_bytes()
     with Callers(server, repository) as callers:
-        graph.write_bytes(content[:5000])
-        activate(repository, 2)
-        found = wait_for(server, lambda models: models[NAME]["state"] == "failed")[NAME]
-        assert (found["active"], found["served"]) == (2, 1)
-        assert "version 2 of followed cannot be loaded beside version 1: expected" in found["reason"]
-        assert str(graph.parent) in found["reason"] and "bring its files back" in found["reason"]
-        activate(repository, 1)
-        wait_for(server, lambda models: models[NAME]["state"] == "served")
-        graph.write_bytes(content)
+        # Of another graph, which could be loaded, callers of version 1 would have the answers until the switch.
+        for damaged in (content[:5000], (repository / f"{NAME}_model" / "2" / "model.onnx").read_bytes()):
+            graph.write_bytes(damaged)
+            activate(repository, 2)
+            found = wait_for(server, lambda models: (models[NAME]["active"], models[NAME]["state"]) == (2, "failed"))
+            assert found[NAME]["served"] == 1
+            reason = found[NAME]["reason"]
+            assert "version 2 of followed cannot be loaded beside version 1: expected" in reason
+            assert str(graph.parent) in reason and "bring its files back" in reason
+            activate(repository, 1)
+            graph.write_bytes(content)
+            wait_for(server, lambda models: models[NAME]["state"] == "served")
+        assert set(callers.answers) == {1}
         activate(repository, 2)
         wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
     assert callers.failures == []

@@ -70,7 +70,7 @@ def test_it_is_not_ready_from_the_last_process_of_its_only_model_to_the_next_tha
             time.sleep(0.2)
         wait_for(server, lambda models: (models[NAME]["served"], models[NAME]["state"]) == (0, "failed"))
         reason = read_following(server)[NAME]["reason"]
-        assert "model.onnx" in reason and reason in server.check().err
+        assert str(graph) in reason and str(graph) in server.check().err
         graph.write_bytes(content)
         wait_for(server, lambda models: read_ready(server)[0] == 200)
         wait_for(server, lambda models: (models[NAME]["served"], models[NAME]["state"]) == (1, "served"))
