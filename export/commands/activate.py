@@ -7,7 +7,7 @@ from ..locations import name_command
 from ..repository.activation import activate
 from ..repository.version import Version
 from .verb import EXIT_NOT_SERVED, Verbs, add_repository, add_verb, answer, open_console
-from .waiting import wait_until_served
+from .waiting import check_status_address, wait_until_served
 
 # So much takes a second or more to hash, which is worth a word.
 _SLOW_BYTES = 500_000_000
@@ -45,7 +45,9 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the verb. Raises what `activate` and `wait_until_served` raise."""
+    """Run the verb. Raises what `activate`, `check_status_address` and `wait_until_served` raise."""
+    for url in arguments.wait:
+        check_status_address(url)
     console = open_console()
 
     def tell(version: Version) -> None:

@@ -5,15 +5,40 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
-from ..errors import ServingError
+from ..errors import ServingError, SettingsError
 
 _POLL_S = 0.2
 _TIMEOUT_S = 5.0
 
 # A launcher looks twice a second; what it sees of a network file system may be a minute old.
 _NOTICE_S = 90.0
+
+
+def check_status_address(url: str) -> None:
+    """Refuse what no status port can be at, before anything is changed that would be waited for.
+
+    Raises:
+        SettingsError: It is no address, or lacks its port.
+    """
+    try:
+        parts = urlsplit(_add_scheme(url))
+        # Behind a scheme, its usual port is meant.
+        port = parts.port or ("://" in url and parts.port is None)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname and port)
+    # A port that is no number, or half of a bracket.
+    except ValueError:
+        is_address = False
+    if not is_address or any(letter.isspace() or not letter.isprintable() for letter in url):
+        raise SettingsError(
+            "--wait cannot be used",
+            expected="HOST:PORT of a server's status port, such as localhost:8003",
+            got=repr(url),
+            remedy="correct it, or write what else belongs to the verb before --wait",
+        )
 
 
 def wait_until_served(url: str, name: str, version: int, tell: Callable[[str], None]) -> None:
@@ -45,7 +70,7 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
     Raises:
         ServingError: It cannot serve it, does not follow the repository, or cannot be asked.
     """
-    asked = url if "://" in url else f"http://{url}"
+    asked = _add_scheme(url)
     noticed_by, told = time.monotonic() + _NOTICE_S, ""
     while True:
         content = _read_versions(asked, name, version)
@@ -84,12 +109,17 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
         time.sleep(_POLL_S)
 
 
+def _add_scheme(url: str) -> str:
+    return url if "://" in url else f"http://{url}"
+
+
 def _read_versions(url: str, name: str, version: int) -> Any:
     try:
         with urllib.request.urlopen(f"{url}/versions", timeout=_TIMEOUT_S) as response:
             content = json.load(response)
         content["models"].get(name)
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as exc:
+    # HTTPException: another port of the server answers in another protocol.
+    except (OSError, HTTPException, ValueError, LookupError, AttributeError, TypeError) as exc:
         raise ServingError(
             f"version {version} of {name} is active in the repository, and {url}/versions cannot be asked for it",
             expected="the status port of a running server",

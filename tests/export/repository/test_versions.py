@@ -5,7 +5,9 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,8 @@ from failing_disk import FAILURES, NEVER, kill, refuse_calls, run_forked
 from harness import Exported, Finished, fingerprint
 from repositories import is_consistent, make_other, publish_files
 
-from export.errors import RepositoryError
+from export.commands.waiting import wait_until_served
+from export.errors import RepositoryError, ServingError
 from export.repository.activation import activate
 from export.repository.contents import find_active_version, list_versions
 from export.repository.integrity import find_damage
@@ -81,6 +84,35 @@ def test_activation_goes_forth_and_back_and_refuses_what_is_damaged(
     assert done.out == (
         f"version 2 of tickets: {graph} has changed; restore it, or export again.\n2 versions: 1 findings\n"
     )
+
+
+@pytest.mark.parametrize(
+    "address", ["1", "localhost", "localhost:", ":8003", "localhost:0", "[::1", "ftp://a:1", "a b:1"]
+)
+def test_an_address_without_a_port_is_refused_before_anything_is_activated(
+    address: str, models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    done = export_cli("activate", "tickets", "--repository", str(models), "--wait", "localhost:19299", address)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "--wait cannot be used: expected HOST:PORT of a server's status port" in done.err
+    assert f"got {address!r}; correct it, or write what else belongs" in done.err
+    assert find_active_version(models, "tickets") == 1
+
+
+def test_a_port_that_answers_in_another_protocol_is_refused_in_a_sentence(models: Path) -> None:
+    with socket.create_server(("localhost", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 10)
+                connection.sendall(bytes(9))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ServingError, match="cannot be asked for it: expected the status port of a running server"):
+            wait_until_served(f"localhost:{listener.getsockname()[1]}", "tickets", 1, print)
+        thread.join()
 
 
 def test_the_next_step_can_be_typed_where_a_path_has_a_space(
