@@ -261,6 +261,7 @@ class ExportRequest:
             raise SettingsError("there is nothing to export", expected="a CHECKPOINT or --factory", got="neither")
         asked = [option for option in list_task_options() if self.task_options[option.name] is not None]
         _refuse_idle([*list_changed(self), *list_changed(self.vocabulary), *asked], self.checkpoint, self.factory)
+        _refuse_idle_seed(self.vocabulary)
         named = ENGINES.get(self.engine or "")
         if self.steps == LEAN and named and not named.has_lean:
             raise SettingsError(
@@ -348,15 +349,16 @@ def build_vocabulary_options(arguments: Mapping[str, Any]) -> VocabularyOptions 
         SettingsError: An option has no effect for want of a change.
     """
     options = VocabularyOptions(**_fill(VocabularyOptions, arguments, {}))
-    default = VocabularyOptions(seed=options.seed, allow_other_tokenizer=options.allow_other_tokenizer)
+    _refuse_idle_seed(options)
+    default = VocabularyOptions(allow_other_tokenizer=options.allow_other_tokenizer)
     if options != default:
         return options
     if idle := [option.flag for option in list_changed(options)]:
         raise SettingsError(
-            f"{' and '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect alone",
+            f"{idle[0]} has no effect alone",
             expected="tokens to add, or rows to cut or pad",
             got="neither",
-            remedy=f"leave {'it' if len(idle) == 1 else 'them'} out",
+            remedy="leave it out",
         )
     return None
 
@@ -509,3 +511,9 @@ def _refuse_idle(given: Sequence[Option], checkpoint: Path | None, factory: str 
                 got=got,
                 remedy=f"leave {'it' if one else 'them'} out",
             )
+
+
+def _refuse_idle_seed(vocabulary: VocabularyOptions) -> None:
+    """Refuse a seed where no row is begun with it: rows that pad the tables are their mean."""
+    if vocabulary.seed and not vocabulary.added_tokens:
+        raise SettingsError("--seed has no effect alone", expected="tokens to add", got="none", remedy="leave it out")

@@ -65,6 +65,8 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "max_num_seqs": (["--max-num-seqs", "16"], 16),
     "rate_limit": (["--rate-limit", "cores=2"], {"cores": 2}),
 }
+# What an option has no effect without.
+NEEDS = {"default_priority_level": ["--priority-levels", "2"], "seed": ["--add-token", "x=random"]}
 FACTORY = ["--factory", "model.py:build", "--inputs", "inputs.json"]
 
 
@@ -89,16 +91,16 @@ def test_there_is_an_example_of_every_option() -> None:
 def test_an_option_means_the_same_on_the_command_line_and_in_a_file(name: str, tmp_path: Path) -> None:
     words, value = EXAMPLES[name]
     # What an option needs goes with it.
-    needs = {"inputs": FACTORY[:2], "factory": FACTORY[2:], "default_priority_level": ["--priority-levels", "2"]}
+    needs = {"inputs": FACTORY[:2], "factory": FACTORY[2:], **NEEDS}
     also = needs.get(name, [])
     typed = parse(*words, *also)
     assert typed == parse(*also, file=write(tmp_path, {name: value}))
-    assert typed != parse(*also if name == "default_priority_level" else ()), "it changes what is asked for"
+    assert typed != parse(*NEEDS.get(name, ())), "it changes what is asked for"
 
 
 @pytest.mark.parametrize("name", sorted({*EXAMPLES} - {"repository", "no_activate", "inputs", "factory"}))
 def test_what_a_lock_records_is_spelt_as_the_words_that_ask_for_it_again(name: str) -> None:
-    words = EXAMPLES[name][0] + (["--priority-levels", "2"] if name == "default_priority_level" else [])
+    words = EXAMPLES[name][0] + NEEDS.get(name, [])
     recorded = make_plain(describe_options(parse(*words)))
     assert make_plain(describe_options(parse(*spell_options(recorded)))) == recorded
     assert spell_options(make_plain(describe_options(parse()))) == []
@@ -249,6 +251,15 @@ def test_what_is_given_as_it_would_be_anyway_is_refused_too(words: list[str]) ->
 def test_a_flag_that_is_not_turned_on_and_an_empty_list_ask_for_nothing(tmp_path: Path) -> None:
     file = write(tmp_path, {"allow_other_tokenizer": False, "allow_non_finite": False, "adapter": [], "add_tokens": {}})
     assert parse(*FACTORY, checkpoint=None, file=file) == parse(*FACTORY, checkpoint=None)
+
+
+@pytest.mark.parametrize("words", [[], ["--pad-vocab-to-multiple-of", "64"], ["--unused-rows", "cut"]])
+def test_a_seed_is_refused_where_no_row_is_begun_with_it(words: list[str], tmp_path: Path) -> None:
+    sentence = "--seed has no effect alone: expected tokens to add, got none; leave it out."
+    for typed, file in ((["--seed", "3"], None), ([], write(tmp_path, {"seed": 3}))):
+        with pytest.raises(SettingsError) as refusal:
+            parse(*words, *typed, file=file)
+        assert str(refusal.value) == sentence
 
 
 def test_all_options_without_effect_are_told_in_one_sentence() -> None:

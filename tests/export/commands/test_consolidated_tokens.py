@@ -124,7 +124,8 @@ def test_configuration_and_tokenizer_come_from_another_folder(saved: Path, tmp_p
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--seed", "3"], "--seed has no effect alone: expected tokens to add, or rows to cut or pad, got neither"),
+        (["--seed", "3"], "--seed has no effect alone: expected tokens to add, got none; leave it out"),
+        (["--seed", "3", "--unused-rows", "cut"], "--seed has no effect alone: expected tokens to add, got none"),
         (["--add-token", "x=copy:[NOWHERE]"], "the token that x is to be a copy of does not exist"),
         (["--add-token", "x=mean"], "belongs to another model"),
         (["--base", "nowhere"], "nowhere is no folder: expected one with config.json and tokenizer, got none"),
