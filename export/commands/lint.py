@@ -41,10 +41,11 @@ def add_parser(verbs: Verbs[argparse.ArgumentParser]) -> None:
         metavar="YY.MM",
         help="Triton release that is to load it (default: %(default)s)",
     )
-    parser.add_argument(
+    written = parser.add_mutually_exclusive_group()
+    written.add_argument(
         "--format", choices=("text", "json", "github"), default="text", help="how findings are written (default: text)"
     )
-    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
+    written.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     parser.add_argument("--strict", action="store_true", help="have warnings end it with exit code 1 as well")
 
 

@@ -223,6 +223,9 @@ def test_the_verb_ends_as_its_help_says_and_writes_for_people_programs_and_githu
     assert (done.code, json.loads(done.out)["counts"]) == (1, {"error": 1, "warning": 0, "note": 0})
     done = run("-m", "export", "lint", str(tmp_path), "--format", "github")
     assert done.out.startswith(f"::error file={config},line=5,title=gpus-on-cpu::an instance of KIND_CPU has GPUs [0];")
+    done = run("-m", "export", "lint", str(tmp_path), "--json", "--format", "github")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "argument --format: not allowed with argument --json" in done.err
     done = run("-m", "export", "lint", str(tmp_path / "nowhere"))
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "there is no repository" in done.err
