@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,10 @@ from .source import Node, find_ignored, find_line, scan
 # Beyond these it is not a configuration, and what reads it gives up in other ways.
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_DEPTH = 100
+
+# Bytes that no text has, but for comments and strings, which protobuf lets hold any.
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
+_MAY_HOLD_ANY = re.compile(rb"""\#[^\n]*|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?""")
 
 # Where Triton looks for a configuration of the name that `--model-config-name` says (core, constants.h).
 VARIANTS_FOLDER = "configs"
@@ -60,8 +65,11 @@ class Model:
             return "it is not a regular file"
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             return f"it has more than {_MAX_CONFIG_BYTES} bytes"
+        content = path.read_bytes()
+        if _CONTROL.search(_MAY_HOLD_ANY.sub(b"", content)):
+            return "it is not text"
         depth = deepest = 0
-        for byte in path.read_bytes():
+        for byte in content:
             depth += (byte in b"{<") - (byte in b"}>")
             deepest = max(deepest, depth)
         return f"its braces are nested more than {_MAX_DEPTH} deep" if deepest > _MAX_DEPTH else ""

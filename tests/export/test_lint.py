@@ -186,6 +186,24 @@ def test_what_cannot_be_read_is_a_finding_of_its_model_alone(kind: str, name: st
     assert [each.model for each in found if each.rule == "missing-model-file" and each.model == "good"] == ["good"]
 
 
+@pytest.mark.parametrize(
+    "content", [b"\x7fELF\x02\x01\x00(\n@8\n:x\n", 'name: "bad"\n'.encode("utf-16"), b"\n\x03bad(\x08"]
+)
+def test_a_configuration_that_is_no_text_is_one_finding(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "bad" / "1").mkdir(parents=True)
+    (tmp_path / "bad" / "config.pbtxt").write_bytes(content)
+    (finding,) = find(tmp_path)
+    assert finding.rule == "parse-error"
+    assert "the configuration cannot be parsed: it is not text; write it in the text form" in finding.sentence
+
+
+def test_comments_and_strings_may_hold_any_bytes(tmp_path: Path) -> None:
+    folder = add_step(tmp_path, "good", tensor("X", "[ 4 ]"), tensor("Y", "[ 4 ]"))
+    with (folder / "config.pbtxt").open("ab") as file:
+        file.write(b"# K\xf6ln \x1b[0m\nparameters { key: 'a' value { string_value: '\x01' } }\n")
+    assert not [each.sentence for each in find(tmp_path) if each.level is Level.ERROR]
+
+
 @pytest.mark.parametrize("lost", ["embedding_model/1/model.onnx", "embedding_preprocess/1/tokenizer.json"])
 def test_a_file_that_was_published_and_is_gone_is_found(lost: str, published: Published, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(published.repository, tmp_path / "models"))
