@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -107,6 +108,22 @@ def _tell_apart(paths: list[str], output: Path | None) -> tuple[list[str], Path]
     return paths[:-1], Path(paths[-1])
 
 
+def _refuse_inside(folders: Sequence[Path], out: Path) -> None:
+    """Refuse to change what is read: another reader of the folder would find two models in it.
+
+    Raises:
+        SettingsError: The folder to make lies in one of the checkpoint's.
+    """
+    for folder in folders:
+        if folder.is_dir() and folder.resolve() in out.resolve().parents:
+            raise SettingsError(
+                f"{out} lies in the checkpoint",
+                expected="a folder outside of it",
+                got=f"one in {folder}",
+                remedy="choose another place",
+            )
+
+
 def _find_fit(args: argparse.Namespace) -> Fit | None:
     """Return what changes the vocabulary, or None where it stays: then nothing loads torch."""
     options = build_vocabulary_options(vars(args))
@@ -121,8 +138,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the verb; write a line on what was done and one on each thing missing. Raises what `consolidate` raises."""
     started = time.monotonic()
     directories, out = _tell_apart(args.paths, args.output)
+    folders = [each.path for each in fetch_all(directories, say)]
+    _refuse_inside(folders, out)
     done = consolidate(
-        join_folders([each.path for each in fetch_all(directories, say)]),
+        join_folders(folders),
         out,
         tag=args.tag,
         base=args.base,

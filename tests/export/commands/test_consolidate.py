@@ -4,11 +4,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from harness import CHECKOUT, run
+from harness import CHECKOUT, Finished, fingerprint, run
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -50,6 +51,20 @@ def make_checkpoint(folder: Path, **more: torch.Tensor) -> dict[str, torch.Tenso
     (folder / "spiece.model").write_bytes(b"\x00\x01")
     (folder / "optimizer_notes.txt").write_text("stays behind")
     return state
+
+
+def test_a_folder_within_the_checkpoint_is_refused(tmp_path: Path, export_cli: Callable[..., Finished]) -> None:
+    for node in ("in", "other"):
+        make_checkpoint(tmp_path / node)
+    (tmp_path / "link").symlink_to("in")
+    before = fingerprint(tmp_path)
+    for words in (("in", "in/sub"), ("in", "link/sub"), ("link", "in/a/b"), ("other", "in", "--output", "in/sub")):
+        done = export_cli("consolidate", *(word if word[0] == "-" else str(tmp_path / word) for word in words))
+        assert (done.code, done.err.count("\n")) == (1, 1)
+        assert " lies in the checkpoint: expected a folder outside of it, got one in " in done.err
+    assert fingerprint(tmp_path) == before
+    # Beside a file that is passed by itself there is nothing to be confused with.
+    assert export_cli("consolidate", str(tmp_path / "in" / "checkpoint.pt"), str(tmp_path / "in" / "sub")).code == 0
 
 
 def test_every_byte_arrives_and_what_belongs_to_the_model_comes_along(tmp_path: Path) -> None:
