@@ -118,6 +118,7 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
     ]
     if not inner:
         _refuse_foreign(directory)
+        torch_file.refuse_bare_pickle(directory)
     raise CheckpointError(
         f"{directory} holds no checkpoint",
         expected="one of "

@@ -110,6 +110,22 @@ def test_what_accelerator_save_leaves_is_read_as_a_path_and_in_its_folder(tmp_pa
         open_checkpoint(tmp_path / "settings.pkl")
 
 
+def test_a_folder_with_a_bare_pickle_alone_is_refused_for_the_reason_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "state.pkl").write_bytes(pickle.dumps({"weight": [1.0]}))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "optimizer.pkl").write_bytes(b"")
+    with pytest.raises(CheckpointError) as of_file:
+        open_checkpoint(tmp_path / "state.pkl")
+    assert f"{tmp_path / 'state.pkl'} is not in the format of torch.save" in str(of_file.value)
+    with pytest.raises(CheckpointError) as of_folder:
+        open_checkpoint(tmp_path)
+    assert str(of_folder.value) == str(of_file.value)
+    # It may lie about in the folder above.
+    (tmp_path / "checkpoint-5").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint: .* pass one of checkpoint-5"):
+        open_checkpoint(tmp_path)
+
+
 def test_files_of_optimizers_beside_the_model_are_passed_over(tmp_path: Path) -> None:
     state = make_model().state_dict()
     save(tmp_path, {"state": {}}, "optimizer.pt")

@@ -100,11 +100,27 @@ def open_file(path: Path) -> StoredCheckpoint:
     )
 
 
+def refuse_bare_pickle(directory: Path) -> None:
+    """Refuse a folder whose only file of one of the suffixes is a bare pickle, which is passed over where others are.
+
+    Raises:
+        CheckpointError: There is one; the reason is the file's own.
+    """
+    for path in _list_files(directory):
+        if not _may_be_torchs(path):
+            open_file(path)
+
+
 def _candidates(directory: Path) -> list[Path]:
+    return [path for path in _list_files(directory) if _may_be_torchs(path)]
+
+
+def _list_files(directory: Path) -> list[Path]:
+    """Return what may be a model by its name alone."""
     return [
         path
         for path in sorted(directory.iterdir())
-        if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(OTHER_STATE) and _may_be_torchs(path)
+        if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(OTHER_STATE)
     ]
 
 
