@@ -18,6 +18,9 @@ from typing import Literal
 
 from tritonclient.grpc import model_config_pb2 as pb
 
+from ..engines.engine import Engine
+from ..engines.limits import LEAN_BACKEND
+from ..engines.table import ENGINES
 from ..errors import RepositoryError
 from .change import change
 from .config_file import find_config, join_configs, keep_operators_parameters
@@ -124,15 +127,24 @@ def check_exchangeable(old: Mapping[str, pb.ModelConfig], new: Mapping[str, pb.M
         RepositoryError: A model would have other tensors or another engine.
     """
     for model_name in sorted({*old} & {*new}):
-        for what, describe in (("contract", _describe_tensors), ("engine", _describe_engine)):
-            expected, got = describe(old[model_name]), describe(new[model_name])
-            if expected != got:
-                raise RepositoryError(
-                    f"{model_name} is already published with another {what}",
-                    expected=expected,
-                    got=got,
-                    remedy="pass another --name, so that its clients keep working",
-                )
+        before, after = old[model_name], new[model_name]
+        if (expected := _describe_tensors(before)) != (got := _describe_tensors(after)):
+            raise RepositoryError(
+                f"{model_name} is already published with another contract",
+                expected=expected,
+                got=got,
+                remedy="pass another --name, so that its clients keep working",
+            )
+        if _find_runner(before) != _find_runner(after):
+            options = _spell_runner(before)
+            by_options = f"export it with {options}, or " if options != _spell_runner(after) else ""
+            raise RepositoryError(
+                f"{model_name} is already published with another engine",
+                expected=_describe_runner(before),
+                # A lean step reads its version's own file, whichever engine that is for.
+                got=_describe_runner(after, with_file=False),
+                remedy=f"{by_options}pass another --name, so that its clients keep working",
+            )
 
 
 def _describe_tensors(config: pb.ModelConfig) -> str:
@@ -141,7 +153,34 @@ def _describe_tensors(config: pb.ModelConfig) -> str:
     return ", ".join(f"{t.name} {pb.DataType.Name(t.data_type).removeprefix('TYPE_')} {list(t.dims)}" for t in tensors)
 
 
-def _describe_engine(config: pb.ModelConfig) -> str:
+def _find_runner(config: pb.ModelConfig) -> tuple[str, bool]:
     """Return what runs a model, which reads its version's files; both versions of a rollout have the same."""
-    batching = "requests joined" if config.max_batch_size else "requests one by one"
-    return f"{config.backend or config.platform}, {batching}"
+    return config.backend or config.platform, bool(config.max_batch_size)
+
+
+def _describe_runner(config: pb.ModelConfig, *, with_file: bool = True) -> str:
+    """Return the same in words: whoever passes options knows the engine by its title."""
+    engine, (name, is_joined) = _find_engine(config, with_file=with_file), _find_runner(config)
+    if name == LEAN_BACKEND:
+        title = f"lean steps in {engine.title}" if engine else "lean steps"
+    else:
+        title = engine.title if engine else "an ensemble" if config.platform == "ensemble" else name
+    return f"{title}, {'requests joined' if is_joined else 'requests one by one'}"
+
+
+def _spell_runner(config: pb.ModelConfig) -> str:
+    """Return the options of an export that have a model run as it is; empty where there are none."""
+    if config.platform == "ensemble":
+        return "--steps ensemble"
+    engine = _find_engine(config)
+    options = [f"--engine {engine.name}"] if engine else []
+    return " ".join([*options, "--steps lean"] if config.backend == LEAN_BACKEND else options)
+
+
+def _find_engine(config: pb.ModelConfig, *, with_file: bool = True) -> Engine | None:
+    """Return the engine whose backend runs a model, or whose file a lean step loads."""
+    for engine in ENGINES.values():
+        is_its_file = with_file and engine.has_lean and engine.model_file == config.default_model_filename
+        if is_its_file if config.backend == LEAN_BACKEND else engine.backend == config.backend:
+            return engine
+    return None

@@ -42,7 +42,7 @@ def save(name: str, folder: Path, tokenizer_source: Path, **changes: object) -> 
 
 @pytest.fixture(scope="module")
 def here(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with checkpoints and a repository in which `vectors` and `texts` are published."""
+    """Return a folder with checkpoints and a repository in which `vectors`, `lean` and `texts` are published."""
     folder = tmp_path_factory.mktemp("foresight")
     shutil.copytree(tiny_checkpoint, folder / "encoder")
     save("BertModel", folder / "wider", tiny_checkpoint, hidden_size=32)
@@ -51,8 +51,10 @@ def here(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (folder / "model.py").write_text(FACTORY)
     (folder / "inputs.json").write_text(json.dumps(INPUTS))
     (folder / "recipe.json").write_text('{"mode": "exact", "size": [8, 8], "sharpness": 2}')
-    for checkpoint, name in (("encoder", "vectors"), ("writer", "texts")):
-        assert main(["run", str(folder / checkpoint), "--name", name, "--repository", str(folder / "models")]) == 0
+    lean = ("--engine", "openvino", "--steps", "lean")
+    for checkpoint, name, *more in (("encoder", "vectors"), ("encoder", "lean", *lean), ("writer", "texts")):
+        words = ["--name", name, "--repository", str(folder / "models"), *more]
+        assert main(["run", str(folder / checkpoint), *words]) == 0
     (folder / "models" / "taken_model" / "1").mkdir(parents=True)
     (folder / "models" / "linked_preprocess").symlink_to("away")
     return folder
@@ -62,8 +64,24 @@ REFUSED = {
     "contract": ("classifier", "--name vectors", "vectors is already published with another contract"),
     "width": ("wider", "--name vectors --task feature-extraction", "got TEXT STRING [1], EMBEDDING FP32 [32]"),
     "writer": ("writer", "--name vectors", "vectors is already published with another contract"),
-    "engine": ("encoder", "--name vectors --engine openvino", "vectors_model is already published with another engine"),
-    "steps": ("encoder", "--name vectors --steps lean", "vectors is already published with another engine"),
+    "engine": (
+        "encoder",
+        "--name vectors --engine openvino",
+        "vectors_model is already published with another engine: expected ONNX Runtime, requests joined, got OpenVINO, "
+        "requests joined; export it with --engine onnxruntime, or pass another --name",
+    ),
+    "steps": (
+        "encoder",
+        "--name vectors --steps lean",
+        "vectors is already published with another engine: expected an ensemble, requests joined, got lean steps, "
+        "requests joined; export it with --steps ensemble, or pass another --name",
+    ),
+    "lean steps": (
+        "encoder",
+        "--name lean",
+        "lean is already published with another engine: expected lean steps in OpenVINO, requests joined, got an "
+        "ensemble, requests joined; export it with --engine openvino --steps lean, or pass another --name",
+    ),
     "a step by hand": (
         "encoder",
         "--name taken",
