@@ -350,17 +350,8 @@ def build_vocabulary_options(arguments: Mapping[str, Any]) -> VocabularyOptions 
     """
     options = VocabularyOptions(**_fill(VocabularyOptions, arguments, {}))
     _refuse_idle_seed(options)
-    default = VocabularyOptions(allow_other_tokenizer=options.allow_other_tokenizer)
-    if options != default:
-        return options
-    if idle := [option.flag for option in list_changed(options)]:
-        raise SettingsError(
-            f"{idle[0]} has no effect alone",
-            expected="tokens to add, or rows to cut or pad",
-            got="neither",
-            remedy="leave it out",
-        )
-    return None
+    unchanged = VocabularyOptions(allow_other_tokenizer=options.allow_other_tokenizer)
+    return None if options == unchanged else options
 
 
 def read_options(path: Path | None, name: str, tell: Callable[[str], None]) -> dict[str, Any]:

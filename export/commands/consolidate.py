@@ -149,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         max_shard_bytes=args.max_shard_size,
         allow_non_finite=args.allow_non_finite,
+        allow_other_tokenizer=bool(args.allow_other_tokenizer),
     )
     tied = f", {done.tied} tied names recorded" if done.tied else ""
     lines = [

@@ -19,6 +19,7 @@ from .carried_files import carry_over, replace_files, write_derived_config
 from .fitted import Fit
 from .safetensors_output import SafetensorsOutput, refuse_inflated
 from .staging import stage_folder
+from .vocabulary import check_carried_tokenizer
 
 # For tables that were changed, until they are written.
 _SCRATCH = ".scratch"
@@ -57,6 +58,7 @@ def consolidate(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     allow_non_finite: bool = False,
+    allow_other_tokenizer: bool = False,
 ) -> Consolidated:
     """Write the checkpoint in `source` to the new folder `target`, for `from_pretrained` to load.
 
@@ -72,9 +74,11 @@ def consolidate(
         dtype: Cast every floating-point tensor to `float32`, `bfloat16` or `float16`; as they are where None.
         max_shard_bytes: The size from which on a further file is begun.
         allow_non_finite: Let NaN and infinite weights through.
+        allow_other_tokenizer: Carry a tokenizer that knows few of the rows, where `fit` is None.
 
     Raises:
         CheckpointError: The checkpoint is refused, or `target` cannot be written.
+        VocabularyError: The tokenizer that would be carried belongs to another model.
     """
     if base is not None and not base.is_dir():
         raise CheckpointError(
@@ -83,6 +87,8 @@ def consolidate(
     checkpoint = open_checkpoint(source, tag=tag, allow_non_finite=allow_non_finite)
     options = _Options(dtype=None if dtype is None else DTYPES[dtype], max_shard_bytes=max_shard_bytes)
     directory = base or checkpoint.directory
+    if fit is None:
+        check_carried_tokenizer(directory, checkpoint, allow_other_tokenizer=allow_other_tokenizer)
     with stage_folder(target) as staged:
         fitted = None
         if fit is not None:

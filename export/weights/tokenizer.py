@@ -16,6 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.sentence_modules import read_transformer_settings
 from ..checkpoints.storage.paths import check_inside, read_json_beside, read_json_if_any, refuse_byte_order_marks
+from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
 from .tokenizer_files import TOKENIZER_FILES, has_tokenizer
@@ -166,22 +167,15 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, added: Sequence[AddedToken]) 
     return list({item.token: item for item in reversed(added) if item.token not in known}.values())[::-1]
 
 
-def check_ids_have_rows(tokenizer: PreTrainedTokenizerBase, rows: int, table: str) -> None:
-    """Refuse a tokenizer that can produce an id beyond the embedding table.
-
-    Such an id makes the whole batch fail in the server, or reads a wrong row.
+def check_ids_have_rows(
+    tokenizer: PreTrainedTokenizerBase, rows: int, table: str, *, allow_other_tokenizer: bool = False
+) -> None:
+    """Refuse a tokenizer whose ids and the embedding's rows do not belong together; see `refuse_other_ids`.
 
     Raises:
-        VocabularyError: The tokenizer's highest id has no row.
+        VocabularyError: They do not.
     """
-    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if highest >= rows:
-        raise VocabularyError(
-            f"the tokenizer reaches beyond {table}",
-            expected=f"ids below its {rows} rows",
-            got=f"id {highest} for {token!r}",
-            remedy="use the tokenizer that the checkpoint was trained with",
-        )
+    refuse_other_ids(tokenizer.get_vocab(), rows, table, allow_other_tokenizer=allow_other_tokenizer)
 
 
 def read_max_length(

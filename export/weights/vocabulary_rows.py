@@ -70,7 +70,8 @@ def fit_vocabulary(
         options: The tokens to add, and what happens to the other rows.
 
     Raises:
-        VocabularyError: The tokenizer has ids without a row, or a new token cannot be started as asked.
+        VocabularyError: The tokenizer has ids without a row, or far fewer than there are rows, or a new token cannot be
+            started as asked.
         ModelError: The checkpoint's input embedding cannot be determined.
     """
     table = find_input_embedding(config, weights.specs())
@@ -79,7 +80,7 @@ def fit_vocabulary(
     is_shared = getattr(config, "share_encoder_decoder_embeddings", True)
     _set_vocab_size(config, before, is_shared=is_shared)
     outputs = find_output_tables(config, weights.specs(), before, table) if is_shared else []
-    check_ids_have_rows(tokenizer, before, table)
+    check_ids_have_rows(tokenizer, before, table, allow_other_tokenizer=options.allow_other_tokenizer)
     tokens_before = _count_ids(tokenizer)
     new = add_tokens(tokenizer, options.added_tokens)
     _check_contiguous(tokenizer, new, tokens_before)

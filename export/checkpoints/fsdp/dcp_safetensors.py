@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from ..plain.model_shapes import read_vocab_size
+from ..plain.model_shapes import INPUT_EMBEDDINGS, read_vocab_size
 from ..remedies import LOST_RANKS, MIXED_SAVES, RECOPY_WHOLE
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.paths import check_inside
@@ -28,14 +28,6 @@ from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 _SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _INFO_KEY = "DCP_SHARDING_INFO"
 _OFFSETS_KEY = "saved_offsets"
-# What transformers' models call their input embedding.
-_EMBEDDINGS = (
-    "wte.weight",
-    "embed_tokens.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-    "embed_in.weight",
-)
 
 
 def recognises_folder(directory: Path) -> bool:
@@ -84,7 +76,7 @@ def _check_vocabulary(tensors: Mapping[str, StoredTensor], directory: Path, conf
         CheckpointError: It has fewer rows than the vocabulary.
     """
     vocab_size = read_vocab_size(config_directory)
-    tables = [name for name in tensors if name.endswith(_EMBEDDINGS) and len(tensors[name].shape) == 2]
+    tables = [name for name in tensors if name.endswith(INPUT_EMBEDDINGS) and len(tensors[name].shape) == 2]
     if vocab_size is None or not tables:
         return False
     short = [name for name in tables if tensors[name].shape[0] < vocab_size]

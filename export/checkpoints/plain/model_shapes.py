@@ -7,6 +7,15 @@ from typing import Any
 
 from ..storage.paths import read_json_beside
 
+# What transformers' decoders, and most encoders, call their input embedding.
+INPUT_EMBEDDINGS = (
+    "wte.weight",
+    "embed_tokens.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "embed_in.weight",
+)
+
 
 def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:
     """Return name → shape of every tensor of the model that `config.json` describes; None if that cannot be determined.

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram, WordPiece
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from export.__main__ import main
@@ -138,6 +140,50 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(
     assert consolidate(saved, tmp_path / "out", *options, *accept) == 1
     assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def write_vocabulary(folder: Path, size: int, file: str) -> None:
+    """Give a folder a tokenizer of `size` tokens and no other, as transformers or an older release of it saves one."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(size - 5))]
+    ids = {word: index for index, word in enumerate(words)}
+    for path in folder.glob("*tok*.json"):
+        path.unlink()
+    (folder / "vocab.txt").unlink()
+    if file == "tokenizer.json":
+        Tokenizer(WordPiece(ids, unk_token="[UNK]")).save(str(folder / file))
+    elif file == "unigram":
+        Tokenizer(Unigram([(word, 0.0) for word in words], unk_id=1)).save(str(folder / "tokenizer.json"))
+    else:
+        (folder / file).write_text(json.dumps(ids) if file.endswith(".json") else "\n".join(words))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "unigram", "vocab.json", "vocab.txt"])
+def test_a_tokenizer_that_is_not_that_of_the_weights_is_not_carried(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    refused = f"error: the tokenizer in {saved} has far fewer ids than {TABLE} has rows: expected ids for most of its "
+    write_vocabulary(saved, 640, file)
+    assert consolidate(saved, tmp_path / "out") == 1
+    assert capsys.readouterr().err.startswith(f"{refused}{ROWS} rows, got 640; copy the tokenizer")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert consolidate(saved, tmp_path / "taken", "--allow-other-tokenizer") == 0
+
+
+def test_a_tokenizer_beyond_the_rows_is_not_carried(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[ONE MORE]"])
+    tokenizer.save(str(saved / "tokenizer.json"))
+    for options in ([], ["--allow-other-tokenizer"], ["--allow-other-tokenizer", "--add-token", "x=mean"]):
+        assert consolidate(saved, tmp_path / "out", *options) == 1
+        assert f" reaches beyond {TABLE}: expected ids below its {ROWS} rows, got id {ROWS} for '[ONE MORE]'; use" in (
+            capsys.readouterr().err
+        )
+        assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    # Of weights without an embedding nothing can be told.
+    torch.save({"dense.weight": torch.ones(8, 8)}, saved / "checkpoint.pt")
+    assert consolidate(saved, tmp_path / "out") == 0
 
 
 def test_a_folder_without_a_tokenizer_gets_no_tokens(

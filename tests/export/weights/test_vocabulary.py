@@ -7,9 +7,10 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordPiece
 from transformers import BertConfig, GPT2Config, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
+from export.consolidation.vocabulary import refuse_other_ids
 from export.errors import CheckpointError, VocabularyError
 from export.options import ExportRequest
 from export.progress import Progress
@@ -25,7 +26,7 @@ from export.weights.tokenizer import (
     read_max_length,
     warn_of_padding,
 )
-from export.weights.vocabulary_options import AddedToken
+from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 
 TABLE = "embeddings.word_embeddings.weight"
 START = AddedToken(token="[ENT_START]", initializer="start of entity")
@@ -66,6 +67,43 @@ def test_a_tokenizer_that_reaches_beyond_the_table_is_refused_with_both_numbers(
         "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30521 rows, "
         "got id 30521 for '##～'; use the tokenizer that the checkpoint was trained with."
     )
+
+
+@pytest.mark.parametrize(
+    ("known", "rows"),
+    # Phi, Qwen, T5, Pythia, and what lies just within the bounds.
+    [(50295, 51200), (151665, 152064), (32100, 32128), (50277, 50688), (640, 1664), (22892, 30522)],
+)
+def test_rows_that_pad_a_table_are_no_sign_of_another_tokenizer(known: int, rows: int) -> None:
+    refuse_other_ids({str(index): index for index in range(known)}, rows, TABLE)
+
+
+@pytest.mark.parametrize(("known", "rows"), [(640, 30522), (640, 1665), (22891, 30522)])
+def test_a_tokenizer_with_far_fewer_ids_than_there_are_rows_is_refused(known: int, rows: int) -> None:
+    ids = {str(index): index for index in range(known)}
+    with pytest.raises(VocabularyError) as refusal:
+        refuse_other_ids(ids, rows, TABLE)
+    assert str(refusal.value).startswith(
+        f"the tokenizer has far fewer ids than {TABLE} has rows: expected ids for most of its {rows} rows, got {known}"
+        "; copy the tokenizer that the checkpoint was trained with, or pass its folder with --base; --allow-other-toke"
+    )
+    # Not the highest id counts, but how many there are.
+    with pytest.raises(VocabularyError, match=f"got {known + 1};"):
+        refuse_other_ids(ids | {"last": rows - 1}, rows + 4, TABLE)
+    refuse_other_ids(ids, rows, TABLE, allow_other_tokenizer=True)
+
+
+def test_a_small_tokenizer_beside_a_large_table_takes_an_option(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(635))]
+    tokenizer = Tokenizer(WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    request = ExportRequest(checkpoint=folder, name="x", repository=tmp_path)
+    progress = Progress(Console(quiet=True))
+    with pytest.raises(VocabularyError, match="has rows: expected ids for most of its 30522 rows, got 640; copy"):
+        load_source(request, progress)
+    taken = load_source(replace(request, vocabulary=VocabularyOptions(allow_other_tokenizer=True)), progress)
+    assert taken.rows is not None and (taken.rows.tokens, taken.rows.unused) == (640, 29882)
 
 
 def test_a_tokenizer_of_another_model_is_refused_with_every_difference(checkpoint: Path, tmp_path: Path) -> None:
