@@ -3,13 +3,9 @@
 Runs from any folder as a file, as a module, and as the installed `modelyard infer`.
 """
 
-import argparse
 import importlib
-import json
 import os
-import re
 import sys
-import time
 from pathlib import Path
 
 # gRPC would write its own account of a failure beside our sentence.
@@ -20,10 +16,21 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     __package__ = importlib.import_module("client").__name__
 
+from .command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
+
+if __name__ == "__main__":
+    # Loading the rest takes a while, of which nobody wants a traceback.
+    begin()
+
+import argparse
+import codecs
+import json
+import re
+import time
+
 try:
     from .batch.files import answer_file
     from .command.connection import COMMAND_WORDS, Connection
-    from .command.ending import end_quietly
     from .command.prompts import ask_writer
     from .command.sent_files import IMAGES, SOUNDS, ask_files
     from .display import decode, to_json, to_table
@@ -72,7 +79,8 @@ With --output each line of --file becomes one line of JSON, and a run that was b
 file called .jsonl each line is a text in JSON, or an object with "text" and, for pairs, "pair"; one called .parquet has
 columns of these names, or of those that --column says, and is answered in lines of JSON or in Parquet.
 
-exit codes: 0 answered, 1 refused or no answer (one sentence on stderr), 2 wrong usage
+exit codes: 0 answered, 1 refused or no answer (one sentence on stderr), 2 wrong usage,
+{EXIT_UNANSWERED} answered, but the answer cannot be written
 """
 
 
@@ -95,8 +103,6 @@ def main() -> int:
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _connect(arguments: argparse.Namespace) -> Connection:
@@ -122,11 +128,11 @@ def _ask_texts(arguments: argparse.Namespace) -> int:
     shown = [decode(text) for text in texts]
     shown_pairs = [decode(text) for text in pairs]
     if arguments.json:
-        print(json.dumps(to_json(model, shown, shown_pairs, answers), ensure_ascii=False))  # noqa: T201
+        answer(json.dumps(to_json(model, shown, shown_pairs, answers), ensure_ascii=False))
     else:
         head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
-        print(f"{head}: {len(texts)} texts in {seconds * 1000:.1f} ms\n")  # noqa: T201
-        print("\n".join(to_table(shown, answers)))  # noqa: T201
+        answer(f"{head}: {len(texts)} texts in {seconds * 1000:.1f} ms\n")
+        answer("\n".join(to_table(shown, answers)))
     return 0
 
 
@@ -167,7 +173,10 @@ def _answer_file(arguments: argparse.Namespace) -> int:
     if shown_at:
         print(file=sys.stderr)  # noqa: T201
     seconds = time.perf_counter() - started
-    print(f"{arguments.output}: {(first or 0) + asked} lines, {asked} asked now in {seconds:.1f} s")  # noqa: T201
+    answer(
+        f"{arguments.output}: {(first or 0) + asked} lines, {asked} asked now in {seconds:.1f} s",
+        done=f"{arguments.output} is whole",
+    )
     return 0
 
 
@@ -207,6 +216,8 @@ def _collect_texts(arguments: argparse.Namespace) -> list[bytes]:
                 got=f"'{exc.strerror}'",
                 remedy="correct --file",
             ) from exc
+        # Editors that mark a file as UTF-8 mean no text by it.
+        content = content.removeprefix(codecs.BOM_UTF8)
         texts += [line.rstrip(b"\r") for line in content.removesuffix(b"\n").split(b"\n")] if content else []
     # A blank line among others is a text as well: answers stay beside the lines that they belong to.
     if not any(text.strip() for text in texts):
@@ -234,7 +245,7 @@ def _read_headers(given: list[str]) -> dict[str, str]:
         if text.startswith("@"):
             where = text[1:]
             try:
-                lines = Path(where).read_text(encoding="utf-8").splitlines()
+                lines = Path(where).read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as exc:
                 raise ClientError(
                     f"{where} cannot be read",

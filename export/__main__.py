@@ -1,8 +1,10 @@
 """`python -m export`: the command line."""
 
 from . import interruption
+from .commands import standard_streams
 
 if __name__ == "__main__":
+    standard_streams.fill_closed_streams()
     # Loading the rest takes a while, of which nobody wants a traceback.
     interruption.leave_at_once()
 

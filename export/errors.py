@@ -13,7 +13,8 @@ ExportError                 exit code 1, one line on stderr
 ├── TargetError             there is no Triton release of that name, or it cannot load the file
 ├── RuntimeFailure          the target's ONNX Runtime cannot be fetched, or cannot load or run the file, or dies of it
 ├── RepositoryError         the version cannot be published, activated or removed
-└── ServingError            a running server does not serve what became active; exit code 3
+├── ServingError            a running server does not serve what became active; exit code 3
+└── UnansweredError         what was asked for is done, and nothing takes the answer; exit code 5
 """
 
 import re
@@ -95,6 +96,10 @@ class RepositoryError(ExportError):
 
 class ServingError(ExportError):
     """A running server does not serve what became active."""
+
+
+class UnansweredError(ExportError):
+    """What was asked for is done, and nothing takes the answer."""
 
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ def leave_at_once() -> None:
 
 
 def raise_again() -> None:
-    """Let Ctrl-C raise `KeyboardInterrupt` again, as Python has it."""
-    if signal.getsignal(signal.SIGINT) is _leave:
+    """Let Ctrl-C raise `KeyboardInterrupt` again, as Python has it, unless it is ignored."""
+    if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

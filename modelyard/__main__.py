@@ -2,9 +2,12 @@
 
 import difflib
 import importlib.util
+import os
 import runpy
+import signal
 import sys
 from dataclasses import dataclass
+from types import FrameType
 
 from . import __version__
 
@@ -170,14 +173,44 @@ examples:
 """
 
 
+# What was asked for was done, and its answer could not be written; the parts have the same.
+EXIT_UNANSWERED = 5
+
+
 def main() -> int:
     """Run the command line and return the exit code."""
+    _fill_closed_streams()
+    # Loading a part takes a while, of which nobody wants a traceback; the part decides what Ctrl-C does from then on.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        try:
+            return _carry_out()
+        finally:
+            # Not on the way out of Python, which would tell of it in lines of its own.
+            _print("", end="")
+    except _UnansweredError as exc:
+        _drop_answer()
+        if isinstance(exc.__cause__, BrokenPipeError):
+            # Its reader, perhaps `head`, has left. The exit code is a shell's for that.
+            return 128 + signal.SIGPIPE
+        return _refuse(
+            f"the answer cannot be written: expected a standard output that takes it, got '{exc}'; send it elsewhere.",
+            EXIT_UNANSWERED,
+        )
+
+
+class _UnansweredError(Exception):
+    """Nothing takes what was printed, for this reason."""
+
+
+def _carry_out() -> int:
     word = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if word in ("-h", "--help", "help"):
-        print(describe_verbs())  # noqa: T201
+        _print(describe_verbs())
         return 0
     if word == "--version":
-        print(f"modelyard {__version__}")  # noqa: T201
+        _print(f"modelyard {__version__}")
         return 0
     verbs = {verb.name: verb for group in VERBS.values() for verb in group}
     if word not in verbs:
@@ -209,6 +242,33 @@ def describe_verbs() -> str:
 def _refuse(sentence: str, code: int) -> int:
     print(f"error: {sentence}", file=sys.stderr)  # noqa: T201
     return code
+
+
+def _fill_closed_streams() -> None:
+    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+def _leave(signal_number: int, frame: FrameType | None) -> None:
+    os.write(2, b"error: interrupted; nothing was begun.\n")
+    os._exit(128 + signal.SIGINT)
+
+
+def _print(text: str, end: str = "\n") -> None:
+    try:
+        print(text, end=end, flush=True)  # noqa: T201
+    except OSError as exc:
+        raise _UnansweredError(exc.strerror) from exc
+
+
+def _drop_answer() -> None:
+    """Throw away what is still to be written: Python would try once more on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,11 @@
 """`python -m server`: the command line, and the container's entry point."""
 
+from .command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
+
+if __name__ == "__main__":
+    # Loading the rest takes a while, of which nobody wants a traceback.
+    begin()
+
 import argparse
 import contextlib
 import math
@@ -173,7 +179,7 @@ def check(arguments: argparse.Namespace) -> int:
 def diagnose(arguments: argparse.Namespace) -> int:
     """Print what this machine lacks to serve; return 1 if that keeps it from serving."""
     findings = examine(arguments.repository, _read_endpoints(arguments))
-    print(render(findings, as_json=arguments.json))  # noqa: T201
+    answer(render(findings, as_json=arguments.json))
     return int(any(finding.verdict == "broken" for finding in findings))
 
 
@@ -283,7 +289,12 @@ def _add_doctor(commands: "_Commands") -> None:
         help="tell what this machine lacks to serve",
         description="Tell what this machine lacks to serve, each with a verdict and a remedy.",
         examples=("", "--repository /srv/models --json"),
-        exit_codes={0: "it can serve", 1: "it cannot", 2: "wrong usage"},
+        exit_codes={
+            0: "it can serve",
+            1: "it cannot",
+            2: "wrong usage",
+            EXIT_UNANSWERED: "the answer cannot be written",
+        },
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
@@ -341,4 +352,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_quietly(main))

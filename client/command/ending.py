@@ -1,23 +1,107 @@
-"""How a command of the client ends: with its exit code, and quietly where nobody reads its answer any more."""
+"""How a command of the client begins and ends: with streams to write to, and with its exit code.
+
+It imports nothing that takes a while: Ctrl-C may come while the rest is loading.
+"""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
+
+# What was asked for was done, and its answer could not be written.
+EXIT_UNANSWERED = 5
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+class UnansweredError(Exception):
+    """Nothing takes the answer, such as a full disk; what was asked for is done."""
+
+
+def begin() -> None:
+    """Prepare the process before anything else is loaded: streams that are closed, and Ctrl-C."""
+    _fill_closed_streams()
+    # Where Ctrl-C is ignored, as under `nohup`, it stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def answer(text: str, *, end: str = "\n", flush: bool = False, done: str = "") -> None:
+    """Print what was asked for.
+
+    Args:
+        text: What is printed.
+        end: What follows it.
+        flush: Whether it is to be seen at once.
+        done: What there is besides, to be told where the text cannot be.
+
+    Raises:
+        UnansweredError: Nothing takes it.
+        BrokenPipeError: Its reader has left.
+    """
+    try:
+        print(text, end=end, flush=flush or bool(done))  # noqa: T201
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        what = f"{done}, but the answer cannot be written" if done else "the answer cannot be written"
+        raise UnansweredError(
+            f"{what}: expected a standard output that takes it, got '{exc.strerror}'; send it elsewhere."
+        ) from exc
 
 
 def end_quietly(main: Callable[[], int]) -> int:
-    """Carry a command out and return its exit code: a shell's for a closed pipe, where the reader has left.
+    """Carry a command out and return its exit code: a shell's for Ctrl-C, and for a pipe whose reader has left.
 
     Perhaps it was `head`. What breaks towards a server is a `ClientError` before it comes here.
     """
     try:
+        _raise_again()
         try:
             return main()
         finally:
             # Not on the way out of Python, which would tell of it in lines of its own.
-            sys.stdout.flush()
+            answer("", end="", flush=True)
     except BrokenPipeError:
-        # Python would try once more to write what is left, on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_answer()
         return 128 + signal.SIGPIPE
+    except UnansweredError as exc:
+        _drop_answer()
+        print(f"error: {exc}", file=sys.stderr)  # noqa: T201
+        return EXIT_UNANSWERED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        _leave_at_once_again()
+
+
+def _fill_closed_streams() -> None:
+    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+def _raise_again() -> None:
+    """Let Ctrl-C raise `KeyboardInterrupt`, as Python has it, unless it is ignored."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave_at_once_again() -> None:
+    """Let Ctrl-C end the process while Python takes itself down, of which nobody wants a traceback either."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(signal_number: int, frame: FrameType | None) -> None:
+    os._exit(_INTERRUPTED)
+
+
+def _drop_answer() -> None:
+    """Throw away what is still to be written: Python would try once more on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import ClientError, UsageError
 from ..streams import PROMPT, check_parameters
 from .connection import Connection
+from .ending import answer
 
 
 def _read_parameters(text: str) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def ask_writer(arguments: Namespace, connect: Callable[[], Connection]) -> int:
         for piece in written:
             pieces.append(piece)
             if not arguments.json:
-                print(piece, end="", flush=True)  # noqa: T201
+                answer(piece, end="", flush=True)
     content = {"model": name, "prompt": arguments.prompt, "text": "".join(pieces)}
-    print(json.dumps(content, ensure_ascii=False) if arguments.json else "")  # noqa: T201
+    answer(json.dumps(content, ensure_ascii=False) if arguments.json else "")
     return 0

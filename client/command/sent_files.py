@@ -19,6 +19,7 @@ from ..model import Model
 from ..pieces import join_rows
 from .connection import Connection
 from .drawing import import_drawing
+from .ending import answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +103,18 @@ def ask_files(arguments: Namespace, kind: Kind, connect: Callable[[], Connection
         if len(paths) > model.max_batch_size:
             print(f"{len(found)} of {len(paths)} {kind.noun}s", file=sys.stderr)  # noqa: T201
     seconds = time.perf_counter() - start
-    refused = [answer for answer in found if answer.refusal]
+    refused = [each for each in found if each.refusal]
     if arguments.json:
-        print(json.dumps(_to_file_json(model, kind, found), ensure_ascii=False))  # noqa: T201
+        answer(json.dumps(_to_file_json(model, kind, found), ensure_ascii=False))
     else:
         head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
-        print(f"{head}: {len(paths)} {kind.noun}s in {seconds * 1000:.1f} ms\n")  # noqa: T201
-        answered = [answer for answer in found if not answer.refusal]
+        answer(f"{head}: {len(paths)} {kind.noun}s in {seconds * 1000:.1f} ms\n")
+        answered = [each for each in found if not each.refusal]
         if answered:
-            columns = {name: join_rows([answer.answers[name][None] for answer in answered]) for name in model.outputs}
-            print("\n".join(to_table([str(answer.path) for answer in answered], columns)))  # noqa: T201
-    for answer in refused:
-        print(f"error: {answer.path}: {answer.refusal}", file=sys.stderr)  # noqa: T201
+            columns = {name: join_rows([each.answers[name][None] for each in answered]) for name in model.outputs}
+            answer("\n".join(to_table([str(each.path) for each in answered], columns)))
+    for each in refused:
+        print(f"error: {each.path}: {each.refusal}", file=sys.stderr)  # noqa: T201
     if draw and not refused:
         draw(found[0].path, found[0].answers, arguments.output)
     return 1 if refused else 0
@@ -170,10 +171,10 @@ def _collect_files(given: list[str], kind: Kind) -> list[Path]:
 
 def _to_file_json(model: Model, kind: Kind, found: list[FileAnswer]) -> dict[str, Any]:
     rows = [
-        {kind.option: str(answer.path)}
-        | ({"error": answer.refusal} if answer.refusal else {})
-        | {name: _to_json_value(name, values) for name, values in answer.answers.items()}
-        for answer in found
+        {kind.option: str(each.path)}
+        | ({"error": each.refusal} if each.refusal else {})
+        | {name: _to_json_value(name, values) for name, values in each.answers.items()}
+        for each in found
     ]
     return {"model": model.name, "version": model.version, "results": rows}
 

@@ -68,5 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [f"{done.name}: {what}" + "".join(f"\nserved by {url}" for url in arguments.wait)]
     if not arguments.wait:
         lines.append(f"Next: {name_command('check', '--repository', arguments.repository)}")
-    answer(arguments, asdict(done) | {"served_by": list(arguments.wait)}, "\n".join(lines).split("\n"))
+    content = asdict(done) | {"served_by": list(arguments.wait)}
+    answer(arguments, content, "\n".join(lines).split("\n"), f"version {done.version} of {done.name} is active")
     return 0

@@ -157,5 +157,5 @@ def run(args: argparse.Namespace) -> int:
         f"in {time.monotonic() - started:.1f} s",
         *(f"missing: {what}" for what in done.missing),
     ]
-    answer(args, {"folder": str(out), **asdict(done)}, lines)
+    answer(args, {"folder": str(out), **asdict(done)}, lines, f"{out} is written")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from ..checkpoints.storage.paths import find_linked, read_json_beside
 from ..errors import escape_controls
 from ..fetching import fetch_all
 from .memory_estimates import estimate_memory
+from .standard_streams import write_answer
 from .verb import Verbs, add_verb, say
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
@@ -240,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
     found = inspect_checkpoint(join_folders([each.path for each in fetched]), tag=args.tag)
     found = replace(found, directory=", ".join(each.address or str(each.path) for each in fetched))
     text = format_inspection(found, lists_tensors=args.tensors)
-    sys.stdout.write(json.dumps(asdict(found), indent=2) + "\n" if args.json else text)
+    write_answer(json.dumps(asdict(found), indent=2) + "\n" if args.json else text)
     return 0
 
 
@@ -254,5 +254,5 @@ def _run_published(directory: Path, *, as_json: bool) -> int:
     from .published import describe_model, format_model
 
     told = describe_model(directory)
-    sys.stdout.write(json.dumps(told, indent=2) + "\n" if as_json else format_model(told))
+    write_answer(json.dumps(told, indent=2) + "\n" if as_json else format_model(told))
     return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from ..locations import REPOSITORY
 from ..targets import DEFAULT_TARGET, find_target
+from .standard_streams import write_answer
 from .verb import Verbs, add_verb
 
 _MORE = """\
@@ -62,6 +62,6 @@ def run(args: argparse.Namespace) -> int:
     from ..lint.report import FORMATS
 
     found = lint(args.repository, find_target(args.target))
-    sys.stdout.write(FORMATS[args.format](found, args.repository))
+    write_answer(FORMATS[args.format](found, args.repository))
     refused = {Level.ERROR, Level.WARNING} if args.strict else {Level.ERROR}
     return 1 if any(each.level in refused for each in found) else 0

@@ -55,5 +55,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         then = name_command("activate", done.name, done.version, "--repository", arguments.to)
         lines.append(f"Next: {then}")
-    answer(arguments, asdict(done), lines)
+    answer(arguments, asdict(done), lines, f"version {done.version} of {done.name} is in {arguments.to}")
     return 0

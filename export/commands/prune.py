@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the verb. Raises what `prune` raises."""
     names = [arguments.name] if arguments.name else list_models(arguments.repository)
     done = [prune(arguments.repository, name, keep=arguments.keep) for name in names]
-    answer(arguments, {"models": [asdict(each) for each in done]}, [describe(each) for each in done] or ["no models"])
+    told = "old versions are removed" if any(each.versions for each in done) else ""
+    content = {"models": [asdict(each) for each in done]}
+    answer(arguments, content, [describe(each) for each in done] or ["no models"], told)
     return 0
 
 

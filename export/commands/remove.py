@@ -32,5 +32,5 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb. Raises what `remove_model` raises."""
     done = remove_model(arguments.repository, arguments.name)
-    answer(arguments, asdict(done), [describe(done)])
+    answer(arguments, asdict(done), [describe(done)], f"{done.name} is removed")
     return 0

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from ..targets import find_target
 from ..tasks.table import TASKS
 from .free_memory import read_free_memory
 from .memory_estimates import estimate_memory
+from .standard_streams import write_answer
 from .verb import Verbs, add_verb, open_console
 
 if TYPE_CHECKING:
@@ -103,9 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     result = run_export(request, Progress(console), partial(print_report, console))
     if arguments.json:
-        sys.stdout.write(json.dumps(to_json(result), indent=2) + "\n")
+        text = json.dumps(to_json(result), indent=2) + "\n"
     else:
-        print_summary(result, request.repository, Console(highlight=False, soft_wrap=True))
+        shown = Console(highlight=False, soft_wrap=True)
+        with shown.capture() as captured:
+            print_summary(result, request.repository, shown)
+        text = captured.get()
+    publication = result.publication
+    write_answer(text, _say_published(publication.name, publication.version, request.repository))
     return 0
 
 
@@ -145,6 +150,10 @@ def _tell(console: Console, sentence: str) -> None:
     console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
+def _say_published(name: str, number: int, repository: Path) -> str:
+    return f"version {number} of {name} is published in {repository}"
+
+
 def _print_same(same: "SameVersion", *, as_json: bool) -> None:
     """Print that the export would lead to a version that is there; for programs with its report."""
     from ..proof.report_page import PAGE_FILE
@@ -152,6 +161,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
 
     version = same.version
     warnings = [str(each) for each in version.read_publication().get("warnings", [])]
+    done = _say_published(version.name, version.number, version.repository)
     if as_json:
         publication = {
             "name": version.name,
@@ -167,7 +177,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
             "report": version.read_report(),
             "publication": publication,
         }
-        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        write_answer(json.dumps(content, indent=2) + "\n", done)
         return
     is_active = same.active == version.number
     written = {
@@ -186,4 +196,4 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
     then = ("serve",) if is_active else ("activate", version.name, version.number)
     lines += [line for warning in warnings for line in ("", f"Warning: {warning}")]
     lines += ["", f"Next: {name_command(*then, '--repository', version.repository)}"]
-    sys.stdout.writelines(escape_controls(line) + "\n" for line in lines)
+    write_answer("".join(escape_controls(line) + "\n" for line in lines), done)

@@ -157,7 +157,8 @@ def _tell(
         "applied": applied,
         "tried": [asdict(each) for each in tried],
     }
-    answer(arguments, content, lines)
+    is_published = f"version {applied} of {version.name} is published" if applied else ""
+    answer(arguments, content, lines, is_published)
     return 0
 
 

@@ -12,14 +12,17 @@ from types import FrameType
 from rich.console import Console
 
 from .. import interruption
-from ..errors import ExportError, ServingError, escape_controls
+from ..errors import ExportError, ServingError, UnansweredError, escape_controls
 from ..file_limit import advise
 from ..locations import REPOSITORY, name_command
+from .standard_streams import drop_answer, write_answer
 
 Verbs = argparse._SubParsersAction  # what `add_subparsers` returns, which has no public name
 
 # What was done in the repository was done, and a server that was waited for does not serve it.
 EXIT_NOT_SERVED = 3
+# What was asked for was done, and its answer could not be written.
+EXIT_UNANSWERED = 5
 
 # What the table of a proof of text generation fits in, whose bounds have the longest names.
 _LOG_COLUMNS = 140
@@ -54,7 +57,7 @@ def add_verb(
         codes: What its other exit codes say.
     """
     lines = [f"  {name_command(name)} {example}" for example in examples]
-    codes = f"exit codes: 0 {succeeded}, {codes}"
+    codes = f"exit codes: 0 {succeeded}, {codes}, {EXIT_UNANSWERED} done, but the answer cannot be written"
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=help,
@@ -87,10 +90,20 @@ def open_console() -> Console:
     return console
 
 
-def answer(arguments: argparse.Namespace, content: object, lines: Iterable[str]) -> None:
-    """Write what a verb found: JSON for programs, or lines of text, in which nothing obeys a terminal."""
+def answer(arguments: argparse.Namespace, content: object, lines: Iterable[str], done: str = "") -> None:
+    """Write what a verb found: JSON for programs, or lines of text, in which nothing obeys a terminal.
+
+    Args:
+        arguments: Those of the verb.
+        content: What becomes JSON.
+        lines: What becomes text.
+        done: What the verb has done, which is told where the answer cannot be.
+
+    Raises:
+        UnansweredError: Nothing takes the answer.
+    """
     text = [json.dumps(content, indent=2)] if arguments.json else [escape_controls(line) for line in lines]
-    sys.stdout.writelines(line + "\n" for line in text)
+    write_answer("".join(line + "\n" for line in text), done)
 
 
 def say(sentence: str) -> None:
@@ -110,12 +123,14 @@ def carry_out(run: Run, arguments: argparse.Namespace) -> int:
     try:
         interruption.raise_again()
         signal.signal(signal.SIGTERM, _interrupt)
-        code = run(arguments)
-        sys.stdout.flush()
-        return code
+        return run(arguments)
     except ServingError as exc:
         _refuse(console, str(exc))
         return EXIT_NOT_SERVED
+    except UnansweredError as exc:
+        drop_answer()
+        _refuse(console, str(exc))
+        return EXIT_UNANSWERED
     except ExportError as exc:
         return _refuse(console, str(exc))
     except KeyboardInterrupt:
@@ -123,15 +138,12 @@ def carry_out(run: Run, arguments: argparse.Namespace) -> int:
         return 130
     except BrokenPipeError:
         # The reader of the answer, perhaps `head`, went away; the work is done. The exit code is a shell's for that.
-        _drop_answer()
+        drop_answer()
         return 128 + signal.SIGPIPE
     # What no reader foresaw: rights taken away, a disk that fails or is full. A bug of our own is not an OSError.
     except OSError as exc:
         where = f"{exc.filename}: " if exc.filename else ""
-        if not _can_answer():
-            where = "the answer cannot be written: "
-            _drop_answer()
-        elif advice := advise(exc):
+        if advice := advise(exc):
             expected, remedy = advice
             what = f"a file {f'at {exc.filename} ' if exc.filename else ''}cannot be written"
             return _refuse(console, str(ExportError(what, expected=expected, got=str(exc.strerror), remedy=remedy)))
@@ -141,19 +153,6 @@ def carry_out(run: Run, arguments: argparse.Namespace) -> int:
 def _refuse(console: Console, sentence: str) -> int:
     console.print(f"error: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
     return 1
-
-
-def _can_answer() -> bool:
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return False
-    return True
-
-
-def _drop_answer() -> None:
-    """Throw away what is still to be written to stdout: Python would try once more on its way out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

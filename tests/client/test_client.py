@@ -75,6 +75,31 @@ def test_a_reader_that_leaves_ends_it_quietly(server: Addresses, words: list[str
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("words", [["--json"], []])
+def test_an_answer_that_nothing_takes_is_told_apart_from_none(server: Addresses, words: list[str]) -> None:
+    ask = [sys.executable, INFER, "--url", server.http, "--text", "x", *words]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(ask, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        5,
+        "error: the answer cannot be written: expected a standard output that takes it, got 'No space left on "
+        "device'; send it elsewhere.\n",
+    )
+    closed = subprocess.run(["bash", "-c", 'exec "$@" >&-', "bash", *ask], stderr=subprocess.PIPE, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [[INFER], ["-m", "client.infer"], ["-m", "client.parity"], ["-m", "client.bench"]])
+@pytest.mark.parametrize("loaded", ["numpy", "json"])
+def test_an_interruption_while_loading_is_no_traceback(command: list[str], loaded: str, tmp_path: Path) -> None:
+    # What is loaded from here sends Ctrl-C to the process that loads it.
+    (tmp_path / f"{loaded}.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    done = run(*command, "--text", "x", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (done.code, done.err) == (130, "")
+
+
 def test_without_a_url_the_environment_names_the_server(server: Addresses) -> None:
     environment = os.environ | {"MODELYARD_URL": server.http, "MODELYARD_GRPC_URL": server.grpc}
     for protocol in ("http", "grpc"):

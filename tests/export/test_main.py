@@ -109,8 +109,21 @@ def test_an_answer_that_nothing_takes_is_an_error(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:  # noqa: PTH123
         finished = run_verb("inspect", tmp_path, stdout=full, env=environment)
-    assert finished.returncode == 1
-    assert finished.stderr == "error: the answer cannot be written: No space left on device.\n"
+        written = run_verb("consolidate", tmp_path, tmp_path / "out", stdout=full, env=environment)
+    fault = "the answer cannot be written: expected a standard output that takes it, got 'No space left on device'"
+    assert (finished.returncode, finished.stderr) == (5, f"error: {fault}; send it elsewhere.\n")
+    told = f"error: {tmp_path}/out is written, but {fault}; send it elsewhere.\n"
+    assert (written.returncode, written.stderr) == (5, told)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_with_a_closed_standard_output_it_ends_as_its_work_does(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    wrap = ("bash", "-c", 'exec "$@" >&-', "bash")
+    for words, code in ((("inspect", tmp_path), 0), (("consolidate", tmp_path, tmp_path / "out"), 0)):
+        finished = run_verb(*words, wrap=wrap)
+        assert (finished.returncode, finished.stderr) == (code, "")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
 
 
 def test_a_limit_on_file_sizes_is_named_with_the_place_where_it_was_met(tiny_checkpoint: Path, tmp_path: Path) -> None:

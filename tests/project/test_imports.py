@@ -145,6 +145,7 @@ FLOORS = {
     "export/checkpoints/fsdp": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
     "export/checkpoints/megatron": ("deepspeed", "pickles", "remedies", "storage", "stored_checkpoint"),
     "server/errors": (),
+    "server/command": (),
     "server/locations": (),
     "server/shortage": (),
     "server/endpoints": ("errors",),

@@ -1,0 +1,46 @@
+"""The streams that a verb finds, and the one that takes its answer."""
+
+import os
+import sys
+
+from ..errors import UnansweredError
+
+
+def fill_closed_streams() -> None:
+    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+def write_answer(text: str, done: str = "") -> None:
+    """Write an answer to stdout, all of it now.
+
+    Args:
+        text: The answer.
+        done: What the verb has done, which is told where the answer cannot be.
+
+    Raises:
+        UnansweredError: Nothing takes it.
+        BrokenPipeError: Its reader has left.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        raise UnansweredError(
+            f"{done}, but the answer cannot be written" if done else "the answer cannot be written",
+            expected="a standard output that takes it",
+            got=f"'{exc.strerror}'",
+            remedy="send it elsewhere",
+        ) from exc
+
+
+def drop_answer() -> None:
+    """Throw away what is still to be written to stdout: Python would try once more on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

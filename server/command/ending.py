@@ -1,0 +1,71 @@
+"""How a command begins and ends: with streams to write to, and with its exit code.
+
+It imports nothing that takes a while: Ctrl-C may come while the rest is loading.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+# What was asked for was done, and its answer could not be written.
+EXIT_UNANSWERED = 5
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+class _UnansweredError(Exception):
+    """Nothing takes the answer, for this reason."""
+
+
+def begin() -> None:
+    """Prepare the process before anything else is loaded: streams that are closed, and Ctrl-C."""
+    _fill_closed_streams()
+    # Where Ctrl-C is ignored, as under `nohup`, it stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def answer(text: str, end: str = "\n") -> None:
+    """Print what was asked for."""
+    try:
+        print(text, end=end, flush=True)  # noqa: T201
+    except OSError as exc:
+        raise _UnansweredError(exc.strerror) from exc
+
+
+def end_quietly(main: Callable[[], int]) -> int:
+    """Carry a command out and return its exit code: a shell's for Ctrl-C, and for a pipe whose reader has left."""
+    try:
+        if callable(signal.getsignal(signal.SIGINT)):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return main()
+        finally:
+            # Not on the way out of Python, which would tell of it in lines of its own.
+            answer("", end="")
+    except _UnansweredError as exc:
+        # Python would try once more to write what is left, on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(exc.__cause__, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        sentence = "the answer cannot be written: expected a standard output that takes it"
+        print(f"error: {sentence}, got '{exc}'; send it elsewhere.", file=sys.stderr)  # noqa: T201
+        return EXIT_UNANSWERED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _fill_closed_streams() -> None:
+    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+def _leave(signal_number: int, frame: FrameType | None) -> None:
+    os._exit(_INTERRUPTED)

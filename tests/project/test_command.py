@@ -1,0 +1,52 @@
+"""The command `modelyard` itself: what it prints, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import CHECKOUT
+
+FAULT = "the answer cannot be written: expected a standard output that takes it, got 'No space left on device'"
+
+
+def run_command(*words: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "modelyard", *words]
+    # argparse lets an error pass where it writes each line by itself.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    options = {"env": environment} | options
+    return subprocess.run(command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("versions", "--help"), ("doctor",), ("infer", "-h")])
+def test_what_becomes_of_its_standard_output_is_no_traceback(words: tuple[str, ...]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = run_command(*words, stdout=writes)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = run_command(*words, stdout=full)
+    assert (done.returncode, done.stderr) == (5, f"error: {FAULT}; send it elsewhere.\n")
+    done = run_command(*words, preexec_fn=lambda: os.close(1))
+    assert done.stderr == ""
+    # A doctor may have found something.
+    assert done.returncode == 0 or words == ("doctor",)
+
+
+@pytest.mark.parametrize("module", ["numpy", "rich", "ctypes"])
+def test_an_interruption_while_a_part_is_loading_is_one_sentence(module: str, tmp_path: Path) -> None:
+    # What is loaded from here sends Ctrl-C to the process that loads it.
+    (tmp_path / f"{module}.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    verb = {"numpy": "infer", "rich": "inspect", "ctypes": "check"}[module]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = run_command(verb, "x", env=environment)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted; nothing was begun.\n")
+    if module == "ctypes":
+        command = [sys.executable, "-m", "server", verb]
+        done = subprocess.run(command, cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (130, "")
