@@ -3,6 +3,12 @@
 One sweep over the number of requests in flight, over HTTP and gRPC.
 """
 
+from .command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
+
+if __name__ == "__main__":
+    # Loading the rest takes a while, of which nobody wants a traceback.
+    begin()
+
 import argparse
 import json
 import random
@@ -11,8 +17,7 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from .command.connection import Connection
-from .command.ending import end_quietly
+from .command.connection import HTTP_WORDS, Connection
 from .errors import ClientError
 from .locations import name_command
 from .options import DEFAULT_URLS
@@ -23,7 +28,8 @@ examples:
   {name_command("bench")}
   {name_command("bench")} --url localhost:8000 --grpc-url localhost:8001 --concurrency 1 --concurrency 32 --json
 
-exit codes: 0 measured, 1 no server, no perf_analyzer or a failed request, 2 wrong usage
+exit codes: 0 measured, 1 no server, no perf_analyzer or a failed request, 2 wrong usage,
+{EXIT_UNANSWERED} measured, but the answer cannot be written
 """
 
 _CONCURRENCIES = (1, 2, 4, 8, 16)
@@ -40,9 +46,9 @@ def main() -> int:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
     if arguments.json:
-        print(json.dumps([asdict(measurement) for measurement in measurements]))  # noqa: T201
+        answer(json.dumps([asdict(measurement) for measurement in measurements]))
     else:
-        print("\n".join(_to_table(measurements)))  # noqa: T201
+        answer("\n".join(_to_table(measurements)))
     return 0
 
 
@@ -59,7 +65,7 @@ def read_corpus() -> list[str]:
 
 
 def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
-    model = Connection(arguments.url, "http", 30.0).find_model(arguments.model)
+    model = Connection(arguments.url, "http", 30.0, words=HTTP_WORDS).find_model(arguments.model)
     program = find_perf_analyzer()
     # The same texts in the same order every time.
     texts = random.Random(0).sample(read_corpus(), _TEXTS)

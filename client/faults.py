@@ -75,7 +75,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
             f"{options.address} lets nobody in without leave",
             expected="a token that it knows and a call that it allows",
             got=f"'{message}'",
-            remedy=f"pass the token with {options.words.token}",
+            remedy=f"pass the token with {options.words.token}" if options.words.token else "ask past what wants it",
         )
     # gRPC reports a server that is not there as it reports one that refuses for now.
     if status == "StatusCode.UNAVAILABLE" and re.search("connect|socket closed", message, re.IGNORECASE):
@@ -101,7 +101,7 @@ def _explain_deadline(options: Options) -> ClientError:
         f"no answer from {options.address}",
         expected=f"one within {options.timeout_s:g} s",
         got="none",
-        remedy=f"raise {options.words.timeout}",
+        remedy=f"raise {options.words.timeout}" if options.words.timeout else "ask again",
     )
 
 
@@ -110,7 +110,7 @@ def _explain_distrust(reason: str, options: Options) -> ClientError:
         f"the server at {options.address} is not trusted",
         expected=f"a certificate of that name from an authority in {options.ca or 'the default ones'}",
         got=f"'{reason}'",
-        remedy=f"pass the authority's certificate with {options.words.ca}",
+        remedy=f"pass the authority's certificate with {options.words.ca}" if options.words.ca else "",
     )
 
 
@@ -118,9 +118,10 @@ def _explain_unreachable(
     reason: str, options: Options, *, kind: type[UnreachableError] = UnreachableError
 ) -> ClientError:
     words = options.words
+    named = " and ".join(filter(None, (words.url, words.protocol.strip(" ="))))
     return kind(
         f"no server can be reached at {options.address} over {options.protocol}",
         expected="one to listen there",
         got=f"'{reason}'",
-        remedy=f"start it with `{words.serve}`, or correct {words.url} and {words.protocol.strip(' =')}",
+        remedy=f"start it with `{words.serve}`, or correct {named}",
     )

@@ -22,11 +22,15 @@ COMPRESSIONS = (None, "gzip", "deflate")
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """What the reader of an error calls each option: keywords in Python, options on a command line."""
+    """What the reader of an error calls each option: keywords in Python, options on a command line.
+
+    Empty for what the reader has no option for.
+    """
 
     url: str = "url"
     protocol: str = "protocol="
     timeout: str = "timeout_s"
+    tls: str = "tls, and https:// in url"
     ca: str = "ca"
     token: str = "token"
     model: str = "model"

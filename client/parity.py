@@ -4,6 +4,12 @@ Sends the requests in a version's `golden.json` and compares the answers with th
 over HTTP with JSON tensors, HTTP with binary tensors, and gRPC; each of them alone, and all of one shape in one batch.
 """
 
+from .command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
+
+if __name__ == "__main__":
+    # Loading the rest takes a while, of which nobody wants a traceback.
+    begin()
+
 import argparse
 import base64
 import json
@@ -16,17 +22,18 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
-from .command.connection import Connection
-from .command.ending import end_quietly
-from .errors import ClientError
+from .command.connection import GRPC_WORDS, HTTP_WORDS, Connection
+from .errors import ClientError, ModelError
 from .locations import name_command
+from .model import Model
 from .options import DEFAULT_URLS
 
 _EXAMPLES = f"""
 example:
   {name_command("parity")} --golden model_repository/sentence_embedding/1/golden.json
 
-exit codes: 0 equal, 1 different or no answer, 2 wrong usage
+exit codes: 0 equal, 1 different or no answer, 2 wrong usage,
+{EXIT_UNANSWERED} compared, but the answer cannot be written
 """
 
 
@@ -89,16 +96,17 @@ class ParityResult:
 def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
-    model = arguments.model or arguments.golden.resolve().parent.parent.name
+    belongs = arguments.golden.resolve().parent.parent.name
+    model = belongs if arguments.model is None else arguments.model
     try:
         results = check_parity(read_golden(arguments.golden), model, arguments.url, arguments.grpc_url)
     except ClientError as exc:
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return 1
     if arguments.json:
-        print(json.dumps([asdict(result) for result in results]))  # noqa: T201
+        answer(json.dumps([asdict(result) for result in results]))
     else:
-        print("\n".join(_to_table(results)))  # noqa: T201
+        answer("\n".join(_to_table(results)))
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -160,7 +168,9 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
     Raises:
         ClientError: The server refuses or does not answer.
     """
-    http, grpc = Connection(http_url, "http", 60.0), Connection(grpc_url, "grpc", 60.0)
+    http = Connection(http_url, "http", 60.0, words=HTTP_WORDS)
+    grpc = Connection(grpc_url, "grpc", 60.0, words=GRPC_WORDS)
+    _check_kind(golden, http.describe_model(model_name))
     if golden.is_decoupled:
         written = (("HTTP", http, False), ("HTTP events", http, True), ("gRPC stream", grpc, True))
         return [
@@ -184,6 +194,23 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
             ]
         results.append(_compare(transport, pairs, golden))
     return results
+
+
+def _check_kind(golden: Golden, model: Model) -> None:
+    """Refuse a model of another kind than the one that the answers were recorded of.
+
+    Raises:
+        ModelError: Its inputs or outputs have other names.
+    """
+    sample = golden.samples[0]
+    for kind, wanted, had in (("inputs", sample.inputs, model.inputs), ("outputs", sample.outputs, model.outputs)):
+        if not wanted.keys() <= set(had):
+            raise ModelError(
+                f"{model.name} is not the model that --golden was recorded of",
+                expected=f"the {kind} {', '.join(wanted)}",
+                got=", ".join(had),
+                remedy=f"correct --golden or {HTTP_WORDS.model}",
+            )
 
 
 def _write_all(
@@ -210,15 +237,15 @@ def _compare(transport: str, pairs: list[tuple[Sample, dict[str, npt.NDArray[Any
     bounds = golden.tolerances
     bound = bounds["max_relative_error" if golden.is_relative else "max_abs_error"]
     errors, cosines, different = [], [], 0
-    for sample, answer in pairs:
+    for sample, got in pairs:
         is_same = True
         for name, want in sample.outputs.items():
             if golden.is_relative or want.dtype.kind == "f":
-                error, cosine, is_filled_well = _measure(want, answer[name], golden)
+                error, cosine, is_filled_well = _measure(want, got[name], golden)
                 errors.append(error)
                 cosines.append(cosine)
                 is_same &= is_filled_well
-        different += not (is_same and (golden.is_relative or _are_same(sample.outputs, answer, bound)))
+        different += not (is_same and (golden.is_relative or _are_same(sample.outputs, got, bound)))
     # np.max keeps a NaN, and the comparisons are written so that it fails.
     error = float(np.max(errors, initial=0.0))
     worst_cosine = float(np.min(cosines, initial=1.0)) if "min_cosine" in bounds else None

@@ -19,8 +19,18 @@ _HTTP2_SETTINGS = b"\x04"
 
 
 def find_wrong_port(options: Options) -> ForeignError | None:
-    """Return what to say where another of the server's ports was asked than the one that was meant, else None."""
-    found = None if options.is_encrypted else _identify_port(options.address, min(options.timeout_s, _LOOK_TIMEOUT_S))
+    """Return what to say where another of the server's ports was asked than the one that was meant, else None.
+
+    Or the one that was meant, with TLS, which it does not speak: a server that does has no answer for who does not.
+    """
+    found = _identify_port(options.address, min(options.timeout_s, _LOOK_TIMEOUT_S))
+    if found is not None and options.is_encrypted:
+        return ForeignError(
+            f"{options.address} speaks no TLS",
+            expected=f"a {TITLES[options.protocol]} port that does",
+            got=f"a plain {found} port",
+            remedy=f"leave out {options.words.tls}",
+        )
     other = {title: name for name, title in TITLES.items()}.get(found or "")
     if found is None or other == options.protocol:
         return None

@@ -127,7 +127,7 @@ async def listen(
             f"the text of {model} breaks off",
             expected=f"another piece within {session.options.timeout_s:g} s",
             got="none",
-            remedy=f"ask again, or raise {session.options.words.timeout}",
+            remedy=f"ask again, or raise {word}" if (word := session.options.words.timeout) else "ask again",
         ) from exc
     except FAILURES as exc:
         raise explain(exc, session.options) from exc
@@ -142,7 +142,7 @@ async def find_writer(session: Session, name: str | None) -> str:
     Raises:
         ClientError: There is none, or not exactly one, or the one that is named takes no prompt.
     """
-    name = name or session.options.model
+    name = session.choose(name)
     if name is None:
         models = [await session.find_model(each) for each in await session.list_models()]
         writers = [model.name for model in models if PROMPT in model.inputs]

@@ -1,6 +1,7 @@
 """What the commands ask through: texts and tensors as bytes, on the clients' loop, in the words of a command line."""
 
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ COMMAND_WORDS = Words(
     url="--url",
     protocol="--protocol ",
     timeout="--timeout",
+    tls="--tls, and https:// in --url",
     ca="--ca",
     token="--header",
     model="--model",
     text="--text",
     pair="--pair",
 )
+
+# Of commands that ask over both protocols, each at an address of its own, and have none of the other options.
+HTTP_WORDS = Words(url="--url", protocol="", timeout="", tls="https://", ca="", token="", model="--model")
+GRPC_WORDS = replace(HTTP_WORDS, url="--grpc-url")
 
 
 class Connection:
@@ -38,6 +44,7 @@ class Connection:
         tls: bool = False,
         ca: Path | None = None,
         headers: Mapping[str, str] | None = None,
+        words: Words = COMMAND_WORDS,
     ) -> None:
         """Prepare to ask; nothing is sent yet.
 
@@ -48,6 +55,7 @@ class Connection:
             tls: Whether to encrypt, and to refuse a server that cannot prove its name.
             ca: PEM file with the certificates to trust; without it those that this machine, or gRPC, trusts.
             headers: Headers to send with every request, such as a token.
+            words: What the options are called.
 
         Raises:
             ClientError: `ca` holds no certificates.
@@ -60,7 +68,7 @@ class Connection:
             tls=tls,
             ca=ca,
             headers=headers,
-            words=COMMAND_WORDS,
+            words=words,
         )
         self.url, self.protocol = options.address, protocol
         self._session = Session(options)
