@@ -11,7 +11,7 @@ from .model import Model
 from .options import Words
 from .pieces import Text, ask_tensors, ask_texts, encode
 from .session import Arrays, Session, gather
-from .ways import find_way
+from .ways import find_way, find_whole
 
 
 class Label(NamedTuple):
@@ -156,6 +156,13 @@ async def find_texts_model(session: Session, name: str | None) -> Model:
             expected="one or two inputs of one string a row",
             got=", ".join(model.inputs),
             remedy=await find_way(session, model),
+        )
+    if "input_ids" in model.outputs:
+        raise ModelError(
+            f"{model.name} is a step of another model",
+            expected="one whose answers can be read",
+            got=f"the tokens {', '.join(model.outputs)}",
+            remedy=await find_whole(session, model),
         )
     return model
 

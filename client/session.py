@@ -137,13 +137,29 @@ class Session:
         Raises:
             ClientError: There is no such model, or not exactly one ensemble, or no answer.
         """
-        name = name or self.options.model
+        name = self.choose(name)
         self._open()
         # Many tasks that begin at the same time ask once.
         async with self._finding:
             if name not in self._models:
-                self._models[name] = await self.describe(name or await self._find_ensemble())
+                self._models[name] = await self.describe(await self._find_ensemble() if name is None else name)
             return self._models[name]
+
+    def choose(self, name: str | None) -> str | None:
+        """Return the model named, that of the options, or None.
+
+        Raises:
+            UsageError: Its name is empty, as a variable of a shell may be that is not set.
+        """
+        name = self.options.model if name is None else name
+        if name == "":
+            raise UsageError(
+                f"{self.options.words.model} is empty",
+                expected="the name of a model",
+                got="''",
+                remedy="leave it out to ask the one there is",
+            )
+        return name
 
     async def list_models(self) -> list[str]:
         """Return the names of all models that the server has loaded, steps included.

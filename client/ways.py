@@ -13,6 +13,8 @@ _WAYS = {
 
 # How the graph is called that an ensemble has as a step.
 _GRAPH_ENDING = "_model"
+# And the one that makes tokens of texts.
+_TEXTS_ENDING = "_preprocess"
 
 
 async def find_way(session: Session, model: Model) -> str:
@@ -30,6 +32,18 @@ async def find_way(session: Session, model: Model) -> str:
     if any(tensor.datatype == "BYTES" for tensor in model.takes) or await _has_ensemble(session, model):
         return "ask the ensemble it belongs to"
     return f"it takes tensors: send them with tritonclient, or have `{name_command('check')}` ask it"
+
+
+async def find_whole(session: Session, step: Model) -> str:
+    """Return what the reader can do to ask the model that a step of texts belongs to.
+
+    Raises:
+        ClientError: The server does not answer.
+    """
+    name = step.name.removesuffix(_TEXTS_ENDING)
+    if name != step.name and name in await session.list_models():
+        return f"ask {name}"
+    return "ask the ensemble it belongs to"
 
 
 async def _has_ensemble(session: Session, model: Model) -> bool:

@@ -77,7 +77,9 @@ class LinesSource:
 
     def _read_plain(self, line: bytes, number: int) -> dict[str, Any]:
         try:
-            text = line.removesuffix(b"\n").rstrip(b"\r").decode()
+            # Editors that mark a file as UTF-8 mean no text by it.
+            marked = "utf-8-sig" if number == 1 else "utf-8"
+            text = line.removesuffix(b"\n").rstrip(b"\r").decode(marked)
         except UnicodeDecodeError as exc:
             raise UsageError(
                 f"line {number} of {self._path} cannot be read", expected="UTF-8", got=f"'{exc.reason}'"

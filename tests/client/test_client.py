@@ -241,6 +241,74 @@ def test_parity_holds_over_every_transport_and_fails_on_another_answer(
     assert done.out.count("FAILED") == 3
 
 
+def test_parity_refuses_another_kind_of_model_and_names_only_options_that_it_has(
+    server: Addresses, published: Published, tmp_path: Path
+) -> None:
+    golden = published.repository / "sentence_embedding" / "1" / "golden.json"
+    content = json.loads(golden.read_text())
+    for sample in content["samples"]:
+        sample["outputs"][0]["name"] = "SCORE"
+    (tmp_path / "golden.json").write_text(json.dumps(content))
+    command = ["-m", "client.parity", "--model", "sentence_embedding", "--golden"]
+    done = run(*command, str(tmp_path / "golden.json"), "--url", server.http, "--grpc-url", server.grpc)
+    assert (done.code, done.err) == (
+        1,
+        "error: sentence_embedding is not the model that --golden was recorded of: expected the outputs SCORE, got "
+        "EMBEDDING; correct --golden or --model.\n",
+    )
+    done = run(*command, str(golden), "--url", server.grpc, "--grpc-url", server.grpc)
+    assert done.err.endswith("; pass the HTTP port with --url (8000 unless the server was told another).\n")
+    done = run(*command, str(golden), "--url", server.http, "--grpc-url", server.http)
+    assert done.err.endswith("; pass the gRPC port with --grpc-url (8001 unless the server was told another).\n")
+    done = run(*command, str(golden), "--url", "localhost:9")
+    assert done.err.endswith("or correct --url.\n")
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_server_that_speaks_no_tls_is_told_from_one_that_is_not_there(server: Addresses, protocol: str) -> None:
+    url, title = getattr(server, protocol), {"http": "HTTP", "grpc": "gRPC"}[protocol]
+    done = run(INFER, "--url", url, "--protocol", protocol, "--tls", "--text", "x")
+    assert (done.code, done.err) == (
+        1,
+        f"error: {url} speaks no TLS: expected a {title} port that does, got a plain {title} port; leave out --tls, "
+        "and https:// in --url.\n",
+    )
+
+
+@pytest.mark.parametrize("output", [False, True])
+def test_a_step_is_refused_with_the_model_to_ask(server: Addresses, output: bool, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("x\n")
+    words = ["--file", str(tmp_path / "texts.txt"), "--output", str(tmp_path / "out")] if output else ["--text", "x"]
+    done = run(INFER, "--url", server.http, "--model", "sentence_embedding_preprocess", *words)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: sentence_embedding_preprocess is a step of another model: expected one whose ")
+    assert done.err.endswith("; ask sentence_embedding.\n")
+
+
+def test_the_mark_of_a_file_in_utf_8_is_no_text(server: Addresses, tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\ntwo\n")
+    done = run(INFER, "--url", server.http, "--file", str(path), "--json")
+    assert [row["text"] for row in json.loads(done.out)["results"]] == ["one", "two"]
+    done = run(INFER, "--url", server.http, "--file", str(path), "--output", str(tmp_path / "out"))
+    rows = (tmp_path / "out").read_text().splitlines()
+    assert [json.loads(row)["text"] for row in rows] == ["one", "two"], done.err
+
+
+def test_an_empty_name_of_a_model_is_refused(server: Addresses, published: Published) -> None:
+    golden = str(published.repository / "sentence_embedding" / "1" / "golden.json")
+    addresses = ["--url", server.http, "--model", ""]
+    for words in (
+        [INFER, "--text", "x"],
+        [INFER, "--prompt", "x"],
+        ["-m", "client.parity", "--golden", golden],
+        ["-m", "client.bench"],
+    ):
+        done = run(*words, *addresses)
+        sentence = "error: --model is empty: expected the name of a model, got ''; leave it out to ask the one there "
+        assert (done.code, done.err) == (1, f"{sentence}is.\n"), words
+
+
 def test_golden_answers_of_an_older_modelyard_are_refused_with_what_to_do(
     server: Addresses, published: Published, tmp_path: Path
 ) -> None:
