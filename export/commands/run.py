@@ -1,7 +1,9 @@
 """The verb `run`: a checkpoint to a published version."""
 
 import argparse
+import io
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,10 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         text = json.dumps(to_json(result), indent=2) + "\n"
     else:
-        shown = Console(highlight=False, soft_wrap=True)
-        with shown.capture() as captured:
-            print_summary(result, request.repository, shown)
-        text = captured.get()
+        # Written as a whole, so that what keeps it from being written is told as such.
+        page = io.StringIO()
+        shown = Console(file=page, force_terminal=sys.stdout.isatty() or None, highlight=False, soft_wrap=True)
+        print_summary(result, request.repository, shown)
+        text = page.getvalue()
     publication = result.publication
     write_answer(text, _say_published(publication.name, publication.version, request.repository))
     return 0
