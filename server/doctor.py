@@ -158,8 +158,8 @@ def examine_ports(endpoints: Endpoints) -> Finding:
         check_ports_free(endpoints)
     except ServerError as exc:
         return _blame("ports", exc)
-    ports = (endpoints.http_port, endpoints.grpc_port, endpoints.metrics_port, endpoints.status_port)
-    return Finding(what="ports", verdict="ok", found=f"{', '.join(map(str, ports))} on {endpoints.host} are free")
+    ports = ", ".join(map(str, endpoints.ports.values()))
+    return Finding(what="ports", verdict="ok", found=f"{ports} on {endpoints.host} are free")
 
 
 def examine_repository(repository: Path) -> Finding:

@@ -1,10 +1,11 @@
 """Every reason for which the server does not start, or does not go on.
 
 ServerError                 exit code 1, one line on stderr
-├── UsageError              exit code 2: an option of tritonserver's that is not handed on
+├── UsageError              exit code 2: an option that is not handed on to tritonserver, or that names no port
 ├── NotFoundError           no tritonserver, no repository, or one that cannot be read
 │   └── EmptyError          a repository with nothing in it to serve
-├── PortTakenError          another program listens where we would
+├── HostError               nothing can listen on this address
+├── PortTakenError          another program listens where we would, or this user may not
 ├── KeyFileError            the file of the control key cannot be used, or is open to others
 ├── ShortageError           this machine has no descriptor, process, thread, memory or space left for it
 ├── StartError              tritonserver ended, or no model could be loaded
@@ -40,7 +41,7 @@ class ServerError(Exception):
 
 
 class UsageError(ServerError):
-    """An option that is not handed on to tritonserver, or that nothing answers to."""
+    """An option that is not handed on to tritonserver, that nothing answers to, or that names no port."""
 
     exit_code = 2
 
@@ -53,8 +54,12 @@ class EmptyError(NotFoundError):
     """A repository holds nothing to serve."""
 
 
+class HostError(ServerError):
+    """Nothing can listen on this address."""
+
+
 class PortTakenError(ServerError):
-    """Another program listens where we would."""
+    """Another program listens where we would, or this user may not."""
 
 
 class KeyFileError(ServerError):

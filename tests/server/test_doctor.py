@@ -47,6 +47,22 @@ def test_what_keeps_it_from_serving_is_named_with_a_remedy(tmp_path: Path) -> No
         assert remedy in lines[index + 1]
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="gives up a right")
+@pytest.mark.skipif(
+    int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 1, reason="everyone may listen on port 1"
+)
+def test_a_port_that_this_user_may_not_have_is_told_as_one(tmp_path: Path) -> None:
+    right = "-net_bind_service"
+    command = ["setpriv", f"--inh-caps={right}", f"--bounding-set={right}", sys.executable, "-m", "server", "doctor"]
+    command += ["--json", "--repository", str(tmp_path), *port_options(), "--http-port", "1"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    (finding,) = [finding for finding in json.loads(done.stdout) if finding["what"] == "ports"]
+    assert finding["found"] == (
+        "port 1 on 127.0.0.1 cannot be used: expected one that this user may listen on, got 'Permission denied'"
+    )
+    assert finding["remedy"] == "pass another --http-port, from 1024 on"
+
+
 @mounts
 def test_a_small_shared_memory_is_found(published: Published) -> None:
     script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -m server doctor "$@"'

@@ -56,6 +56,50 @@ def test_a_taken_port_is_refused_with_its_option(published: Published) -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["serve", "check", "doctor"])
+@pytest.mark.parametrize(
+    ("option", "port"),
+    [("--http-port", 65536), ("--grpc-port", 0), ("--metrics-port", -1), ("--status-port", 10**20)],
+)
+def test_what_is_no_port_is_refused_wherever_one_is_named(tmp_path: Path, command: str, option: str, port: int) -> None:
+    code, error = serve_until_exit(command, "--repository", str(tmp_path), option, str(port))
+    assert code == 2
+    assert error == f"error: {option} is no port: expected a number from 1 to 65535, got {port}; correct it.\n"
+
+
+@pytest.mark.parametrize("option", ["--grpc-port", "--metrics-port", "--status-port"])
+def test_two_options_with_one_port_are_refused(published: Published, option: str) -> None:
+    (port,) = map(str, find_ports(1))
+    code, error = serve_until_exit("--repository", str(published.repository), "--http-port", port, option, port)
+    assert code == 2
+    assert error == (
+        f"error: --http-port and {option} name one port: expected four different ones, got {port} for both; "
+        f"pass another {option}.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "told", "got"),
+    [
+        ("300.1.1.1", "300.1.1.1", "'Name or service not known'"),
+        # RFC 5737 and RFC 3849: addresses of nobody.
+        ("192.0.2.1", "192.0.2.1", "'Cannot assign requested address'"),
+        ("2001:db8::1", "2001:db8::1", "'Cannot assign requested address'"),
+        ("ü..ü", "ü..ü", "'encoding of hostname failed'"),
+        ("", "an empty --host", "nothing"),
+    ],
+)
+def test_a_host_on_which_nothing_can_listen_is_refused_as_one(
+    published: Published, host: str, told: str, got: str
+) -> None:
+    code, error = serve_until_exit("--repository", str(published.repository), "--host", host)
+    assert code == 1
+    assert error.startswith(
+        f"error: nothing can listen on {told}: expected an address or a name of this machine, got {got}"
+    )
+    assert error.endswith("; correct --host (127.0.0.1 for this machine alone, 0.0.0.0 for whoever reaches it).\n")
+
+
 def test_a_missing_or_empty_repository_is_refused(tmp_path: Path) -> None:
     code, error = serve_until_exit("--repository", str(tmp_path / "none"))
     assert code == 1
