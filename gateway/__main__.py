@@ -113,7 +113,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as exc:
         # Without the address, which Python adds to the system's words.
         raise _refuse_address(host, port, os.strerror(exc.errno or 0)) from exc
-    except OverflowError as exc:
+    # Python's, of what is no port and of a name that cannot be asked for.
+    except (OverflowError, UnicodeError) as exc:
         raise _refuse_address(host, port, str(exc)) from exc
     return listener
 
