@@ -81,12 +81,15 @@ def server(published: Published) -> Iterator[Running]:
 
 
 def ask(server: Running, headers: dict, body: bytes) -> int:
+    return ask_path(server, PATH, headers, body)[0]
+
+
+def ask_path(server: Running, path: str, headers: dict, body: bytes) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=TIMEOUT_S)
     try:
-        connection.request("POST", PATH, body, headers)
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
-        response.read()
-        return response.status
+        return response.status, response.read()
     finally:
         connection.close()
 
@@ -108,6 +111,15 @@ def test_an_odd_body_is_answered(server: Running, name: str) -> None:
     pid = server.tritonserver
     assert 200 <= ask(server, *TOLERATED[name]) < 600
     assert_unharmed(server, pid)
+
+
+def test_no_body_is_answered_as_an_empty_text_by_a_model_that_takes_one(server: Running) -> None:
+    """docs/threat_model.md says so: whoever sends none cannot tell."""
+    empty = {"inputs": [GOOD["inputs"][0] | {"data": [""]}], "parameters": {"binary_data_output": True}}
+    status, answer = ask_path(server, PATH, {}, b"")
+    assert status == 200
+    assert ask_path(server, PATH, {}, json.dumps(empty).encode()) == (200, answer)
+    assert ask_path(server, PATH.replace("/infer", "_model/infer"), {}, b"")[0] == 400
 
 
 def test_random_damage_is_survived(server: Running) -> None:
