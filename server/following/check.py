@@ -4,6 +4,7 @@ import http.client
 import json
 import math
 import os
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckError, GoldenError
+from ..locations import name_command
 from .agreement import find_disagreement, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
@@ -63,12 +65,9 @@ def check_ensembles(
             a rollout takes, or there is none to ask.
     """
     wanted = _read(repository)
+    _reach(url, repository)
+    published = _list_published(repository)
     # One of which no version is active has no configuration.
-    published = {
-        path.parent.parent
-        for path in repository.glob(f"*/*/{GOLDEN_FILE}")
-        if not path.parent.parent.name.startswith(".")
-    }
     names = sorted(folder.name for folder in published if os.path.lexists(folder / CONFIG_FILE))
     following = read_following(status_url) if status_url else {}
     reasons = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
@@ -132,6 +131,34 @@ def _read(repository: Path) -> dict[str, Published]:
             got=f"'{exc.strerror}'",
             remedy="open it, or check as its owner",
         ) from exc
+
+
+def _reach(url: str, repository: Path) -> None:
+    """Refuse where nobody answers: no log of a server says why.
+
+    Raises:
+        CheckError: There is no server.
+    """
+    try:
+        with urllib.request.urlopen(f"{url}/v2/health/live", timeout=_TIMEOUT_S):
+            return
+    # Whatever it says, it is there; what answers in another protocol is found out as it is asked.
+    except (urllib.error.HTTPError, http.client.HTTPException):
+        return
+    except OSError as exc:
+        cause, start = getattr(exc, "reason", exc), name_command("serve", "--repository", repository)
+        raise CheckError(
+            f"{url} cannot be reached",
+            expected=f"the server of {repository}",
+            got=f"'{getattr(cause, 'strerror', None) or cause}'",
+            remedy=f"start it with `{start}`, or correct --host and --http-port",
+        ) from exc
+
+
+def _list_published(repository: Path) -> set[Path]:
+    """Return the folders of models with a recorded answer."""
+    folders = {path.parent.parent for path in repository.glob(f"*/*/{GOLDEN_FILE}")}
+    return {folder for folder in folders if not folder.name.startswith(".")}
 
 
 def _check(

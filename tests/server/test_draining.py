@@ -243,5 +243,5 @@ def test_the_check_tells_a_server_that_answers_from_one_that_does_not(published:
             assert json.load(response)["platform"] == "ensemble"
     done = server.check()
     assert done.code == 1
-    assert "does not serve" in done.err and "Connection refused" in done.err
+    assert "cannot be reached" in done.err and "Connection refused" in done.err and "--http-port" in done.err
     assert done.err.count("\n") == 1
