@@ -86,7 +86,7 @@ def _check_weights(task: TextGeneration, files: Artefacts, dtype: str) -> int:
 
 
 def _check_tokenizer(task: TextGeneration, files: Artefacts, _: str) -> int:
-    tokenizer = AutoTokenizer.from_pretrained(files.graph.parent, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(files.graph.parent, local_files_only=True, trust_remote_code=False)
     for text in task.texts:
         wanted, found = task.tokenizer(text)["input_ids"], tokenizer(text)["input_ids"]
         if wanted != found:
@@ -100,7 +100,7 @@ def _check_tokenizer(task: TextGeneration, files: Artefacts, _: str) -> int:
 
 
 def _check_config(task: TextGeneration, folder: Path) -> None:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         wanted, found = (getattr(each.get_text_config(), name, None) for each in (task.model.config, config))
         if wanted != found:

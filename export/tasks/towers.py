@@ -1,7 +1,7 @@
 """Towers of pictures that were saved alone, without the tower of texts beside them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
@@ -16,8 +16,10 @@ class OwnClass:
 
     model_class: type[PreTrainedModel]
 
-    def from_config(self, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-        """Return the model, with random weights."""
+    def from_config(
+        self, config: PretrainedConfig, *, trust_remote_code: Literal[False], **options: Any
+    ) -> PreTrainedModel:
+        """Return the model, with random weights; a class of transformers has no code but its own."""
         model: PreTrainedModel = self.model_class._from_config(config, **options)
         return model
 

@@ -70,7 +70,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         with _under_usual_names(directory) as folder:
             described = {} if (directory / "config.json").is_file() or config is None else {"config": config}
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, **described
+                folder, local_files_only=True, trust_remote_code=False, **described
             )
     # What a damaged tokenizer raises is up to the library that reads it: OSError, ValueError, a bare Exception, ...
     except Exception as exc:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -20,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..checkpoints import StateDict, TensorSpec
-from ..checkpoints.storage.paths import refuse_byte_order_marks
+from ..checkpoints.storage.paths import read_json_beside, refuse_byte_order_marks
 from ..errors import CheckpointError, ModelError, list_some
 
 # What a checkpoint may hold beyond the model that is exported: the heads of another task, the pooler of a model whose
@@ -65,8 +66,9 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
             remedy="pass the folder of the model that the checkpoint was trained from with --base",
         )
     refuse_byte_order_marks(directory, [path.name])
+    _refuse_own_code(path)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # Each architecture checks its values in its own way, and some compute with them: any error may come.
     except Exception as exc:
         raise CheckpointError(
@@ -78,6 +80,24 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
         ) from exc
     _check_unchecked(path, config)
     return config
+
+
+def _refuse_own_code(path: Path) -> None:
+    """Refuse an architecture that is Python in the checkpoint: left to choose, transformers asks whether to run it.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    content = read_json_beside(path)
+    named, model_type = content.get("auto_map"), content.get("model_type")
+    if isinstance(named, dict) and "AutoConfig" in named and model_type not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"the architecture of {path} is Python in the checkpoint, which is never run",
+            expected="a model_type that transformers has",
+            got=f"{model_type!r} and auto_map {named['AutoConfig']!r}",
+            remedy="export with a transformers release that has it, or copy the module into code of your own that you "
+            "trust and pass it with --factory",
+        )
 
 
 def _check_unchecked(path: Path, config: PretrainedConfig) -> None:
@@ -222,7 +242,9 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
     """
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = auto_class.from_config(config, attn_implementation="eager")
+            model: PreTrainedModel = auto_class.from_config(
+                config, attn_implementation="eager", trust_remote_code=False
+            )
     # Values are looked up in tables, divided by and taken for sizes: any error may come.
     except Exception as exc:
         raise ModelError(

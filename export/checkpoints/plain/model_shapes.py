@@ -52,7 +52,7 @@ def _build_state(directory: Path) -> dict[str, Any] | None:
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         return None
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model = model_class(config)
     # A configuration may be wrong in any way, and then it tells no shapes; loading the model will say why.

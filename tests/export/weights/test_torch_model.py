@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -89,6 +90,34 @@ def test_a_missing_damaged_or_unknown_config_is_refused(copy: Path) -> None:
     (copy / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_config(copy)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}),
+        ("config.json", {"auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}),
+        ("tokenizer_config.json", {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}),
+    ],
+)
+@pytest.mark.parametrize("verb", ["run", "consolidate"])
+def test_python_in_a_checkpoint_is_not_run_by_whoever_says_yes(
+    copy: Path, tmp_path: Path, file: str, changes: dict[str, object], verb: str
+) -> None:
+    seen = tmp_path / "seen"
+    (copy / "own.py").write_text(f"open({str(seen)!r}, 'w')\nclass Own: pass\n")
+    config = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
+    (copy / file).write_text(json.dumps(config | changes))
+    words = {
+        "run": ["--name", "own", "--repository", str(tmp_path / "models")],
+        "consolidate": [str(tmp_path / "out"), "--add-token", "own=mean"],
+    }[verb]
+    done = run("-m", "export", verb, str(copy), *words, input="y\n" * 9)
+    assert not seen.exists()
+    assert "trust_remote_code" not in done.out + done.err and "[y/N]" not in done.out + done.err
+    if "model_type" in changes:
+        assert done.code == 1
+        assert f"error: the architecture of {copy / 'config.json'} is Python in the checkpoint" in done.err
 
 
 @pytest.mark.parametrize(
