@@ -183,7 +183,8 @@ class Status:
         served = item.served if answers else 0
         if item.state == "failed" and item.served and not served and self._is_welcoming:
             lost = reason or "its backend processes have ended"
-            return replace(item, served=0, reason=f"{item.reason.rstrip('.')}; none is served now, for {lost}")
+            before = item.reason.rstrip(".").replace("is served as before", "was served before")
+            return replace(item, served=0, reason=f"{before}; none is served now, for {lost}")
         if item.state != "served" or (answers and not reason):
             return replace(item, served=served)
         return replace(item, served=served, state="failed" if reason else "rolling", reason=reason)

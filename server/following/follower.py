@@ -17,7 +17,7 @@ from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, find_fault, list_versions, read_repository
 from .rollout import Roller
-from .sums import FileSums
+from .sums import SUMS_FILE, FileSums
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -133,9 +133,8 @@ class Follower:
 
     def doubt(self, name: str, reason: str, *, delay_s: float = _FIRST_RETRY_S) -> None:
         """Take a model that a tritonserver was started with for one that cannot be served; it is tried again."""
-        published = self._served.pop(name)
-        self._roller.remove(published)
-        self._holdings.release(published)
+        published = self._served[name]
+        self._forget(published)
         self._failures[name] = _Failure(
             wanted=published, reason=reason, retry_at=time.monotonic() + delay_s, delay_s=_FIRST_RETRY_S
         )
@@ -146,7 +145,7 @@ class Follower:
         for name, published in [*self._served.items()]:
             version = str(published.version)
             folders = [self._repository / part / version for part in published.steps or (name,)]
-            faults = chain(map(find_fault, folders), map(self._sums.find_changed, [self._repository / name / version]))
+            faults = chain(map(find_fault, folders), map(self._sums.find_changed, [published.sums]))
             if published.version and (damage := next(filter(None, faults), "")):
                 self.doubt(name, damage)
                 # Looked at again as soon as its files are others.
@@ -295,13 +294,18 @@ class Follower:
         return all(self._ended or self._bring(published) for published in several)
 
     def _remove(self, name: str) -> None:
-        published = self._served.pop(name)
+        published = self._served[name]
         self._failures.pop(name, None)
         self._tell(name, Following(active=0, served=published.version, state="rolling"))
-        self._roller.remove(published)
-        self._holdings.release(published)
+        self._forget(published)
         self._say(f"{name}: is no longer in the repository; unloaded")
         self._tell(name, Following(active=0, served=0, state="served"))
+
+    def _forget(self, published: Published) -> None:
+        """Unload what is served."""
+        del self._served[published.name]
+        self._roller.remove(published)
+        self._holdings.release(published)
 
     def _bring(self, wanted: Published) -> bool:
         """Have a model served, if it can be now; return False if there is no tritonserver any more."""
@@ -314,6 +318,16 @@ class Follower:
             return True
         start = time.monotonic()
         served = old.version if old else 0
+        if old and not wanted.damage and old.version == wanted.version and old.sums != wanted.sums:
+            changed = self._sums.find_changed(old.sums)
+            if changed and old.sums.keys() <= wanted.sums.keys():
+                # Another publication of the same number, and whole: side by side the two would answer with each other.
+                self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
+                self._forget(old)
+                old, served = None, 0
+            else:
+                sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
+                wanted = replace(wanted, configs={}, damage=changed or f"{sums} is not the one that it was loaded with")
         if wanted.damage:
             self._fail(wanted, served, _refuse_damaged(wanted, old))
             return True

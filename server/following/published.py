@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .model_text import (
@@ -16,7 +16,7 @@ from .model_text import (
     serve_versions,
     set_parameter,
 )
-from .sums import CONFIGS_FOLDER, GOLDEN_FILE, FileSums, read_sums
+from .sums import CONFIGS_FOLDER, GOLDEN_FILE, FileSums, read_sums, select_loaded
 
 # Parameters that an operator writes into a configuration.
 _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
@@ -37,6 +37,8 @@ class Published:
         version: Active version of the model and its steps; 0 for a model that this project did not write, of which
             tritonserver serves what its configuration says.
         configs: Name → text of the `config.pbtxt` of every step, in order, and of the model itself, which comes last.
+        sums: Path → SHA-256 of each file that tritonserver loads of it, as they were published; none where that was not
+            recorded. What is served is held against those that it was loaded with, whatever is told later.
         damage: Why it cannot be served as it stands there; then it has no `configs`, and `version` is 0 where its own
             cannot be read.
     """
@@ -44,6 +46,7 @@ class Published:
     name: str
     version: int
     configs: Mapping[str, str]
+    sums: Mapping[Path, str] = field(default_factory=dict)
     damage: str = ""
 
     @property
@@ -72,8 +75,7 @@ def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict
     found, owned = {}, set[str]()
     for name, config in configs.items():
         version, damage = _find_damage(repository, name, configs, faults)
-        if not damage:
-            damage = sums.find_changed(repository / name / str(version))
+        damage = damage or _find_changed(repository / name / str(version), sums)
         is_ours = not damage or _was_published(repository, name, config)
         if is_ours:
             owned |= {step for step, _ in read_steps(config)}
@@ -178,6 +180,13 @@ def _find_absent(version: Path) -> str:
     return ""
 
 
+def _find_changed(version: Path, sums: FileSums) -> str:
+    """Return which file of a version has changed since it was published, of what is loaded and what it is asked for."""
+    told, golden = read_sums(version), Path(os.path.normpath(version / GOLDEN_FILE))
+    asked = {golden: told[golden]} if golden in told else {}
+    return sums.find_changed({**select_loaded(version, told), **asked})
+
+
 def find_fault(version: Path) -> str:
     """Return what tritonserver would wait for in the folder of a version, such as a pipe, or what cannot be read."""
     try:
@@ -241,4 +250,7 @@ def _read_ours(repository: Path, name: str, version: int, configs: Mapping[str, 
         served = {step: serve_versions(configs[step], [version]) for step in names}
     except ValueError as exc:
         return Published(name=name, version=version, configs={}, damage=f"{folder} holds no configurations: {exc}")
-    return Published(name=name, version=version, configs=served)
+    version_folder = repository / name / str(version)
+    return Published(
+        name=name, version=version, configs=served, sums=select_loaded(version_folder, read_sums(version_folder))
+    )

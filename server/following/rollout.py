@@ -20,7 +20,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -65,6 +65,8 @@ class Roller:
         self._control = control
         self._backend = backend
         self._sums = sums
+        # Public model and version → the sums that it was loaded with.
+        self._loaded: dict[tuple[str, str], Mapping[Path, str]] = {}
         # A model is revived by another thread than the one that rolls it.
         self._changing = threading.RLock()
         self._limits_rate = False
@@ -123,13 +125,14 @@ class Roller:
             ControlError: One would be waited for, cannot be read, or has changed.
         """
         public = read_parameter(config, OWNER_PARAMETER) or model
-        for folder in self._overlay.list_versions(model):
-            version, part = (self._repository / name / folder.name for name in (public, model))
-            if fault := find_fault(folder) or self._sums.find_changed(version, part):
+        for version in (folder.name for folder in self._overlay.list_versions(model)):
+            part, sums = self._repository / model / version, self._loaded.get((public, version), {})
+            if fault := find_fault(part) or self._sums.find_changed(sums, part):
                 raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
 
     def show(self, published: Published) -> None:
         """Show a model to a tritonserver that starts or runs."""
+        self._loaded[published.name, str(published.version)] = published.sums
         for name, config in published.configs.items():
             versions = [published.version] if published.version else list_versions(self._repository / name)
             self._overlay.show(name, config, self._repository / name, versions)
@@ -168,8 +171,9 @@ class Roller:
             RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
         """
         # tritonserver would load it anew with the other, and its callers would be answered by it until the switch.
-        if old.version and (changed := self._sums.find_changed(self._repository / old.name / str(old.version))):
+        if changed := self._sums.find_changed(old.sums):
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
+        self._loaded[new.name, str(new.version)] = new.sums
         try:
             self._check_wishes(new)
             with pacing(self._backend):
@@ -355,7 +359,7 @@ class Roller:
             ValueError: It answers otherwise, or from files that have changed while they were loaded.
         """
         if published.version:
-            if changed := self._sums.find_changed(self._repository / published.name / str(published.version)):
+            if changed := self._sums.find_changed(published.sums):
                 raise ValueError(changed)
             check_answer(
                 self._control.url,

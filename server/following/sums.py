@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,26 +26,21 @@ _LARGE_BYTES = 64 * 2**20
 
 _BLOCK_BYTES = 2**20
 
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
     """A file as it was when it was last looked at.
 
     Attributes:
-        content: What is another for other bytes: device, inode, size and time of the last write.
-        changed: Time of any change, that of its name or mode included; a time of writing can be set.
-        links: How many names it has. A version that shares it adds one, which is a change of this file as well.
+        identity: What is another after any change: device, inode, size, and times of the last write and the last
+            change, of which the first alone can be set.
         digest: SHA-256 of its bytes in hexadecimal; empty where they are taken for those that were published.
     """
 
-    content: tuple[int, int, int, int]
-    changed: int
-    links: int
+    identity: tuple[int, int, int, int, int]
     digest: str
-
-    def is_of(self, stat: os.stat_result) -> bool:
-        """Tell whether a file has the same bytes as then."""
-        return self.content == _identify(stat) and (self.changed == stat.st_ctime_ns or self.links != stat.st_nlink)
 
 
 class FileSums:
@@ -56,19 +52,16 @@ class FileSums:
     def __init__(self) -> None:
         self._states: dict[Path, _State] = {}
 
-    def find_changed(self, version: Path, part: Path | None = None) -> str:
-        """Return which file that is loaded of a version is not as it was published; empty where all are.
+    def find_changed(self, sums: Mapping[Path, str], part: Path | None = None) -> str:
+        """Return which file is not as it was published; empty where all are.
 
         Args:
-            version: Folder of a version of a public model.
-            part: Folder of the same version of one of its steps, whose files alone are looked at.
+            sums: Path → SHA-256.
+            part: A folder, outside of which none is looked at.
         """
-        version = Path(os.path.normpath(version))
-        for path, digest in read_sums(version).items():
-            is_loaded = path.parent != version or path.name not in _RECORDS
-            is_loaded &= version / CONFIGS_FOLDER not in path.parents
+        for path, digest in sums.items():
             is_meant = part is None or Path(os.path.normpath(part)) in path.parents
-            if is_loaded and is_meant and self._read(path) not in (digest, ""):
+            if is_meant and self._read(path) not in (digest, ""):
                 return f"{path} has changed since it was published"
         return ""
 
@@ -79,29 +72,39 @@ class FileSums:
             stat = path.stat()
             if not S_ISREG(stat.st_mode):
                 return ""
-            if state and state.is_of(stat):
-                digest = state.digest
-            elif not state and stat.st_size > _LARGE_BYTES:
-                digest = ""
-            else:
-                digest = hash_file(path)
+            identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            if state and state.identity == identity:
+                return state.digest
+            digest = "" if not state and stat.st_size > _LARGE_BYTES else hash_file(path)
         except OSError:
             return ""
-        self._states[path] = _State(
-            content=_identify(stat), changed=stat.st_ctime_ns, links=stat.st_nlink, digest=digest
-        )
+        self._states[path] = _State(identity=identity, digest=digest)
         return digest
 
 
 def read_sums(version: Path) -> Mapping[Path, str]:
-    """Return path → SHA-256 of each file that a version was published with; none where that is not recorded."""
+    """Return path → SHA-256 of each file that a version was published with; none where that is not recorded.
+
+    As `sha256sum --check` reads it: a blank or an asterisk in front of the path, and any end of a line.
+    """
     try:
         text = read_config(version / SUMS_FILE)
     except (OSError, ValueError):
         return {}
     # A last line that was cut may name no file that there ever was.
-    lines = [line.rstrip("\n").partition("  ") for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return {Path(os.path.normpath(version / place)): digest for digest, _, place in lines if place}
+    lines = [line.rstrip("\r\n") for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    matches = [match for match in map(_LINE.fullmatch, lines) if match]
+    return {Path(os.path.normpath(version / match[2])): match[1].lower() for match in matches}
+
+
+def select_loaded(version: Path, sums: Mapping[Path, str]) -> Mapping[Path, str]:
+    """Return the sums of those files of a version that tritonserver loads; the others tell about it."""
+    version = Path(os.path.normpath(version))
+    return {
+        path: digest
+        for path, digest in sums.items()
+        if version / CONFIGS_FOLDER not in path.parents and (path.parent != version or path.name not in _RECORDS)
+    }
 
 
 def hash_file(path: Path) -> str:
@@ -115,7 +118,3 @@ def hash_file(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _identify(stat: os.stat_result) -> tuple[int, int, int, int]:
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -2,14 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from followed import NAME, PARTS, Callers, copy_at_first, publish_half, read_following, read_ready, wait_for
 from launcher import Running, running
 
-from server.following.sums import FileSums, hash_file
+from server.following.sums import FileSums, hash_file, read_sums, select_loaded
 
 PREPROCESS, MODEL, _ = PARTS
 
@@ -114,39 +116,105 @@ def test_a_tokenizer_that_was_changed_before_the_start_is_not_served(repository:
         assert server.check().code == 0
 
 
+def test_another_publication_of_a_served_number_is_served_whole_or_not_at_all(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    other = tmp_path / "other"
+    shutil.copytree(repository, other)
+    for part in PARTS:
+        shutil.rmtree(other / part / "1")
+        (other / part / "2").rename(other / part / "1")
+    sums = other / NAME / "1" / "SHA256SUMS"
+    told = sums.read_text().replace("/2/", "/1/")
+    sums.unlink()
+    sums.write_text(told)
+    with Callers(server, repository) as callers:
+        while not callers.answers:
+            time.sleep(0.05)
+        # Whoever copies one over the other does so file by file.
+        for part in PARTS:
+            shutil.copytree(other / part / "1", repository / part / "1", dirs_exist_ok=True)
+            for stub in server.find_stubs(MODEL)[:1]:
+                stub.kill()
+        server.wait_for_line("version 1 of followed is another publication than before", 60)
+        wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))
+        before = callers.answers[2]
+        while callers.answers[2] < before + 20:
+            time.sleep(0.05)
+    # By one or the other, and by no mixture of them.
+    assert set(callers.answers) == {1, 2}
+    assert server.check().code == 0
+
+
+@pytest.mark.parametrize("takes", ["all", "a line"])
+def test_sums_that_are_taken_away_leave_those_that_it_was_loaded_with(served: tuple[Running, Path], takes: str) -> None:
+    server, repository = served
+    sums, graph = repository / NAME / "1" / "SHA256SUMS", repository / MODEL / "1" / "model.onnx"
+    told, content = sums.read_bytes(), graph.read_bytes()
+    sums.unlink()
+    if takes == "a line":
+        sums.write_bytes(b"".join(line for line in told.splitlines(keepends=True) if b"model.onnx" not in line))
+    wait_for(server, lambda models: str(sums) in models[NAME]["reason"] and models[NAME]["served"] == 1)
+    put(graph, (repository / MODEL / "2" / "model.onnx").read_bytes())
+    with Callers(server, repository) as callers:
+        server.find_stubs(MODEL)[0].kill()
+        server.wait_for_line(f"{MODEL}: cannot be loaded anew", 60)
+        assert str(graph) in wait_for(server, lambda models: str(graph) in models[NAME]["reason"])[NAME]["reason"]
+        put(graph, content)
+        put(sums, told)
+        server.wait_for_line(f"{MODEL}: answers again", 60)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+    assert set(callers.answers) == {1}
+
+
+def test_a_recorded_answer_that_is_changed_while_it_is_served_is_told(served: tuple[Running, Path]) -> None:
+    server, repository = served
+    golden = repository / NAME / "1" / "golden.json"
+    content = golden.read_bytes()
+    put(golden, (repository / NAME / "2" / "golden.json").read_bytes())
+    wait_for(server, lambda models: str(golden) in models[NAME]["reason"] and models[NAME]["served"] == 1)
+    # What is loaded has not changed, and is brought back.
+    for stub in server.find_stubs(MODEL):
+        stub.kill()
+    server.wait_for_line(f"{MODEL}: answers again", 60)
+    put(golden, content)
+    wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 1)
+
+
 def test_other_bytes_of_the_same_size_and_time_are_noticed(version: Path) -> None:
     sums, path = FileSums(), version / "tokenizer.json"
-    assert sums.find_changed(version) == ""
+    assert sums.find_changed(read_sums(version)) == ""
     before = path.stat()
     path.write_text("[]")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert sums.find_changed(version) == f"{path} has changed since it was published"
+    # A snapshot, for one, gives it another name.
+    os.link(path, version.parent / "snapshot")
+    assert sums.find_changed(read_sums(version)) == f"{path} has changed since it was published"
     path.write_text("{}")
-    assert sums.find_changed(version) == ""
+    assert sums.find_changed(read_sums(version)) == ""
 
 
 def test_a_large_file_is_what_was_published_until_it_is_touched(version: Path) -> None:
     sums, path = FileSums(), version / "model.onnx"
     with path.open("wb") as file:
         file.truncate(65 * 2**20)
-    write_sums(version)
-    lines = (version / "SHA256SUMS").read_text()
-    (version / "SHA256SUMS").write_text(lines.replace(hash_file(path), "0" * 64))
-    assert sums.find_changed(version) == ""
-    # Another version that shares its bytes has a name for them as well.
-    os.link(path, version.parent / "shared")
-    assert sums.find_changed(version) == ""
-    os.truncate(path, 66 * 2**20)
-    assert str(path) in sums.find_changed(version)
+    told = {path: "0" * 64}
+    assert sums.find_changed(told) == ""
+    os.utime(path)
+    assert sums.find_changed(told) == f"{path} has changed since it was published"
+    assert sums.find_changed({path: hash_file(path)}) == ""
 
 
 def test_what_is_written_about_a_version_is_no_part_of_what_is_loaded(version: Path) -> None:
-    (version / "configs").mkdir()
-    for name in ("verification.html", "configs/tiny.pbtxt"):
-        (version / name).write_text("as published")
-    sums = "".join(f"{'0' * 64}  {name}\n" for name in ("verification.html", "golden.json", "configs/tiny.pbtxt"))
-    (version / "SHA256SUMS").write_text(sums)
-    assert FileSums().find_changed(version) == ""
-    # Of a line that was cut nothing is known.
-    (version / "SHA256SUMS").write_text(f"{'0' * 64}  tokenizer.json")
-    assert FileSums().find_changed(version) == ""
+    names = ["../../tiny_model/1/model.onnx", "lean.json", "verification.html", "golden.json", "configs/tiny.pbtxt"]
+    (version / "SHA256SUMS").write_text("".join(f"{'0' * 64}  {name}\n" for name in names))
+    models = version.parents[1]
+    assert {*select_loaded(version, read_sums(version))} == {models / "tiny_model/1/model.onnx", version / "lean.json"}
+
+
+@pytest.mark.parametrize("form", ["{digest}  {name}\n", "{digest} *{name}\r\n", "\n{digest}  {name}\nffff  cut"])
+def test_sums_are_read_as_sha256sum_reads_them(version: Path, form: str) -> None:
+    digest = hash_file(version / "tokenizer.json")
+    (version / "SHA256SUMS").write_bytes(form.format(digest=digest.upper(), name="tokenizer.json").encode())
+    assert read_sums(version) == {version / "tokenizer.json": digest}
