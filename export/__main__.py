@@ -4,7 +4,7 @@ from . import interruption
 from .commands import standard_streams
 
 if __name__ == "__main__":
-    standard_streams.fill_closed_streams()
+    standard_streams.prepare()
     # Loading the rest takes a while, of which nobody wants a traceback.
     interruption.leave_at_once()
 

@@ -25,6 +25,17 @@ def is_full(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
+def writing_to(target: Path) -> Iterator[None]:
+    """Have an error of a full disk in the block name what is written, where a copy names what it reads."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in _BEYOND_ROOM:
+            exc.filename = str(target)
+        raise
+
+
+@contextlib.contextmanager
 def locating(folder: Path) -> Iterator[None]:
     """Have an error of writing in the block that names no file, as `write` itself raises it, name the folder."""
     try:

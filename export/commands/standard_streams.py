@@ -1,12 +1,20 @@
 """The streams that a verb finds, and the one that takes its answer."""
 
+import contextlib
+import io
 import os
 import sys
 
 from ..errors import UnansweredError
 
 
-def fill_closed_streams() -> None:
+def prepare() -> None:
+    """Prepare the process before anything else is loaded."""
+    _fill_closed_streams()
+    sys.stderr = _Messages()
+
+
+def _fill_closed_streams() -> None:
     """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -14,6 +22,25 @@ def fill_closed_streams() -> None:
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+class _Messages(io.TextIOWrapper):
+    """Standard error, as far as it takes anything: nobody's work is undone for a word about it."""
+
+    def __init__(self) -> None:
+        # Unbuffered: what was not taken is not tried again on the way out of Python.
+        super().__init__(
+            io.FileIO(sys.stderr.fileno(), "w", closefd=False),
+            encoding=sys.stderr.encoding,
+            errors="backslashreplace",
+            write_through=True,
+        )
+
+    def write(self, text: str) -> int:
+        """Write, or leave it."""
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
 
 
 def write_answer(text: str, done: str = "") -> None:

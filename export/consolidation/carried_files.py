@@ -13,6 +13,7 @@ from ..checkpoints.plain import huggingface
 from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
 from ..checkpoints.storage.paths import check_inside, open_regular, read_json
 from ..errors import CheckpointError
+from ..file_limit import writing_to
 from .fitted import Fitted
 
 # As `save_pretrained` of models, tokenizers and processors names them, and Sentence-Transformers' `save`.
@@ -109,7 +110,8 @@ def _carry_sentence_modules(directory: Path, staged: Path) -> dict[Path, Path]:
 def _copy_file(path: Path, directory: Path, target: Path) -> None:
     _check_file(path, directory)
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path, target)
+    with writing_to(target):
+        shutil.copyfile(path, target)
 
 
 def _check_file(path: Path, directory: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..file_limit import advise
+from ..file_limit import advise, is_full
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def stage_folder(target: Path) -> Iterator[Path]:
         staged.rename(target)
     except OSError as exc:
         where = f" at {exc.filename}" if exc.filename else ""
-        expected, remedy = advise(exc) or ("", "")
+        expected, remedy = advise(exc) or ("", "make room on the disk" if is_full(exc) else "")
         got = (exc.strerror or str(exc)) + where
         raise CheckpointError(f"{target} cannot be written", expected=expected, got=got, remedy=remedy) from exc
     finally:

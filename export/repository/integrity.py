@@ -123,7 +123,9 @@ def find_damaged_files(version: Version) -> Iterator[Finding]:
     for path, digest in hash_files(path for path in there if path in expected).items():
         if digest != expected[path]:
             yield find(path, "has changed")
-    if told:
+    if version.has_damaged_sums():
+        yield find(version.folder / SUMS_FILE, "is cut or damaged")
+    elif told:
         unknown = {*there} - {*told} - {version.folder / SUMS_FILE}
         yield from (find(path, "was not published", "move it away") for path in sorted(unknown))
 

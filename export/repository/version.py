@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,6 +21,9 @@ PUBLICATION_FILE = "publication.json"
 
 # The hashes of every file of the version, as `sha256sum --check` reads them in the version's folder.
 SUMS_FILE = "SHA256SUMS"
+
+# As `sha256sum --check` reads it: a blank or an asterisk in front of the path.
+_SUM = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +76,23 @@ class Version:
 
     def read_sums(self) -> dict[Path, str]:
         """Return file of the version → SHA-256 that it had; empty for one of a release without sums."""
-        try:
-            lines = read_regular(self.folder / SUMS_FILE).splitlines()
-        except (OSError, UnicodeDecodeError):
-            return {}
-        told = {
-            Path(os.path.normpath(self.folder / place)): digest
-            for digest, _, place in (line.partition("  ") for line in lines)
-        }
+        matches = [match for match in self._match_sums() if match]
+        told = {Path(os.path.normpath(self.folder / match[2])): match[1].lower() for match in matches}
         return {path: digest for path, digest in told.items() if path.is_relative_to(os.path.normpath(self.repository))}
+
+    def has_damaged_sums(self) -> bool:
+        """Tell whether there are sums of which a line is none, as where they were cut."""
+        matches = self._match_sums()
+        return not all(matches) or (not matches and (self.folder / SUMS_FILE).is_file())
+
+    def _match_sums(self) -> list[re.Match[str] | None]:
+        """Return what each line of the sums says, and None for one that says nothing."""
+        try:
+            lines = read_regular(self.folder / SUMS_FILE).split("\n")
+        except (OSError, UnicodeDecodeError):
+            return []
+        # A whole last line ends as the others do.
+        return [_SUM.fullmatch(line.rstrip("\r")) for line in lines[:-1]] + [None] * bool(lines[-1])
 
     def read_configs(self) -> dict[str, pb.ModelConfig]:
         """Return Triton model → its configuration while this version is the active one, the public model last.

@@ -19,7 +19,7 @@ from export.commands import inspect_checkpoint
 def run_verb(*arguments: object, wrap: tuple[str, ...] = (), **options: object) -> subprocess.CompletedProcess[str]:
     command = [*wrap, sys.executable, "-m", "export", *map(str, arguments)]
     return subprocess.run(  # type: ignore[call-overload, no-any-return]
-        command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, **options
+        command, cwd=CHECKOUT, text=True, **({"stderr": subprocess.PIPE} | options)
     )
 
 
@@ -109,21 +109,36 @@ def test_an_answer_that_nothing_takes_is_an_error(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:  # noqa: PTH123
         finished = run_verb("inspect", tmp_path, stdout=full, env=environment)
-        written = run_verb("consolidate", tmp_path, tmp_path / "out", stdout=full, env=environment)
+        written = run_verb(
+            "consolidate", tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), stdout=full, env=environment
+        )
     fault = "the answer cannot be written: expected a standard output that takes it, got 'No space left on device'"
     assert (finished.returncode, finished.stderr) == (5, f"error: {fault}; send it elsewhere.\n")
-    told = f"error: {tmp_path}/out is written, but {fault}; send it elsewhere.\n"
+    told = f"error: {tmp_path}-out is written, but {fault}; send it elsewhere.\n"
     assert (written.returncode, written.stderr) == (5, told)
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert (tmp_path.with_name(f"{tmp_path.name}-out") / "model.safetensors").is_file()
+
+
+def test_a_standard_error_that_takes_nothing_undoes_no_work(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        told = run_verb("verify-repository", "--repository", tmp_path / "models", stdout=subprocess.PIPE, stderr=full)
+        untold = run_verb("consolidate", tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), stdout=full, stderr=full)
+    assert (told.returncode, told.stdout) == (0, "0 versions: every file is as it was published\n")
+    assert untold.returncode == 5
 
 
 def test_with_a_closed_standard_output_it_ends_as_its_work_does(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     wrap = ("bash", "-c", 'exec "$@" >&-', "bash")
-    for words, code in ((("inspect", tmp_path), 0), (("consolidate", tmp_path, tmp_path / "out"), 0)):
+    for words, code in (
+        (("inspect", tmp_path), 0),
+        (("consolidate", tmp_path, tmp_path.with_name(f"{tmp_path.name}-out")), 0),
+    ):
         finished = run_verb(*words, wrap=wrap)
         assert (finished.returncode, finished.stderr) == (code, "")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
+    assert sorted(path.name for path in (tmp_path.with_name(f"{tmp_path.name}-out")).iterdir()) == ["model.safetensors"]
 
 
 def test_a_limit_on_file_sizes_is_named_with_the_place_where_it_was_met(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -149,7 +164,7 @@ def test_a_limit_on_file_sizes_is_named_where_weights_are_written(size: int, tmp
     save_file({"w": torch.ones(size)}, checkpoint / "model.safetensors")
     (checkpoint / "vocab.txt").write_text("word\n" * 20_000)
     limits = ("bash", "-c", 'ulimit -f 30; exec "$@"', "bash")
-    finished = run_verb("consolidate", checkpoint, tmp_path / "out", wrap=limits)
+    finished = run_verb("consolidate", checkpoint, tmp_path.with_name(f"{tmp_path.name}-out"), wrap=limits)
     assert finished.returncode == 1
     assert " cannot be written: expected no limit on the size of a file, got File too large" in finished.stderr
     assert str(tmp_path) in finished.stderr
@@ -172,7 +187,12 @@ def test_a_folder_beside_the_weights_that_may_not_be_read_is_no_matter(tmp_path:
         os.chown(tmp_path / "lost+found", 1234, 1234)
         rights = "-dac_override,-dac_read_search"
         wrap = (shutil.which("setpriv") or "setpriv", "--bounding-set", rights, "--inh-caps", rights)
-    assert run_verb("consolidate", tmp_path, tmp_path / "out", wrap=wrap, stdout=subprocess.PIPE).stderr == ""
+    assert (
+        run_verb(
+            "consolidate", tmp_path, tmp_path.with_name(f"{tmp_path.name}-out"), wrap=wrap, stdout=subprocess.PIPE
+        ).stderr
+        == ""
+    )
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "global_step1").mkdir()
     (tmp_path / "global_step1" / "mp_rank_00_model_states.pt").mkdir()

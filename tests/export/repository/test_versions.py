@@ -245,6 +245,23 @@ def test_a_version_without_its_sums_is_not_as_it_was_published(
     assert export_cli("activate", "tickets", "2", *here).code == 1
 
 
+@pytest.mark.parametrize("damage", [lambda told: b"", lambda told: told[:-5], lambda told: b"\xff\xfe\0\1"])
+def test_sums_that_are_cut_or_no_sums_are_named_and_nothing_else(
+    damage: Callable[[bytes], bytes], models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    sums = models / "tickets" / "2" / "SHA256SUMS"
+    told = sums.read_bytes()
+    sums.unlink()
+    sums.write_bytes(damage(told))
+    done = export_cli("verify-repository", "--repository", str(models))
+    assert done.code == 1
+    assert f"{sums} is cut or damaged; restore it, or export again." in done.out
+    assert "was not published" not in done.out
+    # As `sha256sum --binary` writes them, and an editor of another system ends their lines.
+    sums.write_bytes(told.replace(b"  ", b" *").replace(b"\n", b"\r\n"))
+    assert export_cli("verify-repository", "--repository", str(models)).code == 0
+
+
 @pytest.mark.parametrize("content", ["", "# a comment\n", f"# {'#' * (1 << 20)}\n"])
 def test_an_empty_or_endless_configuration_names_no_active_version(
     content: str, models: Path, export_cli: Callable[..., Finished]
