@@ -33,7 +33,6 @@ _OTHERS = (
     {}
     if _IS_INSTALLED
     else {
-        "serve": "python -m server",
         "run": "python -m export run",
         "infer": "python client/infer.py",
         "bench": "python -m client.bench",

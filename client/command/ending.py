@@ -56,8 +56,11 @@ def end_quietly(main: Callable[[], int]) -> int:
 
     Perhaps it was `head`. What breaks towards a server is a `ClientError` before it comes here.
     """
+    before = signal.getsignal(signal.SIGINT)
     try:
-        _raise_again()
+        # Where it is ignored, it stays so.
+        if callable(before):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return main()
         finally:
@@ -73,7 +76,9 @@ def end_quietly(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
-        _leave_at_once_again()
+        # While Python takes itself down, nobody wants a traceback of Ctrl-C either.
+        if callable(before):
+            signal.signal(signal.SIGINT, before)
 
 
 def _fill_closed_streams() -> None:
@@ -84,18 +89,6 @@ def _fill_closed_streams() -> None:
             descriptor = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
-
-
-def _raise_again() -> None:
-    """Let Ctrl-C raise `KeyboardInterrupt`, as Python has it, unless it is ignored."""
-    if callable(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _leave_at_once_again() -> None:
-    """Let Ctrl-C end the process while Python takes itself down, of which nobody wants a traceback either."""
-    if callable(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, _leave)
 
 
 def _leave(signal_number: int, frame: FrameType | None) -> None:

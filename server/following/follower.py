@@ -15,7 +15,7 @@ from typing import Literal
 from ..errors import GoneError, RolloutError
 from .holding import Holdings
 from .model_text import CONFIG_FILE
-from .published import Published, find_fault, list_versions, read_repository
+from .published import Published, find_changed_answers, find_fault, list_versions, read_repository
 from .rollout import Roller
 from .sums import SUMS_FILE, FileSums
 
@@ -311,9 +311,11 @@ class Follower:
         """Have a model served, if it can be now; return False if there is no tritonserver any more."""
         old = self._served.get(wanted.name)
         failure = self._failures.get(wanted.name)
-        if old == wanted:
+        if old == wanted and not (damage := find_changed_answers(self._repository, wanted, self._sums)):
             self._settle(wanted)
             return True
+        if old == wanted:
+            wanted = replace(wanted, configs={}, damage=damage)
         if failure and failure.wanted == wanted and failure.retry_at > time.monotonic():
             return True
         start = time.monotonic()

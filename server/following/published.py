@@ -25,7 +25,7 @@ _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
 _FILE_SYSTEMS_OWN = "lost+found"
 
 # In every published configuration: the public model that the folder belongs to.
-OWNER_PARAMETER = "modelyard_owner"
+_OWNER_PARAMETER = "modelyard_owner"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,8 @@ def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict
     found, owned = {}, set[str]()
     for name, config in configs.items():
         version, damage = _find_damage(repository, name, configs, faults)
-        damage = damage or _find_changed(repository / name / str(version), sums)
+        folder = repository / name / str(version)
+        damage = damage or sums.find_changed(select_loaded(folder, read_sums(folder)))
         is_ours = not damage or _was_published(repository, name, config)
         if is_ours:
             owned |= {step for step, _ in read_steps(config)}
@@ -92,7 +93,7 @@ def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict
 
 def _was_published(repository: Path, name: str, config: str) -> bool:
     """Tell whether a folder was published under its name; its configuration may not say so any more."""
-    owner = read_parameter(config, OWNER_PARAMETER)
+    owner = read_parameter(config, _OWNER_PARAMETER)
     is_others = owner is None or read_name(config) not in (name, "")
     return owner == name or (is_others and any((repository / name).glob(f"*/{GOLDEN_FILE}")))
 
@@ -157,8 +158,8 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
             return version, f"{repository / part / CONFIG_FILE} is missing"
         if (own := read_name(configs[part])) not in (part, ""):
             return version, f"{repository / part / CONFIG_FILE} is that of {own}"
-        owner = read_parameter(configs[part], OWNER_PARAMETER)
-        if owner not in (read_parameter(config, OWNER_PARAMETER), name, None):
+        owner = read_parameter(configs[part], _OWNER_PARAMETER)
+        if owner not in (read_parameter(config, _OWNER_PARAMETER), name, None):
             return version, f"{path} has {part} as a step, which is one of {owner}"
     folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
     if fault := next(filter(None, map(find_fault, folders)), ""):
@@ -178,13 +179,6 @@ def _find_absent(version: Path) -> str:
         except OSError:
             continue
     return ""
-
-
-def _find_changed(version: Path, sums: FileSums) -> str:
-    """Return which file of a version has changed since it was published, of what is loaded and what it is asked for."""
-    told, golden = read_sums(version), Path(os.path.normpath(version / GOLDEN_FILE))
-    asked = {golden: told[golden]} if golden in told else {}
-    return sums.find_changed({**select_loaded(version, told), **asked})
 
 
 def find_fault(version: Path) -> str:
@@ -211,7 +205,7 @@ def _is_step(name: str, config: str) -> bool:
 
     Its name says so as well: a published folder that was copied under another name is served.
     """
-    owner = read_parameter(config, OWNER_PARAMETER)
+    owner = read_parameter(config, _OWNER_PARAMETER)
     return owner is not None and name.startswith(f"{owner}_")
 
 
@@ -238,6 +232,16 @@ def _vary(config: str, path: Path) -> str:
         if (value := read_parameter(config, key)) is not None:
             varied = set_parameter(varied, key, value)
     return varied
+
+
+def find_changed_answers(repository: Path, published: Published, sums: FileSums) -> str:
+    """Return that the recorded answers of a model are not those that it was published with; empty where they are.
+
+    Who starts on them, or checks a server, says more of them than that.
+    """
+    golden = Path(os.path.normpath(repository / published.name / str(published.version) / GOLDEN_FILE))
+    told = read_sums(golden.parent).get(golden)
+    return sums.find_changed({golden: told}) if told else ""
 
 
 def _read_ours(repository: Path, name: str, version: int, configs: Mapping[str, str], variant: str) -> Published:

@@ -28,9 +28,9 @@ from ..errors import ControlError, GoneError, RolloutError
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
 from .health import JUDGING_PATIENCE_S, check_answer
-from .model_text import read_parameter, rename, replace_field, serve_versions, set_parameter
+from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .published import OWNER_PARAMETER, Published, find_fault, list_versions
+from .published import Published, find_fault, list_versions
 from .sums import GOLDEN_FILE, FileSums
 from .wishes import keeps_answers, limits_rate
 
@@ -65,8 +65,8 @@ class Roller:
         self._control = control
         self._backend = backend
         self._sums = sums
-        # Public model and version → the sums that it was loaded with.
-        self._loaded: dict[tuple[str, str], Mapping[Path, str]] = {}
+        # Model and version → the sums of all that was published with it.
+        self._sums_at_load: dict[tuple[str, str], Mapping[Path, str]] = {}
         # A model is revived by another thread than the one that rolls it.
         self._changing = threading.RLock()
         self._limits_rate = False
@@ -100,9 +100,9 @@ class Roller:
         with self._changing:
             if versions and not any(self._overlay.shows(model, version) for version in versions):
                 return
+            self._check_files(model)
             try:
                 config = self._overlay.read_config(model)
-                self._check_files(model, config)
                 # tritonserver 2.51 takes a load of an unchanged configuration for done.
                 self._overlay.write_config(model, set_parameter(config, _REVIVAL_PARAMETER, str(time.time_ns())))
             except OSError as exc:
@@ -111,31 +111,33 @@ class Roller:
                 ) from exc
             self._control.load(model)
             try:
-                self._check_files(model, config)
+                self._check_files(model)
             except ControlError:
                 # What has just been loaded is none of what was published.
                 with contextlib.suppress(ControlError):
                     self._control.unload(model)
                 raise
 
-    def _check_files(self, model: str, config: str) -> None:
+    def _check_files(self, model: str) -> None:
         """Refuse to load files that are not as they were published.
 
         Raises:
             ControlError: One would be waited for, cannot be read, or has changed.
         """
-        public = read_parameter(config, OWNER_PARAMETER) or model
         for version in (folder.name for folder in self._overlay.list_versions(model)):
-            part, sums = self._repository / model / version, self._loaded.get((public, version), {})
+            part, sums = self._repository / model / version, self._sums_at_load.get((model, version), {})
             if fault := find_fault(part) or self._sums.find_changed(sums, part):
                 raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
 
     def show(self, published: Published) -> None:
         """Show a model to a tritonserver that starts or runs."""
-        self._loaded[published.name, str(published.version)] = published.sums
+        self._note(published)
         for name, config in published.configs.items():
             versions = [published.version] if published.version else list_versions(self._repository / name)
             self._overlay.show(name, config, self._repository / name, versions)
+
+    def _note(self, published: Published) -> None:
+        self._sums_at_load |= {(name, str(published.version)): published.sums for name in published.configs}
 
     def add(self, published: Published) -> None:
         """Load a model that was not there, its steps first.
@@ -173,7 +175,7 @@ class Roller:
         # tritonserver would load it anew with the other, and its callers would be answered by it until the switch.
         if changed := self._sums.find_changed(old.sums):
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
-        self._loaded[new.name, str(new.version)] = new.sums
+        self._note(new)
         try:
             self._check_wishes(new)
             with pacing(self._backend):

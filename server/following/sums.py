@@ -92,7 +92,7 @@ def read_sums(version: Path) -> Mapping[Path, str]:
     except (OSError, ValueError):
         return {}
     # A last line that was cut may name no file that there ever was.
-    lines = [line.rstrip("\r\n") for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = [line.rstrip("\r") for line in text.split("\n")[:-1]]
     matches = [match for match in map(_LINE.fullmatch, lines) if match]
     return {Path(os.path.normpath(version / match[2])): match[1].lower() for match in matches}
 

@@ -246,7 +246,7 @@ def test_a_file_is_taken_up_again_where_a_kill_left_it(
     )
     process = subprocess.Popen([sys.executable, "-c", code, server.http, str(lines), str(target)], cwd=CHECKOUT)
     deadline = time.monotonic() + 60
-    while not (target.is_file() and target.stat().st_size) and time.monotonic() < deadline:
+    while not (target.is_file() and target.read_bytes().count(b"\n") >= 32) and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
