@@ -92,17 +92,21 @@ def test_a_missing_damaged_or_unknown_config_is_refused(copy: Path) -> None:
         load_config(copy)
 
 
+OWN_MODEL = {"auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
+OWN_TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+
+
 @pytest.mark.parametrize(
-    ("file", "changes"),
+    ("verb", "file", "changes"),
     [
-        ("config.json", {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}),
-        ("config.json", {"auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}),
-        ("tokenizer_config.json", {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}),
+        ("run", "config.json", {"model_type": "own", **OWN_MODEL}),
+        ("consolidate", "config.json", {"model_type": "own", **OWN_MODEL}),
+        ("run", "config.json", OWN_MODEL),
+        ("run", "tokenizer_config.json", OWN_TOKENIZER),
     ],
 )
-@pytest.mark.parametrize("verb", ["run", "consolidate"])
 def test_python_in_a_checkpoint_is_not_run_by_whoever_says_yes(
-    copy: Path, tmp_path: Path, file: str, changes: dict[str, object], verb: str
+    copy: Path, tmp_path: Path, verb: str, file: str, changes: dict[str, object]
 ) -> None:
     seen = tmp_path / "seen"
     (copy / "own.py").write_text(f"open({str(seen)!r}, 'w')\nclass Own: pass\n")
