@@ -254,13 +254,17 @@ class Follower:
             self._seen, self._next_look = None, time.monotonic() + _FIRST_RETRY_S
 
     def _follow(self) -> None:
+        place = self._find_place()
         try:
             wanted = read_repository(self._repository, self._sums, self._variant)
         except OSError as exc:
             self._say(f"{self._repository} cannot be looked at: {exc.strerror}; what is served stays")
             self._seen = None
             return
-        place = self._find_place()
+        if place != self._find_place():
+            # A mount that goes while it is read says nothing; what is there afterwards is looked at as such.
+            self._seen = None
+            return
         if not wanted and self._served and place != self._place:
             self._say(f"{self._repository} is another folder than before, and empty; what is served stays")
             return
