@@ -147,6 +147,9 @@ def _reach(url: str, repository: Path) -> None:
         return
     except OSError as exc:
         cause, start = getattr(exc, "reason", exc), name_command("serve", "--repository", repository)
+        # It is there, and its log may say why it does not answer.
+        if isinstance(cause, TimeoutError):
+            return
         raise CheckError(
             f"{url} cannot be reached",
             expected=f"the server of {repository}",

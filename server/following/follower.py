@@ -1,18 +1,16 @@
 """Follows the repository: what becomes active there is served here, within a second or two."""
 
 import contextlib
-import glob
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 from ..errors import GoneError, RolloutError
+from .changes import Changes
 from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, find_changed_answers, find_fault, list_versions, read_repository
@@ -91,14 +89,12 @@ class Follower:
         self._tell = tell
         self._say = say
         self._holdings = Holdings(repository)
+        self._changes = Changes(repository)
         self._served: dict[str, Published] = {}
         self._failures: dict[str, _Failure] = {}
         self._seen: Mapping[str, object] | None = None
         # The file system and the folder of the repository.
         self._place: tuple[int, int] | None = None
-        # Of models that could not be served: what their files are, and which were others at the last look.
-        self._times: dict[str, list[tuple[str, int, int]]] = {}
-        self._changing: set[str] = set()
         self._next_look = 0.0
         self._worker: threading.Thread | None = None
         self._ended = False
@@ -143,17 +139,16 @@ class Follower:
     def leave_out_damaged(self) -> None:
         """Have tritonserver load no model whose files it would wait for, not find, or find changed."""
         for name, published in [*self._served.items()]:
-            version = str(published.version)
-            folders = [self._repository / part / version for part in published.steps or (name,)]
-            faults = chain(map(find_fault, folders), map(self._sums.find_changed, [published.sums]))
-            if published.version and (damage := next(filter(None, faults), "")):
+            folders = [self._repository / part / str(published.version) for part in published.steps or (name,)]
+            fault = next(filter(None, map(find_fault, folders)), "") if published.version else ""
+            if damage := fault or self._sums.find_changed(published.sums):
                 self.doubt(name, damage)
                 # Looked at again as soon as its files are others.
                 self._failures[name].wanted = replace(published, configs={}, damage=damage)
 
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
-        self._seen, self._place = self._fingerprint(), self._find_place()
+        self._seen, self._place = self._look(), self._changes.find_place()
         for published in read_repository(self._repository, self._sums, self._variant).values():
             if published.damage:
                 self._fail(published, 0, _refuse_damaged(published, None))
@@ -172,9 +167,9 @@ class Follower:
         if now < self._next_look or (self._worker and self._worker.is_alive()):
             return
         self._next_look = now + _INTERVAL_S
-        seen = self._fingerprint() if follows else self._seen
+        seen = self._look() if follows else self._seen
         if follows:
-            self._hurry(self._find_mended())
+            self._hurry(self._changes.find_mended([*self._failures]))
         due = any(failure.retry_at <= now for failure in self._failures.values())
         if seen != self._seen or due:
             # Where it is looked at once more, nothing says what has changed.
@@ -200,50 +195,12 @@ class Follower:
             if changed & {name, *failure.wanted.configs} and failure.ends < _MAX_ENDS:
                 failure.retry_at = 0.0
 
-    def _find_mended(self) -> set[str]:
-        """Return names of models that could not be served and whose files were changed, and are not being any more."""
-        now = {name: self._read_times(name) for name in [*self._failures]}
-        changing = {name for name, times in now.items() if name in self._times and times != self._times[name]}
-        settled = self._changing & now.keys() - changing
-        self._times, self._changing = now, changing
-        return settled
-
-    def _read_times(self, name: str) -> list[tuple[str, int, int]]:
-        """Return path, time of change and size of every file in the versions of a model and its steps."""
-        folders = [self._repository / name, *self._repository.glob(f"{glob.escape(name)}_*")]
-        versions = [folder / str(version) for folder in folders for version in list_versions(folder)]
-        return sorted(change for version in versions for change in _list_changes(version))
-
-    def _find_place(self) -> tuple[int, int] | None:
+    def _look(self) -> Mapping[str, object] | None:
         try:
-            stat = self._repository.stat()
-        except OSError:
-            return None
-        return stat.st_dev, stat.st_ino
-
-    def _fingerprint(self) -> Mapping[str, object] | None:
-        """Return what is another for a folder whenever its configuration, or the list of its versions or files, is.
-
-        Of the version that is served, it is so for every single file.
-        """
-        shown = {name: each.version for each in [*self._served.values()] if each.version for name in each.configs}
-        found: dict[str, object] = {}
-        try:
-            for folder in sorted(self._repository.iterdir()):
-                try:
-                    versions = [(folder / str(version)).stat().st_ctime_ns for version in list_versions(folder)]
-                    stat = (folder / CONFIG_FILE).stat()
-                except OSError:
-                    continue
-                # The time of any change: of the mode as well, and of what is inside of a folder.
-                found[folder.name] = (*versions, stat.st_ctime_ns, stat.st_size, stat.st_ino)
-                if folder.name in shown:
-                    # Not under the name: that it is served is no change of what could not be.
-                    found[f"{folder.name}/"] = _list_changes(folder / str(shown[folder.name]))
+            return self._changes.look(self.published)
         # A network file system that is away for a moment says nothing about what should be served.
         except OSError:
             return self._seen
-        return found
 
     def _carry_out(self, task: Callable[[], None]) -> None:
         """Do what is to be done; after a fault that nobody has thought of, look at the repository again later."""
@@ -254,14 +211,14 @@ class Follower:
             self._seen, self._next_look = None, time.monotonic() + _FIRST_RETRY_S
 
     def _follow(self) -> None:
-        place = self._find_place()
+        place = self._changes.find_place()
         try:
             wanted = read_repository(self._repository, self._sums, self._variant)
         except OSError as exc:
             self._say(f"{self._repository} cannot be looked at: {exc.strerror}; what is served stays")
             self._seen = None
             return
-        if place != self._find_place():
+        if place != self._changes.find_place():
             # A mount that goes while it is read says nothing; what is there afterwards is looked at as such.
             self._seen = None
             return
@@ -315,25 +272,20 @@ class Follower:
         """Have a model served, if it can be now; return False if there is no tritonserver any more."""
         old = self._served.get(wanted.name)
         failure = self._failures.get(wanted.name)
-        if old == wanted and not (damage := find_changed_answers(self._repository, wanted, self._sums)):
+        if old and not wanted.damage and old.version == wanted.version:
+            wanted = self._compare(old, wanted)
+        if old == wanted:
             self._settle(wanted)
             return True
-        if old == wanted:
-            wanted = replace(wanted, configs={}, damage=damage)
         if failure and failure.wanted == wanted and failure.retry_at > time.monotonic():
             return True
         start = time.monotonic()
+        if old and old.version == wanted.version and old.sums != wanted.sums and not wanted.damage:
+            # Side by side the two would answer with each other.
+            self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
+            self._forget(old)
+            old = None
         served = old.version if old else 0
-        if old and not wanted.damage and old.version == wanted.version and old.sums != wanted.sums:
-            changed = self._sums.find_changed(old.sums)
-            if changed and old.sums.keys() <= wanted.sums.keys():
-                # Another publication of the same number, and whole: side by side the two would answer with each other.
-                self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
-                self._forget(old)
-                old, served = None, 0
-            else:
-                sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
-                wanted = replace(wanted, configs={}, damage=changed or f"{sums} is not the one that it was loaded with")
         if wanted.damage:
             self._fail(wanted, served, _refuse_damaged(wanted, old))
             return True
@@ -364,6 +316,19 @@ class Follower:
         self._say(f"{wanted.name}: {what}{before}, {time.monotonic() - start:.1f} s")
         return True
 
+    def _compare(self, old: Published, wanted: Published) -> Published:
+        """Return what is wanted of the version that is served, with why it cannot be had if that is so.
+
+        Its configuration may be another. Its files may only be as a whole, as another publication of the same number.
+        """
+        damage = ""
+        if old.sums == wanted.sums:
+            damage = find_changed_answers(self._repository, wanted, self._sums) if old == wanted else ""
+        elif not (changed := self._sums.find_changed(old.sums)) or not old.sums.keys() <= wanted.sums.keys():
+            sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
+            damage = changed or f"{sums} is not the one that it was loaded with"
+        return replace(wanted, configs={}, damage=damage) if damage else wanted
+
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):
             self._say(f"warning: {published.title} cannot be locked: {reason}; `prune` does not see that it is served")
@@ -391,17 +356,6 @@ class Follower:
         if not (before and wanted.damage):
             self._say(f"ERROR: {reason} {then}")
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))
-
-
-def _list_changes(version: Path) -> list[tuple[str, int, int]]:
-    """Return path, time of change and size of every file below the folder of a version."""
-    found = []
-    for folder, _, names in os.walk(version):
-        for path in (Path(folder, name) for name in names):
-            with contextlib.suppress(OSError):
-                stat = path.stat()
-                found.append((str(path), stat.st_ctime_ns, stat.st_size))
-    return sorted(found)
 
 
 def _find_rest(folder: Path, version: int) -> str:

@@ -1,0 +1,83 @@
+"""What is another in a repository than at the look before."""
+
+import contextlib
+import glob
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .model_text import CONFIG_FILE
+from .published import Published, list_versions
+
+
+class Changes:
+    """Looks at the files of a repository: looked at rather than waited for, as no notice of a change comes over NFS.
+
+    Args:
+        repository: The model repository.
+    """
+
+    def __init__(self, repository: Path) -> None:
+        self._repository = repository
+        # Of models that could not be served: what their files are, and which were others at the last look.
+        self._files: dict[str, list[tuple[str, int, int]]] = {}
+        self._changing: set[str] = set()
+
+    def find_place(self) -> tuple[int, int] | None:
+        """Return the file system and the folder that the repository is; None where it is away."""
+        try:
+            stat = self._repository.stat()
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino
+
+    def look(self, served: Iterable[Published]) -> Mapping[str, object]:
+        """Return what is another for a folder whenever its configuration, or the list of its versions or files, is.
+
+        Of the version that is served, it is so for every single file.
+
+        Raises:
+            OSError: The repository cannot be looked at.
+        """
+        shown = {name: each.version for each in served if each.version for name in each.configs}
+        found: dict[str, object] = {}
+        for folder in sorted(self._repository.iterdir()):
+            try:
+                versions = [(folder / str(version)).stat().st_ctime_ns for version in list_versions(folder)]
+                stat = (folder / CONFIG_FILE).stat()
+            except OSError:
+                continue
+            # The time of any change: of the mode as well, and of what is inside of a folder.
+            found[folder.name] = (*versions, stat.st_ctime_ns, stat.st_size, stat.st_ino)
+            if folder.name in shown:
+                # Not under the name: that it is served is no change of what could not be.
+                found[f"{folder.name}/"] = _list_files(folder / str(shown[folder.name]))
+        return found
+
+    def find_mended(self, failed: Iterable[str]) -> set[str]:
+        """Return which models that could not be served had files changed, and have them changed no more.
+
+        Args:
+            failed: Names of those that could not.
+        """
+        now = {name: self._list_all(name) for name in failed}
+        changing = {name for name, files in now.items() if name in self._files and files != self._files[name]}
+        settled = self._changing & now.keys() - changing
+        self._files, self._changing = now, changing
+        return settled
+
+    def _list_all(self, name: str) -> list[tuple[str, int, int]]:
+        folders = [self._repository / name, *self._repository.glob(f"{glob.escape(name)}_*")]
+        versions = [folder / str(version) for folder in folders for version in list_versions(folder)]
+        return sorted(file for version in versions for file in _list_files(version))
+
+
+def _list_files(version: Path) -> list[tuple[str, int, int]]:
+    """Return path, time of change and size of every file below the folder of a version."""
+    found = []
+    for folder, _, names in os.walk(version):
+        for path in (Path(folder, name) for name in names):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                found.append((str(path), stat.st_ctime_ns, stat.st_size))
+    return sorted(found)
