@@ -175,6 +175,12 @@ lint: setup ## Check format, style and types
 bench: setup $(UV) ## Measure ours beside other servers on real text; make bench BENCH_OPTIONS=--quick in 3 minutes
 	@$(BENCH)bench_serving $(BENCH_OPTIONS)
 
+bench-gpu: setup ## Measure published sentence embeddings in ONNX Runtime on a GPU: BENCH_OPTIONS="REPOSITORY NAME ..."
+	@$(BENCH)bench_gpu $(BENCH_OPTIONS)
+
+test-vllm: setup ## Write texts with vLLM under the real tritonserver; needs a GPU, vLLM and numpy below 2
+	@$(BIN)/python -m pytest tests/gpu
+
 bench-consolidate: setup $(VENV)/trainers ## Measure consolidate beside DeepSpeed's script and cp
 	@$(BENCH)bench_consolidate $(BENCH_OPTIONS)
 

@@ -37,7 +37,7 @@ class VLLM(Engine):
 
     name = "vllm"
     title = "vLLM"
-    help = "text generation on GPUs, in NVIDIA's vLLM image; published, not run here"
+    help = "text generation on GPUs, in NVIDIA's vLLM image"
     backend = "vllm"
     model_file = "config.json"
     graph_precisions: ClassVar[Mapping[str, str]] = {name: name for name in DTYPES}

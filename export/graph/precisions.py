@@ -29,6 +29,7 @@ class Precision:
             that the quality alone is judged.
         writing: Error → bound of a model that writes texts, as its engine runs it; empty where none does.
         real_inputs_only: Whether only inputs such as users send are judged, and not ids that no text has.
+        is_for_gpus: Whether a GPU computes in it where a CPU, and so the proof, computes in fp32 and is less far off.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Precision:
     error_factor: float | None = 1.0
     writing: Mapping[str, float] = field(default_factory=dict)
     real_inputs_only: bool = False
+    is_for_gpus: bool = False
 
     @property
     def converts(self) -> bool:
@@ -61,6 +63,7 @@ PRECISIONS: Mapping[str, Precision] = {
             module="fp16",
             thresholds={COSINE: 0.9999, LABEL_AGREEMENT: 0.99},
             error_factor=100.0,
+            is_for_gpus=True,
         ),
         Precision(
             name="bf16",

@@ -19,11 +19,13 @@ class Tolerances:
     Attributes:
         bounds: Error → what it may be.
         real_inputs_only: Whether only inputs such as users send are judged.
+        is_for_gpus: Whether a server may be off by all that is allowed, though the proof was not: see `Precision`.
         accepted: Why bounds are wider than the default ones, and which; None where they are not.
     """
 
     bounds: Mapping[str, float]
     real_inputs_only: bool = False
+    is_for_gpus: bool = False
     accepted: Mapping[str, Any] | None = None
 
 
@@ -67,14 +69,18 @@ def choose_tolerances(
     return Tolerances(
         bounds=usual | dict(requested),
         real_inputs_only=_is_of_real_inputs(exact, precision),
+        is_for_gpus=precision.is_for_gpus,
         accepted=accepted if wider else None,
     )
 
 
 def list_tolerances(exact: Mapping[str, float], precision: Precision) -> Tolerances:
     """Return the usual tolerances of a precision, of a task that has `exact` in fp32."""
-    real_inputs_only = _is_of_real_inputs(exact, precision)
-    return Tolerances(bounds=scale_tolerances(exact, precision), real_inputs_only=real_inputs_only)
+    return Tolerances(
+        bounds=scale_tolerances(exact, precision),
+        real_inputs_only=_is_of_real_inputs(exact, precision),
+        is_for_gpus=precision.is_for_gpus,
+    )
 
 
 def _is_of_real_inputs(exact: Mapping[str, float], precision: Precision) -> bool:

@@ -1,0 +1,135 @@
+"""What ONNX Runtime makes of published graphs on a GPU: how far off, and how many texts a second: `make bench-gpu`.
+
+    python -m benches.bench_gpu REPOSITORY NAME [NAME ...] [--texts 512] [--cpu]
+
+NAME is a sentence embedding that `run` published, with whichever `--precision` and `--batching`. Each is asked for 512
+texts of 3 to 60 words, 32 at a time as those of mixed lengths come in: one after another, padded to the longest, or
+joined where the graph takes rows of any lengths. Errors are those to the first NAME on
+the CPU, each text alone. Wants onnxruntime-gpu in onnxruntime's place; `--cpu` shows that it works where there is none.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+from export.tasks.texts.text import read_verification_texts
+
+TOGETHER, WINDOWS = 32, 7
+
+Rows = Sequence[np.ndarray]
+Ask = Callable[[onnxruntime.InferenceSession, Rows], np.ndarray]
+
+# As Triton's native backend sets them, but for TF32, which is on by default.
+_CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo"}
+
+
+def make_texts(count: int) -> list[str]:
+    """Return so many texts of 3 to 60 words, cut out of real ones; the same every time."""
+    draw = random.Random(0)
+    words = " ".join(read_verification_texts()).split()
+    starts = [(draw.randint(3, 60), draw.randrange(len(words) - 60)) for _ in range(count)]
+    return [" ".join(words[start : start + length]) for length, start in starts]
+
+
+def load(repository: Path, name: str, providers: Sequence[object]) -> onnxruntime.InferenceSession:
+    """Return the graph of the newest version of `name`."""
+    path = find_version(repository, f"{name}_model") / "model.onnx"
+    return onnxruntime.InferenceSession(path, providers=list(providers))
+
+
+def find_version(repository: Path, folder: str) -> Path:
+    """Return the newest version of a step."""
+    versions = [path for path in (repository / folder).iterdir() if path.name.isdigit()]
+    return max(versions, key=lambda path: int(path.name))
+
+
+def ask_padded(session: onnxruntime.InferenceSession, rows: Rows) -> np.ndarray:
+    """Return the vectors [rows, width] of texts that are padded to the longest."""
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    mask = np.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)], mask[index, : len(row)] = row, 1
+    return _run(session, {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)})
+
+
+def ask_joined(session: onnxruntime.InferenceSession, rows: Rows) -> np.ndarray:
+    """Return the vectors [rows, width] of texts whose tokens follow each other, as Triton joins them."""
+    ids = np.concatenate(rows)
+    shapes = np.array([[len(row)] for row in rows], np.int32)
+    feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
+    return _run(session, {**feed, "row_shapes": shapes})
+
+
+def _run(session: onnxruntime.InferenceSession, feed: dict[str, np.ndarray]) -> np.ndarray:
+    wanted = {item.name for item in session.get_inputs()}
+    return session.run(["sentence_embedding"], {name: feed[name] for name in wanted})[0]
+
+
+PADDED: Sequence[tuple[str, Ask, int]] = (("padded", ask_padded, TOGETHER), ("alone", ask_padded, 1))
+JOINED: Sequence[tuple[str, Ask, int]] = (("joined", ask_joined, TOGETHER),)
+
+
+def ask_all(session: onnxruntime.InferenceSession, rows: Rows, ask: Ask, together: int) -> np.ndarray:
+    """Return the vectors of all rows, so many in one run."""
+    return np.concatenate([ask(session, rows[start : start + together]) for start in range(0, len(rows), together)])
+
+
+def measure(run: Callable[[], np.ndarray], texts: int) -> str:
+    """Return texts a second: the median of the windows, the least and the most."""
+    speeds = []
+    for _ in range(WINDOWS):
+        begun = time.perf_counter()
+        run()
+        speeds.append(texts / (time.perf_counter() - begun))
+    return f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("repository", type=Path, help="where they are published")
+    parser.add_argument("names", nargs="+", metavar="NAME", help="what to measure; the first is in fp32")
+    parser.add_argument("--texts", type=int, default=512, help="how many (default: %(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, to see that it works")
+    options = parser.parse_args()
+    folder = find_version(options.repository, f"{options.names[0]}_preprocess")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    rows = [np.array(encoding.ids, np.int64) for encoding in tokenizer.encode_batch(make_texts(options.texts))]
+    cpu = ["CPUExecutionProvider"]
+    truth = ask_all(load(options.repository, options.names[0], cpu), rows, ask_padded, 1)
+    sys.stdout.write("| | run | furthest off | least cosine | texts/s |\n|---|---|---|---|---|\n")
+    for name in options.names:
+        for tf32 in ("0",) if options.cpu else ("0", "1"):
+            providers = cpu if options.cpu else [("CUDAExecutionProvider", {**_CUDA, "use_tf32": tf32}), *cpu]
+            session = load(options.repository, name, providers)
+            if not options.cpu and session.get_providers()[0] != "CUDAExecutionProvider":
+                parser.exit(1, "error: ONNX Runtime has no GPU here; install onnxruntime-gpu, or pass --cpu.\n")
+            joins = any(item.name == "row_shapes" for item in session.get_inputs())
+            for way, ask, together in JOINED if joins else PADDED:
+                run = partial(ask_all, session, rows, ask, together)
+                vectors = run()
+                cosines = (vectors * truth).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(truth, axis=1)
+                label = f"{name}, TF32" if tf32 == "1" else name
+                cells = (
+                    label,
+                    way,
+                    f"{np.abs(vectors - truth).max():.1e}",
+                    f"{cosines.min():.7f}",
+                    measure(run, len(rows)),
+                )
+                sys.stdout.write(f"| {' | '.join(cells)} |\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
