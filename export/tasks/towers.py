@@ -1,13 +1,17 @@
-"""Towers of pictures that were saved alone, without the tower of texts beside them."""
+"""Parts of a model that were saved alone: towers of pictures, and encoders of what else has a decoder."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import transformers
-from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
+
+from .foreseen import list_names
 
 # How their classes end. `AutoModel` leaves the projection of the second out, and does not know all of them.
 _ENDINGS = ("VisionModel", "VisionModelWithProjection")
+# T5's and its relatives', of which `AutoModel` builds the decoder as well.
+_ENCODER = "EncoderModel"
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,25 @@ class OwnClass:
 
 def find_class(config: PretrainedConfig) -> Any:
     """Return the class that has a place for all weights: that of a tower of pictures, or else `AutoModel`."""
-    for name in config.architectures or ():
+    return _find_named(config, _ENDINGS) or AutoModel
+
+
+def find_encoder(config: PretrainedConfig) -> Any:
+    """Return the class of the encoder alone that makes features of a text; None where the whole model does.
+
+    It is the one that `config.json` names, whatever else that says: transformers writes that it is no encoder-decoder.
+    A whole encoder-decoder has its encoder taken out.
+    """
+    if named := _find_named(config, _ENCODER):
+        return named
+    is_half = config.is_encoder_decoder and type(config) in AutoModelForTextEncoding._model_mapping
+    return AutoModelForTextEncoding if is_half else None
+
+
+def _find_named(config: PretrainedConfig, endings: str | tuple[str, ...]) -> OwnClass | None:
+    """Return the first class in `config.json` that ends so and belongs to this configuration."""
+    for name in list_names(config.architectures):
         own = getattr(transformers, name, None)
-        if name.endswith(_ENDINGS) and own is not None and isinstance(config, own.config_class):
+        if name.endswith(endings) and own is not None and isinstance(config, own.config_class):
             return OwnClass(own)
-    return AutoModel
+    return None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForTextEncoding, PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from ...checkpoints import TensorSpec, open_checkpoint
 from ...checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
@@ -20,6 +20,7 @@ from ..base import TaskSource, build_inputs
 from ..cases import Outputs
 from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from ..foreseen import is_sentence_model
+from ..towers import find_encoder
 from .encoding import Question
 from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
 from .text import Answer, TextTask
@@ -59,10 +60,9 @@ class FeatureExtraction(TextTask):
             check_transformer(source.directory, self.tokenizer)
         self.default_prompt = find_default_prompt(source.directory)
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
-        is_half = source.config.is_encoder_decoder and type(source.config) in AutoModelForTextEncoding._model_mapping
-        auto_class: Any = AutoModelForTextEncoding if is_half else AutoModel
-        without = ("decoder.",) if is_half else ()
-        model, self.unused_tensors = load_model(source.config, source.weights, auto_class, without)
+        encoder = find_encoder(source.config)
+        without = ("decoder.",) if encoder else ()
+        model, self.unused_tensors = load_model(source.config, source.weights, encoder or AutoModel, without)
         inputs = build_inputs(self.tokenizer, model)
         blocks = [load_dense(path) for path in self.pooling.dense]
         self.module = SentenceEmbedding(

@@ -21,6 +21,7 @@ from transformers.image_utils import load_image
 from export.__main__ import main
 from export.checkpoints import TensorSpec, open_checkpoint
 from export.commands.summary import _describe_text
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError, ModelError, VocabularyError
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
@@ -440,6 +441,22 @@ def test_a_tower_of_pictures_is_served_with_its_own_vector(name: str, output: st
         with torch.no_grad():
             want = model(**processor(images=image, return_tensors="pt"))[output]
         np.testing.assert_allclose(answered["data"], want[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["T5EncoderModel", "MT5EncoderModel", "UMT5EncoderModel", "T5ForConditionalGeneration"]
+)
+def test_an_encoder_is_served_alone_however_it_was_saved(name: str, tmp_path: Path) -> None:
+    saved, whole = tmp_path / "saved", ARCHITECTURES["t5 encoder"]
+    save_model(replace(whole, model=name), saved)
+    consolidate(saved, tmp_path / "consolidated")
+    encoder = getattr(transformers, name if name.endswith("EncoderModel") else "T5EncoderModel")
+    want = encoder.from_pretrained(saved)(**load_tokenizer(saved)(["A cat sleeps."], return_tensors="pt"))
+    vector = want.last_hidden_state[0].mean(dim=0)
+    for folder in (saved, tmp_path / "consolidated"):
+        task = build_task("feature-extraction", build_source(folder))
+        (got,) = task.answer(Question(text="A cat sleeps.")).values()
+        assert torch.allclose(torch.tensor(got), vector / vector.norm(), atol=1e-6)
 
 
 def test_a_tower_without_a_recipe_is_refused_with_a_task_that_takes_it(
