@@ -86,7 +86,11 @@ def _refuse_damaged(path: Path, got: str) -> DamagedConfigError:
 
 def describe_no_file(path: Path) -> str:
     """Return what lies at `path` if it is no file: none can replace a folder, and a pipe never ends. Else nothing."""
-    if not path.exists() or path.is_file():
+    try:
+        path.stat()
+    except OSError as exc:
+        return "a link that leads to itself" if exc.errno == errno.ELOOP else ""
+    if path.is_file():
         return ""
     return "a folder" if path.is_dir() else "a pipe, a socket or a device"
 

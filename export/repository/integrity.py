@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tritonclient.grpc import model_config_pb2 as pb
 
-from ..errors import RepositoryError
+from ..errors import RepositoryError, escape_controls, list_some
 from .config_file import (
     CONFIG_FILE,
     DamagedConfigError,
@@ -105,29 +105,38 @@ def find_damaged_files(version: Version) -> Iterator[Finding]:
     # A release without sums recorded those of the files that are served.
     expected = told or {path: artefacts[path.name] for path in there if path.name in artefacts}
     named = {path.name: digest for path, digest in expected.items()}
+    sums, is_damaged, names = version.folder / SUMS_FILE, version.has_damaged_sums(), {path.name for path in there}
     for name in sorted(artefacts):
-        if name not in named:
+        if name not in named and name not in names:
             yield find(version.folder, f"lacks {name}")
-        elif named[name] != artefacts[name]:
-            yield find(version.folder / SUMS_FILE, f"names other bytes for {name} than the lock")
-    lost = [*sorted({*expected} - {*there}), version.folder / SUMS_FILE]
+        elif name not in named and not is_damaged:
+            yield find(sums, f"does not name {name}, which the lock does")
+        elif named.get(name, artefacts[name]) != artefacts[name]:
+            yield find(sums, f"names other bytes for {name} than the lock")
+    if foreign := version.list_foreign_sums():
+        yield find(sums, f"names what is no file of this version ({escape_controls(list_some(foreign, 3))})")
+    lost = [*sorted({*expected} - {*there}), sums]
     yield from (find(path, f"is {kind}", _IN_ITS_PLACE) for path in lost if (kind := describe_no_file(path)))
     # Every release wrote the answers, and those that recorded when a version was published recorded its sums as well.
-    has_sums = bool(told) or bool(describe_no_file(version.folder / SUMS_FILE))
+    has_sums = bool(told) or bool(describe_no_file(sums))
     recorded = (SUMS_FILE, GOLDEN_FILE) if version.read_publication() else (GOLDEN_FILE,)
     if not has_sums:
         yield from (find(path, "is missing") for name in recorded if not (path := version.folder / name).exists())
     if not expected:
         yield find(version.folder, "has nothing that records its files", "export again and prune it")
-    yield from (find(path, "is missing") for path in lost if not path.exists() and path in expected)
+    yield from (find(path, "is missing") for path in sorted({*expected} - {*there}) if _is_gone(path))
     for path, digest in hash_files(path for path in there if path in expected).items():
         if digest != expected[path]:
             yield find(path, "has changed")
-    if version.has_damaged_sums():
-        yield find(version.folder / SUMS_FILE, "is cut or damaged")
+    if is_damaged:
+        yield find(sums, "is cut or damaged")
     elif told:
-        unknown = {*there} - {*told} - {version.folder / SUMS_FILE}
+        unknown = {*there} - {*told} - {sums}
         yield from (find(path, "was not published", "move it away") for path in sorted(unknown))
+
+
+def _is_gone(path: Path) -> bool:
+    return not path.exists() and not describe_no_file(path)
 
 
 def _find_strays(repository: Path, models: Collection[str]) -> Iterator[Finding]:

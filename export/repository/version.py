@@ -15,6 +15,7 @@ from ..errors import RepositoryError
 from .config_file import CONFIG_FILE, pin_config, read_config, read_regular
 from .contents import CONFIGS_FOLDER, REPORT_FILE, list_parts, list_versions
 from .lockfile import LOCK_FILE, read_lock
+from .names import STEP_SUFFIXES
 
 # When and from what it was published: the lock leaves that out, because it is of one day and one machine.
 PUBLICATION_FILE = "publication.json"
@@ -76,14 +77,26 @@ class Version:
 
     def read_sums(self) -> dict[Path, str]:
         """Return file of the version → SHA-256 that it had; empty for one of a release without sums."""
-        matches = [match for match in self._match_sums() if match]
-        told = {Path(os.path.normpath(self.folder / match[2])): match[1].lower() for match in matches}
-        return {path: digest for path, digest in told.items() if path.is_relative_to(os.path.normpath(self.repository))}
+        told = {self._find_summed(match[2]): match[1].lower() for match in self._match_sums() if match}
+        return {path: digest for path, digest in told.items() if self._may_hold(path)}
+
+    def list_foreign_sums(self) -> list[str]:
+        """Return what the sums name outside of the version's own folders, as they name it."""
+        named = [match[2] for match in self._match_sums() if match]
+        return sorted({path for path in named if not self._may_hold(self._find_summed(path))})
 
     def has_damaged_sums(self) -> bool:
         """Tell whether there are sums of which a line is none, as where they were cut."""
         matches = self._match_sums()
         return not all(matches) or (not matches and (self.folder / SUMS_FILE).is_file())
+
+    def _find_summed(self, path: str) -> Path:
+        return Path(os.path.normpath(self.folder / path))
+
+    def _may_hold(self, path: Path) -> bool:
+        """Tell whether a file at `path` would be one of the version, whether or not its folder is there."""
+        folders = (self.find_folder(f"{self.name}{end}") for end in ("", *STEP_SUFFIXES))
+        return any(Path(os.path.normpath(folder)) in path.parents for folder in folders)
 
     def _match_sums(self) -> list[re.Match[str] | None]:
         """Return what each line of the sums says, and None for one that says nothing."""

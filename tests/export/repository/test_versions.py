@@ -217,10 +217,15 @@ def test_nobody_waits_for_a_pipe_among_the_files_of_a_version(
     here = ("--repository", str(models))
     path = models / "tickets" / "2" / file
     path.unlink()
-    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+    for make, kind in (
+        (os.mkfifo, "a pipe, a socket or a device"),
+        (lambda path: path.symlink_to("/dev/zero"), "a pipe, a socket or a device"),
+        (lambda path: path.symlink_to(path), "a link that leads to itself"),
+    ):
         make(path)
         done = export_cli("verify-repository", *here)
-        assert done.code == 1 and f"{path} is a pipe, a socket or a device; move it away, and " in done.out
+        assert done.code == 1 and f"{path} is {kind}; move it away, and " in done.out
+        assert "is missing" not in done.out
         assert export_cli("versions", "list", *here).code == 0
         export_cli("versions", "show", "tickets", "2", *here)
         assert export_cli("versions", "diff", "tickets", "1", "2", *here).code == 0
@@ -245,7 +250,16 @@ def test_a_version_without_its_sums_is_not_as_it_was_published(
     assert export_cli("activate", "tickets", "2", *here).code == 1
 
 
-@pytest.mark.parametrize("damage", [lambda told: b"", lambda told: told[:-5], lambda told: b"\xff\xfe\0\1"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda told: b"",
+        lambda told: told[:-5],
+        lambda told: told[:100],
+        lambda told: b"\xef\xbb\xbf" + told,
+        lambda told: b"\xff\xfe\0\1",
+    ],
+)
 def test_sums_that_are_cut_or_no_sums_are_named_and_nothing_else(
     damage: Callable[[bytes], bytes], models: Path, export_cli: Callable[..., Finished]
 ) -> None:
@@ -256,10 +270,37 @@ def test_sums_that_are_cut_or_no_sums_are_named_and_nothing_else(
     done = export_cli("verify-repository", "--repository", str(models))
     assert done.code == 1
     assert f"{sums} is cut or damaged; restore it, or export again." in done.out
-    assert "was not published" not in done.out
+    assert "was not published" not in done.out and "lacks" not in done.out
     # As `sha256sum --binary` writes them, and an editor of another system ends their lines.
     sums.write_bytes(told.replace(b"  ", b" *").replace(b"\n", b"\r\n"))
     assert export_cli("verify-repository", "--repository", str(models)).code == 0
+
+
+@pytest.mark.parametrize(
+    "path", ["../../../../etc/passwd", "/etc/passwd", "../../tickets/1/golden.json", "../2/.", ".."]
+)
+def test_sums_that_lead_out_of_the_version_are_named(
+    path: str, models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    sums = models / "tickets" / "2" / "SHA256SUMS"
+    with sums.open("a") as file:
+        file.write(f"{'0' * 64}  {path}\n")
+    done = export_cli("verify-repository", "--repository", str(models))
+    assert done.code == 1
+    assert f"{sums} names what is no file of this version ({path}); restore it, or export again." in done.out
+    refused = export_cli("activate", "tickets", "2", "--repository", str(models))
+    assert refused.code == 1 and f"which names what is no file of this version ({path})" in refused.err
+
+
+def test_a_file_that_the_sums_no_longer_name_is_told_as_just_that(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    sums = models / "tickets" / "2" / "SHA256SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(line for line in lines if "model.onnx" not in line))
+    done = export_cli("verify-repository", "--repository", str(models))
+    assert done.code == 1 and f"{sums} does not name model.onnx, which the lock does; restore it" in done.out
+    assert "lacks" not in done.out
 
 
 @pytest.mark.parametrize("content", ["", "# a comment\n", f"# {'#' * (1 << 20)}\n"])
