@@ -22,8 +22,9 @@ from .errors import (
 )
 from .options import Options
 
-# What a call may raise beside InferenceServerException. ValueError: the answer is not JSON.
-FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError)
+# What a call may raise beside InferenceServerException. ValueError: the answer is not JSON; RecursionError: it is
+# brackets within brackets.
+FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, RecursionError)
 
 # 502: a proxy could not reach the server, or lost it.
 _FOR_NOW = ("502", "503", "StatusCode.UNAVAILABLE")

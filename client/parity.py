@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import argparse
 import base64
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,7 +97,8 @@ class ParityResult:
 def main() -> int:
     """Run the command line and return the exit code."""
     arguments = _build_parser().parse_args()
-    belongs = arguments.golden.resolve().parent.parent.name
+    # Not by `resolve`, which Python below 3.13 ends at a link to itself.
+    belongs = Path(os.path.realpath(arguments.golden)).parent.parent.name
     model = belongs if arguments.model is None else arguments.model
     try:
         results = check_parity(read_golden(arguments.golden), model, arguments.url, arguments.grpc_url)
@@ -116,8 +118,8 @@ def read_golden(path: Path) -> Golden:
     Raises:
         ClientError: It cannot be read, or an older modelyard wrote it.
     """
+    content = _read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         samples, tolerances = content["samples"], content["tolerances"]
         if not all({"inputs", "outputs"} <= sample.keys() for sample in samples):
             raise ClientError(
@@ -135,13 +137,28 @@ def read_golden(path: Path) -> Golden:
             is_decoupled=bool(content.get("decoupled")),
             is_text=not any("parameters" in tensor for sample in samples for tensor in sample["inputs"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise ClientError(
-            f"{path} cannot be read",
-            expected="a golden.json",
-            got=f"{type(exc).__name__} '{exc}'",
-            remedy="correct --golden",
-        ) from exc
+    except KeyError as exc:
+        raise _refuse_golden(path, f"JSON without {exc}") from exc
+    except (ValueError, TypeError, AttributeError) as exc:
+        raise _refuse_golden(path, f"JSON of another form ('{exc}')") from exc
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        # A pipe would be waited for, and a device never ends.
+        if path.exists() and not path.is_file():
+            raise _refuse_golden(path, "no regular file")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise _refuse_golden(path, f"'{exc.strerror}'") from exc
+    except ValueError as exc:
+        raise _refuse_golden(path, f"no JSON ('{exc}')") from exc
+    except RecursionError as exc:
+        raise _refuse_golden(path, "JSON that is nested too deeply") from exc
+
+
+def _refuse_golden(path: Path, got: str) -> ClientError:
+    return ClientError(f"{path} cannot be read", expected="a golden.json", got=got, remedy="correct --golden")
 
 
 def _read_tensors(tensors: list[dict[str, Any]]) -> dict[str, npt.NDArray[Any]]:

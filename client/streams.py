@@ -232,5 +232,5 @@ def _read_error(body: str) -> str:
     try:
         # An event, even where the whole answer is refused.
         return str(json.loads(body.removeprefix("data: "))["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return " ".join(body.split())[:200]

@@ -218,7 +218,7 @@ def add_key(path: Path, name: str, limits: dict[str, int | None]) -> str:
 def _read_line(path: Path, number: int, line: str) -> Key:
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise _refuse_line(path, number, line[:40])

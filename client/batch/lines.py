@@ -90,7 +90,7 @@ class LinesSource:
         where, (text, pair) = f"line {number} of {self._path}", (self._columns.text, self._columns.pair)
         try:
             value = json.loads(line)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise UsageError(f"{where} cannot be read", expected="JSON", got=f"'{exc}'") from exc
         row = {text: value} if isinstance(value, str) else value
         if not isinstance(row, dict) or not isinstance(row.get(text), str) or not isinstance(row.get(pair, ""), str):
@@ -140,7 +140,7 @@ class LinesTarget:
         """Return the text of the last answer; None where the line is of another form."""
         try:
             text = json.loads(self._last)[self._columns.text]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return text if isinstance(text, str) else None
 

@@ -119,7 +119,7 @@ def _read_versions(url: str, name: str, version: int) -> Any:
             content = json.load(response)
         content["models"].get(name)
     # HTTPException: another port of the server answers in another protocol.
-    except (OSError, HTTPException, ValueError, LookupError, AttributeError, TypeError) as exc:
+    except (OSError, HTTPException, ValueError, LookupError, AttributeError, TypeError, RecursionError) as exc:
         raise ServingError(
             f"version {version} of {name} is active in the repository, and {url}/versions cannot be asked for it",
             expected="the status port of a running server",

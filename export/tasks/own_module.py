@@ -250,7 +250,7 @@ def read_spec(path: Path) -> InputSpec:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} cannot be read", expected="a JSON file", got=str(exc).rstrip(".")) from exc
     unknown = sorted(set(content) - set(_SPEC_KEYS)) if isinstance(content, dict) else ["no object"]
     if unknown or not content.get("inputs") or not content.get("outputs"):

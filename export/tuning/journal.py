@@ -44,5 +44,5 @@ def _parse(line: str) -> tuple[str, Figures] | None:
     try:
         content = json.loads(line)
         return content.pop("key"), Figures(**content)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

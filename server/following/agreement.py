@@ -21,7 +21,7 @@ def read_following(status_url: str) -> Mapping[str, Any]:
     try:
         with urllib.request.urlopen(f"{status_url}/versions", timeout=_TIMEOUT_S) as response:
             models = json.load(response)["models"]
-    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return {}
     return models if isinstance(models, dict) else {}
 

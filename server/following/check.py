@@ -190,7 +190,7 @@ def _find_served(url: str, name: str) -> int:
         ready = f"{url}/v2/models/{urllib.parse.quote(name)}/versions/{version}/ready"
         with urllib.request.urlopen(ready, timeout=_TIMEOUT_S):
             return int(version)
-    except (OSError, ValueError, KeyError, http.client.HTTPException):
+    except (OSError, ValueError, KeyError, RecursionError, http.client.HTTPException):
         return 0
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -321,8 +321,32 @@ def test_golden_answers_of_an_older_modelyard_are_refused_with_what_to_do(
         f"error: {golden} was written by an older modelyard: expected samples of inputs and outputs, got text, "
         "expected; export the model again with `python -m export run`.\n"
     )
-    golden.write_text("{}")
-    assert "golden.json cannot be read: expected a golden.json, got KeyError" in run(*command).err
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda path: path.write_text("{}"), "JSON without 'samples'"),
+        (
+            lambda path: path.write_text("[1]"),
+            "JSON of another form ('list indices must be integers or slices, not str')",
+        ),
+        (lambda path: path.write_text("["), "no JSON ('Expecting value: line 1 column 2 (char 1)')"),
+        (lambda path: path.write_text("[" * 100_000), "JSON that is nested too deeply"),
+        (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.symlink_to(path), "'Too many levels of symbolic links'"),
+        (lambda path: None, "'No such file or directory'"),
+    ],
+)
+def test_what_is_no_golden_file_is_refused_in_a_sentence(
+    make: Callable[[Path], object], got: str, tmp_path: Path
+) -> None:
+    golden = tmp_path / "golden.json"
+    make(golden)
+    done = run("-m", "client.parity", "--golden", str(golden))
+    sentence = f"error: {golden} cannot be read: expected a golden.json, got {got}; correct --golden.\n"
+    assert (done.code, done.out, done.err) == (1, "", sentence)
 
 
 def test_a_placeholder_is_not_taken_for_perf_analyzer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

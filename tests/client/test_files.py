@@ -145,6 +145,7 @@ def test_what_a_file_cannot_be_answered_for_is_refused_in_one_sentence(client: C
     lines.write_text('{"text": "a", "LENGTH": 1}\n')
     (tmp_path / "broken.parquet").write_bytes(b"no footer")
     (tmp_path / "plain.txt").write_text("a\n")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     answer_file(client, write("short.parquet", text=["a", "b"]), tmp_path / "short_out.parquet")
     cases: list[tuple[str, Path, str, tuple[str, ...]]] = [
         ("has no column body: expected one that holds texts, got text; name it with --column.", good, "o.parquet",
@@ -152,6 +153,8 @@ def test_what_a_file_cannot_be_answered_for_is_refused_in_one_sentence(client: C
         ("column text of .* holds no texts: expected strings, got int64", write("ids.parquet", text=[1]), "o.parquet",
          ()),
         ("row 2 of .* holds no text: expected a string in text, got null", write("null.parquet", text=["a", None]),
+         "o.jsonl", ()),
+        ("line 1 of .*deep.jsonl cannot be read: expected JSON, got 'maximum recursion", tmp_path / "deep.jsonl",
          "o.jsonl", ()),
         ("holds LENGTH already: expected other names", lines, "o.jsonl", ()),
         ("holds LENGTH already", write("both.parquet", text=["a"], LENGTH=[1]), "o.parquet", ()),

@@ -354,6 +354,12 @@ def test_a_description_that_means_nothing_is_refused(content: object, message: s
         read_spec(write_spec(tmp_path, content))
 
 
+def test_a_description_of_brackets_within_brackets_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "inputs.json").write_text("[" * 100_000)
+    with pytest.raises(SettingsError, match=r"inputs.json cannot be read: expected a JSON file, got maximum recursion"):
+        read_spec(tmp_path / "inputs.json")
+
+
 def test_outputs_that_are_not_there_are_refused(module_file: Path) -> None:
     with pytest.raises(ModelError, match="lacks an output: expected scores, logits, got scores, states"):
         build(module_file, "frames", {**FRAMES, "outputs": ["scores", "logits"]})
