@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict
 
 from .command.connection import HTTP_WORDS, Connection
+from .command.parser import Parser
 from .errors import ClientError
 from .locations import name_command
 from .options import DEFAULT_URLS
@@ -106,7 +107,7 @@ def _to_table(measurements: list[Measurement]) -> list[str]:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=name_command("bench"),
         description="Measure a running server with perf_analyzer on real text.",
         epilog=_EXAMPLES,

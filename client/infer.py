@@ -31,6 +31,7 @@ import time
 try:
     from .batch.files import answer_file
     from .command.connection import COMMAND_WORDS, Connection
+    from .command.parser import Parser
     from .command.prompts import ask_writer
     from .command.sent_files import IMAGES, SOUNDS, ask_files
     from .display import decode, to_json, to_table
@@ -269,7 +270,7 @@ def _encode(text: str) -> bytes:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=_COMMAND,
         description="Ask a running server about texts, pictures or sounds.",
         epilog=_EXAMPLES,

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
 from .command.connection import GRPC_WORDS, HTTP_WORDS, Connection
+from .command.parser import Parser
 from .errors import ClientError, ModelError
 from .locations import name_command
 from .model import Model
@@ -340,7 +341,7 @@ def _to_table(results: list[ParityResult]) -> list[str]:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=name_command("parity"),
         description="Compare a running server's answers with those of the checkpoint.",
         epilog=_EXAMPLES,

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .commands import (
     activate,
@@ -51,6 +51,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
+    def print_help(self, file: Any = None) -> None:
+        # argparse lets it pass that nothing takes the help.
+        standard_streams.write_answer(self.format_help())
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
@@ -60,8 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for module in _VERBS:
         module.add_parser(verbs)
+    return verb.carry_out(lambda: _carry_out(parser, argv))
+
+
+def _carry_out(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     arguments = parser.parse_args(argv)
-    return verb.carry_out(arguments.run, arguments)
+    code: int = arguments.run(arguments)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,5 +1,11 @@
 """The command `modelyard`: one table of verbs, each of which a module of one part carries out."""
 
+from . import interruption
+
+if __name__ == "__main__":
+    # Loading the rest takes a while, of which nobody wants a traceback.
+    interruption.leave_at_once()
+
 import difflib
 import importlib.util
 import os
@@ -7,7 +13,6 @@ import runpy
 import signal
 import sys
 from dataclasses import dataclass
-from types import FrameType
 
 from . import __version__
 
@@ -180,17 +185,16 @@ EXIT_UNANSWERED = 5
 def main() -> int:
     """Run the command line and return the exit code."""
     _fill_closed_streams()
-    # Loading a part takes a while, of which nobody wants a traceback; the part decides what Ctrl-C does from then on.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+    # The part decides what Ctrl-C does from then on.
+    interruption.leave_at_once()
     try:
         try:
             return _carry_out()
         finally:
             # Not on the way out of Python, which would tell of it in lines of its own.
-            _print("", end="")
+            _flush()
     except _UnansweredError as exc:
-        _drop_answer()
+        _drop(sys.stdout.fileno())
         if isinstance(exc.__cause__, BrokenPipeError):
             # Its reader, perhaps `head`, has left. The exit code is a shell's for that.
             return 128 + signal.SIGPIPE
@@ -240,7 +244,11 @@ def describe_verbs() -> str:
 
 
 def _refuse(sentence: str, code: int) -> int:
-    print(f"error: {sentence}", file=sys.stderr)  # noqa: T201
+    # What ends is no other thing for a word about it that nobody takes.
+    try:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        _drop(sys.stderr.fileno())
     return code
 
 
@@ -254,21 +262,23 @@ def _fill_closed_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
-def _leave(signal_number: int, frame: FrameType | None) -> None:
-    os.write(2, b"error: interrupted; nothing was begun.\n")
-    os._exit(128 + signal.SIGINT)
-
-
-def _print(text: str, end: str = "\n") -> None:
+def _print(text: str) -> None:
     try:
-        print(text, end=end, flush=True)  # noqa: T201
+        print(text, flush=True)  # noqa: T201
     except OSError as exc:
         raise _UnansweredError(exc.strerror) from exc
 
 
-def _drop_answer() -> None:
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as exc:
+        raise _UnansweredError(exc.strerror) from exc
+
+
+def _drop(descriptor: int) -> None:
     """Throw away what is still to be written: Python would try once more on its way out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from .command.parser import Parser
 from .doctor import examine, render
 from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError, ShortageError
@@ -194,7 +195,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
@@ -208,7 +209,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 if TYPE_CHECKING:
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    _Commands = argparse._SubParsersAction[Parser]
 
 
 def _add_serve(commands: "_Commands") -> None:

@@ -40,12 +40,16 @@ def answer(text: str, *, end: str = "\n", flush: bool = False, done: str = "") -
         UnansweredError: Nothing takes it.
         BrokenPipeError: Its reader has left.
     """
+    what = f"{done}, but the answer cannot be written" if done else "the answer cannot be written"
+    _write(lambda: print(text, end=end, flush=flush or bool(done)), what)  # noqa: T201
+
+
+def _write(write: Callable[[], None], what: str = "the answer cannot be written") -> None:
     try:
-        print(text, end=end, flush=flush or bool(done))  # noqa: T201
+        write()
     except BrokenPipeError:
         raise
     except OSError as exc:
-        what = f"{done}, but the answer cannot be written" if done else "the answer cannot be written"
         raise UnansweredError(
             f"{what}: expected a standard output that takes it, got '{exc.strerror}'; send it elsewhere."
         ) from exc
@@ -65,17 +69,18 @@ def end_quietly(main: Callable[[], int]) -> int:
             return main()
         finally:
             # Not on the way out of Python, which would tell of it in lines of its own.
-            answer("", end="", flush=True)
+            _write(sys.stdout.flush)
     except BrokenPipeError:
-        _drop_answer()
+        _drop(sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except UnansweredError as exc:
-        _drop_answer()
-        print(f"error: {exc}", file=sys.stderr)  # noqa: T201
+        _drop(sys.stdout.fileno())
+        _say(f"error: {exc}\n")
         return EXIT_UNANSWERED
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
+        _say("")
         # While Python takes itself down, nobody wants a traceback of Ctrl-C either.
         if callable(before):
             signal.signal(signal.SIGINT, before)
@@ -95,6 +100,14 @@ def _leave(signal_number: int, frame: FrameType | None) -> None:
     os._exit(_INTERRUPTED)
 
 
-def _drop_answer() -> None:
+def _say(text: str) -> None:
+    """Write to standard error, with what argparse left there, or leave it: that nobody takes it ends nothing else."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        _drop(sys.stderr.fileno())
+
+
+def _drop(descriptor: int) -> None:
     """Throw away what is still to be written: Python would try once more on its way out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -117,13 +117,13 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def carry_out(run: Run, arguments: argparse.Namespace) -> int:
+def carry_out(run: Callable[[], int]) -> int:
     """Carry a verb out; return its exit code, and tell in one sentence why it has done nothing if it has not."""
     console = open_console()
     try:
         interruption.raise_again()
         signal.signal(signal.SIGTERM, _interrupt)
-        return run(arguments)
+        return run()
     except ServingError as exc:
         _refuse(console, str(exc))
         return EXIT_NOT_SERVED

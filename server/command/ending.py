@@ -44,17 +44,18 @@ def end_quietly(main: Callable[[], int]) -> int:
             return main()
         finally:
             # Not on the way out of Python, which would tell of it in lines of its own.
-            answer("", end="")
+            _flush()
     except _UnansweredError as exc:
-        # Python would try once more to write what is left, on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop(sys.stdout.fileno())
         if isinstance(exc.__cause__, BrokenPipeError):
             return 128 + signal.SIGPIPE
         sentence = "the answer cannot be written: expected a standard output that takes it"
-        print(f"error: {sentence}, got '{exc}'; send it elsewhere.", file=sys.stderr)  # noqa: T201
+        _say(f"error: {sentence}, got '{exc}'; send it elsewhere.\n")
         return EXIT_UNANSWERED
     except KeyboardInterrupt:
         return _INTERRUPTED
+    finally:
+        _say("")
 
 
 def _fill_closed_streams() -> None:
@@ -69,3 +70,23 @@ def _fill_closed_streams() -> None:
 
 def _leave(signal_number: int, frame: FrameType | None) -> None:
     os._exit(_INTERRUPTED)
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError as exc:
+        raise _UnansweredError(exc.strerror) from exc
+
+
+def _say(text: str) -> None:
+    """Write to standard error, with what argparse left there, or leave it: that nobody takes it ends nothing else."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)  # noqa: T201
+    except OSError:
+        _drop(sys.stderr.fileno())
+
+
+def _drop(descriptor: int) -> None:
+    """Throw away what is still to be written: Python would try once more on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

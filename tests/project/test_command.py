@@ -36,13 +36,34 @@ def test_what_becomes_of_its_standard_output_is_no_traceback(words: tuple[str, .
     assert done.returncode == 0 or words == ("doctor",)
 
 
-@pytest.mark.parametrize("module", ["numpy", "rich", "ctypes"])
+@pytest.mark.parametrize("is_unbuffered", [True, False])
+@pytest.mark.parametrize(
+    "words",
+    [("modelyard",), ("export", "run"), ("export", "versions", "list"), ("server", "serve"), ("client.infer",),
+     ("client.parity",), ("client.bench",)],
+)  # fmt: skip
+def test_the_exit_code_tells_which_of_the_streams_took_nothing(words: tuple[str, ...], is_unbuffered: bool) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": "1" if is_unbuffered else ""}
+    wrong = "frob" if words == ("modelyard",) else "--frob"
+    for word, code, streams in (
+        ("--help", 5, ">/dev/full"),
+        ("--help", 5, ">/dev/full 2>&1"),
+        # Of wrong usage nothing is said there.
+        (wrong, 2, ">/dev/full"),
+        (wrong, 2, "2>/dev/full"),
+    ):
+        command = ["bash", "-c", f'exec "$@" {streams}', "bash", sys.executable, "-m", *words, word]
+        done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), (word, streams, done.stderr)
+
+
+@pytest.mark.parametrize("module", ["difflib", "dataclasses", "numpy", "rich", "ctypes"])
 def test_an_interruption_while_a_part_is_loading_is_one_sentence(module: str, tmp_path: Path) -> None:
     # What is loaded from here sends Ctrl-C to the process that loads it.
     (tmp_path / f"{module}.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
     )
-    verb = {"numpy": "infer", "rich": "inspect", "ctypes": "check"}[module]
+    verb = {"rich": "inspect", "ctypes": "check"}.get(module, "infer")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = run_command(verb, "x", env=environment)
     assert (done.returncode, done.stderr) == (130, "error: interrupted; nothing was begun.\n")
