@@ -15,7 +15,7 @@ from .fsdp import reader as fsdp
 from .megatron import megatron_lm
 from .megatron import reader as megatron
 from .plain import huggingface, torch_file
-from .storage.paths import read_json_beside, refuse_broken_link
+from .storage.paths import read_json_beside, refuse_broken_link, refuse_irregular
 from .stored_checkpoint import StoredCheckpoint
 
 
@@ -109,6 +109,7 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         if reader in sharded or reader.recognises(directory, tag):
             return reader.open_folder(directory, tag)
     _refuse_adapter(directory)
+    refuse_irregular(directory, huggingface.WEIGHT_FILES)
     for path in sorted(directory.iterdir()):
         refuse_broken_link(path)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
+from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.storage.paths import find_linked, read_json_beside
 from ..errors import escape_controls
 from ..fetching import fetch_all
@@ -74,6 +75,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
         CheckpointError: It is not a checkpoint that we read, or files are missing, damaged or of different saves.
     """
     checkpoint = open_checkpoint(directory, tag=tag)
+    check_documents(checkpoint.directory, may_lead_outside=True)
     owned = checkpoint.owned()
     groups: dict[str, list[str]] = {}
     for name, holder in checkpoint.tied.items():

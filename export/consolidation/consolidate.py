@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
+from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from ..errors import CheckpointError, list_some
@@ -87,6 +88,7 @@ def consolidate(
     checkpoint = open_checkpoint(source, tag=tag, allow_non_finite=allow_non_finite)
     options = _Options(dtype=None if dtype is None else DTYPES[dtype], max_shard_bytes=max_shard_bytes)
     directory = base or checkpoint.directory
+    check_documents(directory)
     if fit is None:
         check_carried_tokenizer(directory, checkpoint, allow_other_tokenizer=allow_other_tokenizer)
     with stage_folder(target) as staged:

@@ -10,12 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.sentence_modules import read_transformer_settings
-from ..checkpoints.storage.paths import check_inside, read_json_beside, read_json_if_any, refuse_byte_order_marks
+from ..checkpoints.storage.paths import (
+    check_inside,
+    read_json_beside,
+    read_json_if_any,
+    refuse_byte_order_marks,
+    refuse_irregular,
+)
 from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
@@ -56,6 +63,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         CheckpointError: The folder holds no tokenizer, or one that cannot be loaded.
         VocabularyError: The tokenizer has no Rust backend, so the server could not run it.
     """
+    refuse_irregular(directory, (*TOKENIZER_FILES, *_MORE_FILES))
     if not has_tokenizer(directory):
         raise CheckpointError(
             f"{directory} holds no tokenizer",
@@ -74,6 +82,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             )
     # What a damaged tokenizer raises is up to the library that reads it: OSError, ValueError, a bare Exception, ...
     except Exception as exc:
+        _refuse_own_code(directory)
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded",
             expected="a tokenizer that transformers reads",
@@ -111,6 +120,25 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     if is_bare_vocabulary(directory):
         _refuse_wrong_case(directory, tokenizer)
     return tokenizer
+
+
+def _refuse_own_code(directory: Path) -> None:
+    """Refuse a tokenizer that is Python in the checkpoint.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    content = read_json_beside(directory / _DESCRIBED_BY[1])
+    named, class_name = content.get("auto_map"), content.get("tokenizer_class")
+    # The older form names no automatic class.
+    named = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    if named and isinstance(class_name, str) and not hasattr(transformers, class_name):
+        raise CheckpointError(
+            f"the tokenizer in {directory} is Python in the checkpoint, which is never run",
+            expected="a tokenizer_class that transformers has, or a tokenizer.json",
+            got=f"{class_name!r} and auto_map {named!r}",
+            remedy="if you trust it, convert it with transformers and save it as tokenizer.json beside the weights",
+        )
 
 
 def _refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

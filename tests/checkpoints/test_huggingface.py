@@ -444,3 +444,12 @@ def test_an_adapter_alone_is_told_from_a_model_and_names_the_one_it_changes(tmp_
         f"{tmp_path} holds an adapter, which is not a whole model: expected the model that it changes, someone/base, "
         f"got adapter_config.json; pass that model in its place, and to run this folder as well: --adapter {tmp_path}."
     )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"])
+def test_weights_that_are_no_regular_file_are_refused_as_that(name: str, tmp_path: Path) -> None:
+    for make, kind in ((os.mkfifo, "a FIFO"), (lambda path: path.symlink_to("/dev/zero"), "a device")):
+        make(tmp_path / name)
+        with pytest.raises(CheckpointError, match=rf"{name} is not a regular file: expected a file, got {kind}; put"):
+            open_checkpoint(tmp_path)
+        (tmp_path / name).unlink()

@@ -120,6 +120,17 @@ def refuse_broken_link(path: Path) -> None:
         )
 
 
+def refuse_irregular(directory: Path, names: Iterable[str]) -> None:
+    """Refuse what is there under the name of a file and is none, such as a FIFO, which else counts as not there.
+
+    Raises:
+        CheckpointError: One is.
+    """
+    for path in (directory / name for name in names):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            open_regular(path).close()
+
+
 def read_small(path: Path, *, max_bytes: int) -> bytes:
     """Return all bytes of a regular file.
 

@@ -1,5 +1,6 @@
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -241,6 +242,31 @@ def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
     (tmp_path / "in" / "tokenizer.json").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leads outside"):
         consolidate(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda path: path.write_text("[" * 200_000), r"cannot be read: expected JSON, got .* nested too deeply"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x80"), "cannot be read: expected JSON, got 3 bytes"),
+        (lambda path: path.write_text('{"model": {"vo'), "cannot be read: expected JSON, got 14 bytes"),
+        (os.mkfifo, "is not a regular file: expected a file, got a FIFO"),
+        (lambda path: path.symlink_to("/dev/urandom"), "is not a regular file: .*a device|leads outside"),
+    ],
+)
+def test_what_describes_the_model_is_refused_where_it_cannot_be_read(
+    make: Callable[[Path], object], found: str, name: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "in")
+    path = tmp_path / "in" / name
+    path.unlink(missing_ok=True)
+    make(path)
+    for refused in (lambda: consolidate(tmp_path / "in", tmp_path / "out"), lambda: inspect_checkpoint(path.parent)):
+        with pytest.raises(CheckpointError, match=found) as caught:
+            refused()
+        assert str(path) in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 

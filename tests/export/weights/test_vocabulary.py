@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -278,6 +279,23 @@ def test_a_folder_without_a_tokenizer_or_with_a_damaged_one_is_refused(checkpoin
     shutil.copy(checkpoint / "tokenizer_config.json", tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.txt"])
+def test_a_tokenizer_that_is_no_regular_file_is_refused_as_that(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} is not a regular file: expected a file, got a FIFO; put"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("auto_map", [{"AutoTokenizer": ["own.Own", None]}, ["own.Own", None]])
+def test_a_tokenizer_that_is_python_in_the_checkpoint_is_refused_as_that(auto_map: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\na\nb\n")
+    (tmp_path / "own.py").write_text("raise AssertionError")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
+    with pytest.raises(CheckpointError, match="is Python in the checkpoint, which is never run: .*'own.Own', None"):
         load_tokenizer(tmp_path)
 
 
