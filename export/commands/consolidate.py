@@ -156,6 +156,7 @@ def run(args: argparse.Namespace) -> int:
         f"{out}: {done.tensors} tensors, {done.total_bytes / 1e9:.3f} GB{tied}, from {done.format_name}, "
         f"in {time.monotonic() - started:.1f} s",
         *(f"missing: {what}" for what in done.missing),
+        *(f"warning: {what}" for what in done.warnings),
     ]
     answer(args, {"folder": str(out), **asdict(done)}, lines, f"{out} is written")
     return 0

@@ -39,6 +39,7 @@ class Consolidated:
         total_bytes: Bytes of weights.
         files: Paths of every file in the folder, sorted.
         missing: What a whole checkpoint of the format would have and this one lacks or cannot show.
+        warnings: What the reader should know of a vocabulary that was changed.
     """
 
     format_name: str
@@ -47,6 +48,7 @@ class Consolidated:
     total_bytes: int
     files: tuple[str, ...]
     missing: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def consolidate(
@@ -114,6 +116,7 @@ def consolidate(
         total_bytes=output.total_bytes,
         files=files,
         missing=checkpoint.facts.missing,
+        warnings=() if fitted is None else fitted.warnings,
     )
 
 

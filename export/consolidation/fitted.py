@@ -19,12 +19,14 @@ class Fitted:
         files: Folder with the files that replace the checkpoint's.
         superseded: Patterns of names of files that go where `files` has none of that name.
         config: Key of `config.json` → what it says now.
+        warnings: What the reader should know of it, in sentences.
     """
 
     checkpoint: StoredCheckpoint
     files: Path
     superseded: tuple[str, ...]
     config: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 # Takes the checkpoint, the folder with configuration and tokenizer, and an empty folder to write into.

@@ -86,5 +86,6 @@ def fit_checkpoint(options: VocabularyOptions, checkpoint: StoredCheckpoint, dir
         checkpoint=replace(checkpoint, tensors=tensors, tied=tied, copies=()),
         files=files,
         superseded=_SUPERSEDED,
+        warnings=rows.warnings,
         config={key: value for key, value in changed.items() if key == "vocab_size" or key in recorded},
     )

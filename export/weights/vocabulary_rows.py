@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints import StateDict
-from ..errors import VocabularyError
+from ..errors import VocabularyError, list_some
 from .new_rows import DEFAULT_SPREAD, build_row
 from .tokenizer import add_tokens, check_ids_have_rows, hash_vocabulary
 from .torch_model import find_input_embedding, find_logit_biases, find_output_tables
@@ -26,6 +26,7 @@ class VocabularyRows:
         after: Rows of what is served.
         tokens: Rows that the tokenizer's ids reach, added ones included.
         added: The tokens that got a row.
+        known: Tokens that were to be added and have a row already.
         tables: Names of the tensors that have these rows, or as many columns.
         sha256: Hash of the vocabulary, comparable with `vocabulary_sha256` in a `config.json`.
     """
@@ -35,6 +36,7 @@ class VocabularyRows:
     after: int
     tokens: int
     added: list[str]
+    known: list[str]
     tables: list[str]
     sha256: str
 
@@ -45,7 +47,18 @@ class VocabularyRows:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What looks as if the tokenizer were another model's: tables are padded, but not by more than they hold."""
+        """What was asked for and not done, and what looks as if the tokenizer were another model's."""
+        return (*self._warn_of_known(), *self._warn_of_unused())
+
+    def _warn_of_known(self) -> tuple[str, ...]:
+        if not self.known:
+            return ()
+        return (
+            f"the tokenizer has {list_some(self.known)} already: each keeps the row that it has, whatever it was to start as.",
+        )
+
+    def _warn_of_unused(self) -> tuple[str, ...]:
+        # Tables are padded, but not by more than they hold.
         if self.unused <= self.after / 2:
             return ()
         return (
@@ -103,6 +116,7 @@ def fit_vocabulary(
         after=after,
         tokens=tokens,
         added=[item.token for item in new],
+        known=sorted({item.token for item in options.added_tokens} - {item.token for item in new}),
         tables=[table, *outputs, *biases],
         sha256=hash_vocabulary(tokenizer),
     )

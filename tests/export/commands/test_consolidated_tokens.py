@@ -79,6 +79,17 @@ def test_added_tokens_come_with_rows_tokenizer_and_configuration(saved: Path, tm
     assert consolidate(out, tmp_path / "again", "--add-token", "another=mean") == 0
 
 
+def test_a_token_that_is_there_already_is_told(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--add-token", "cat=zeros", "qwxz=mean", "--add-special-token", "[SEP]=zeros", "--allow-other-tokenizer"]
+    assert consolidate(saved, tmp_path / "out", *asked) == 0
+    sentence = "the tokenizer has [SEP], cat already: each keeps the row that it has, whatever it was to start as."
+    assert f"warning: {sentence}\n" in capsys.readouterr().out
+    table = open_checkpoint(tmp_path / "out").read(TABLE)
+    assert torch.equal(table[:ROWS], open_checkpoint(saved).read(TABLE)) and table.shape[0] == ROWS + 1
+    assert consolidate(saved, tmp_path / "again", *asked, "--json") == 0
+    assert sentence in json.loads(capsys.readouterr().out)["warnings"]
+
+
 def test_one_tokenizer_is_left_where_tokens_were_added(saved: Path, tmp_path: Path) -> None:
     stale = (
         "vocab.json",
