@@ -1,5 +1,6 @@
 """What is known of a published version, read from the documents beside it; and how two versions differ."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -172,12 +173,18 @@ def _read_tokenizer(version: Version) -> dict[str, str]:
     path = next((path for path in version.list_files() if path.name == _TOKENIZER_FILE), None)
     if path is None:
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    digests = {file.name: digest for file, digest in version.read_sums().items()}
+    file = {"file": digests.get(_TOKENIZER_FILE, _MISSING)[:12]}
+    # What is damaged is told by the verb that is asked for damage.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {**file, **_describe_tokenizer(json.loads(path.read_text(encoding="utf-8")))}
+    return file
+
+
+def _describe_tokenizer(content: Mapping[str, Any]) -> dict[str, str]:
     added = [token["content"] for token in content.get("added_tokens") or []]
     truncation = content.get("truncation") or {}
-    digests = {file.name: digest for file, digest in version.read_sums().items()}
     return {
-        "file": digests.get(_TOKENIZER_FILE, _MISSING)[:12],
         "kind": str(content.get("model", {}).get("type", _MISSING)),
         "vocabulary": f"{len(content.get('model', {}).get('vocab', []))} entries",
         "added tokens": f"{len(added)}: {list_some(added)}" if added else "none",

@@ -53,9 +53,8 @@ class VocabularyRows:
     def _warn_of_known(self) -> tuple[str, ...]:
         if not self.known:
             return ()
-        return (
-            f"the tokenizer has {list_some(self.known)} already: each keeps the row that it has, whatever it was to start as.",
-        )
+        names = list_some(self.known)
+        return (f"the tokenizer has {names} already: each keeps the row that it has, whatever it was to start as.",)
 
     def _warn_of_unused(self) -> tuple[str, ...]:
         # Tables are padded, but not by more than they hold.

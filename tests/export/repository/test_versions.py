@@ -303,6 +303,16 @@ def test_a_file_that_the_sums_no_longer_name_is_told_as_just_that(
     assert "lacks" not in done.out
 
 
+@pytest.mark.parametrize("content", ["[[[", "[" * 100_000, "{}", '{"model": 1}'])
+def test_versions_are_compared_whatever_became_of_a_tokenizer(
+    content: str, models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    (path,) = models.glob("*/2/tokenizer.json")
+    path.write_text(content)
+    done = export_cli("versions", "diff", "tickets", "1", "2", "--repository", str(models))
+    assert (done.code, done.err) == (0, "")
+
+
 @pytest.mark.parametrize("content", ["", "# a comment\n", f"# {'#' * (1 << 20)}\n"])
 def test_an_empty_or_endless_configuration_names_no_active_version(
     content: str, models: Path, export_cli: Callable[..., Finished]
