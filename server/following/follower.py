@@ -13,7 +13,7 @@ from ..errors import GoneError, RolloutError
 from .changes import Changes
 from .holding import Holdings
 from .model_text import CONFIG_FILE
-from .published import Published, find_changed_answers, find_fault, list_versions, read_repository
+from .published import Published, find_fault, find_partial, list_versions, read_repository, take_files
 from .rollout import Roller
 from .sums import SUMS_FILE, FileSums
 
@@ -132,7 +132,10 @@ class Follower:
         published = self._served[name]
         self._forget(published)
         self._failures[name] = _Failure(
-            wanted=published, reason=reason, retry_at=time.monotonic() + delay_s, delay_s=_FIRST_RETRY_S
+            wanted=replace(published, loaded={}, asked={}),
+            reason=reason,
+            retry_at=time.monotonic() + delay_s,
+            delay_s=_FIRST_RETRY_S,
         )
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
@@ -141,7 +144,7 @@ class Follower:
         for name, published in [*self._served.items()]:
             folders = [self._repository / part / str(published.version) for part in published.steps or (name,)]
             fault = next(filter(None, map(find_fault, folders)), "") if published.version else ""
-            if damage := fault or self._sums.find_changed(published.sums):
+            if damage := fault or self._sums.find_changed(published.loaded, since="loaded"):
                 self.doubt(name, damage)
                 # Looked at again as soon as its files are others.
                 self._failures[name].wanted = replace(published, configs={}, damage=damage)
@@ -153,9 +156,10 @@ class Follower:
             if published.damage:
                 self._fail(published, 0, _refuse_damaged(published, None))
                 continue
-            self._hold(published)
-            self._roller.show(published)
-            self._settle(published)
+            taken = take_files(self._repository, published, self._sums)
+            self._hold(taken)
+            self._roller.show(taken)
+            self._settle(taken)
 
     def look(self, *, follows: bool) -> None:
         """Begin to follow what has changed, if anything has; returns at once.
@@ -272,15 +276,18 @@ class Follower:
         """Have a model served, if it can be now; return False if there is no tritonserver any more."""
         old = self._served.get(wanted.name)
         failure = self._failures.get(wanted.name)
-        if old and not wanted.damage and old.version == wanted.version:
-            wanted = self._compare(old, wanted)
-        if old == wanted:
+        # What could not be loaded once more is held against what it was before.
+        known = old or (failure and failure.wanted)
+        if known and known.version == wanted.version and known.loaded:
+            wanted = self._compare(known, wanted)
+        is_loaded = old is not None and old.loaded == wanted.loaded
+        if old and (old == wanted or (is_loaded and not wanted.damage and old.configs == wanted.configs)):
             self._settle(wanted)
             return True
         if failure and failure.wanted == wanted and failure.retry_at > time.monotonic():
             return True
         start = time.monotonic()
-        if old and old.version == wanted.version and old.sums != wanted.sums and not wanted.damage:
+        if old and old.version == wanted.version and not is_loaded and not wanted.damage:
             # Side by side the two would answer with each other.
             self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
             self._forget(old)
@@ -291,12 +298,12 @@ class Follower:
             return True
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
-        rest = ""
+        rest, taken = "", wanted if wanted.loaded else take_files(self._repository, wanted, self._sums)
         try:
             if old:
-                rest = self._roller.roll(old, wanted)
+                rest = self._roller.roll(old, taken)
             else:
-                self._roller.add(wanted)
+                self._roller.add(taken)
         except RolloutError as exc:
             if served != wanted.version:
                 self._holdings.release(wanted)
@@ -305,7 +312,7 @@ class Follower:
             return not isinstance(exc.__cause__, GoneError)
         if old and served != wanted.version:
             self._holdings.release(old)
-        self._settle(wanted)
+        self._settle(taken)
         if rest and not self._ended:
             self._say(
                 f"warning: version {served} of {wanted.name} stays loaded beside version {wanted.version}, which is "
@@ -317,17 +324,28 @@ class Follower:
         return True
 
     def _compare(self, old: Published, wanted: Published) -> Published:
-        """Return what is wanted of the version that is served, with why it cannot be had if that is so.
+        """Return what is wanted of the version that was loaded, with why it cannot be had if that is so.
 
         Its configuration may be another. Its files may only be as a whole, as another publication of the same number.
         """
-        damage = ""
-        if old.sums == wanted.sums:
-            damage = find_changed_answers(self._repository, wanted, self._sums) if old == wanted else ""
-        elif not (changed := self._sums.find_changed(old.sums)) or not old.sums.keys() <= wanted.sums.keys():
+        changed = damage = self._sums.find_changed(old.loaded, since="loaded")
+        if wanted.damage:
+            # What has become of the sums says less than that what is loaded is another.
+            damage = (changed if SUMS_FILE in wanted.damage else "") or wanted.damage
+        elif changed and wanted.sums:
+            damage = find_partial(self._repository, wanted, self._sums)
+            if not damage:
+                return wanted
+        elif not changed:
             sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
-            damage = changed or f"{sums} is not the one that it was loaded with"
-        return replace(wanted, configs={}, damage=damage) if damage else wanted
+            is_lost = not old.sums.keys() <= wanted.sums.keys()
+            if is_lost or any(old.loaded.get(path) != digest for path, digest in wanted.sums.items()):
+                damage = f"{sums} is not the one that it was loaded with"
+            elif old.configs == wanted.configs:
+                # Who starts on other answers, or checks a server, says more of them than that.
+                damage = self._sums.find_changed(old.asked, since="loaded")
+        known = replace(wanted, loaded=old.loaded, asked=old.asked)
+        return replace(known, configs={}, damage=damage) if damage else known
 
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):
@@ -372,9 +390,13 @@ def _find_rest(folder: Path, version: int) -> str:
 def _refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
     """Return why a model is not served as the repository has it, and what becomes of the one that is served."""
     consequence = f"{old.title} is served as before" if old else "it is not served"
+    remedy = "mend that, or move the file away and activate a version"
+    if SUMS_FILE in wanted.damage:
+        # Without them nothing would say what the files were.
+        remedy = "restore it, or promote or export that version again"
     return RolloutError(
         f"{wanted.title} cannot be served",
         expected="whole files",
         got=wanted.damage,
-        remedy=f"{consequence}; mend that, or move the file away and activate a version",
+        remedy=f"{consequence}; {remedy}",
     )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .model_text import (
@@ -16,7 +16,15 @@ from .model_text import (
     serve_versions,
     set_parameter,
 )
-from .sums import CONFIGS_FOLDER, GOLDEN_FILE, FileSums, read_sums, select_loaded
+from .sums import (
+    CONFIGS_FOLDER,
+    GOLDEN_FILE,
+    FileSums,
+    find_damaged_sums,
+    list_files,
+    read_sums,
+    select_loaded,
+)
 
 # Parameters that an operator writes into a configuration.
 _OPERATORS = ("modelyard_blocked_s", "modelyard_busy_s")
@@ -38,7 +46,10 @@ class Published:
             tritonserver serves what its configuration says.
         configs: Name → text of the `config.pbtxt` of every step, in order, and of the model itself, which comes last.
         sums: Path → SHA-256 of each file that tritonserver loads of it, as they were published; none where that was not
-            recorded. What is served is held against those that it was loaded with, whatever is told later.
+            recorded.
+        loaded: Path → SHA-256 of the same files as they were when they were loaded, whatever is told of them: against
+            these what is served is held. None before that.
+        asked: The same of the recorded answers.
         damage: Why it cannot be served as it stands there; then it has no `configs`, and `version` is 0 where its own
             cannot be read.
     """
@@ -47,6 +58,8 @@ class Published:
     version: int
     configs: Mapping[str, str]
     sums: Mapping[Path, str] = field(default_factory=dict)
+    loaded: Mapping[Path, str] = field(default_factory=dict, compare=False)
+    asked: Mapping[Path, str] = field(default_factory=dict, compare=False)
     damage: str = ""
 
     @property
@@ -167,7 +180,7 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
     golden = repository / name / str(version) / GOLDEN_FILE
     if not golden.exists():
         return version, f"{golden} is missing"
-    return version, _find_absent(golden.parent)
+    return version, _find_absent(golden.parent) or find_damaged_sums(folders)
 
 
 def _find_absent(version: Path) -> str:
@@ -234,14 +247,22 @@ def _vary(config: str, path: Path) -> str:
     return varied
 
 
-def find_changed_answers(repository: Path, published: Published, sums: FileSums) -> str:
-    """Return that the recorded answers of a model are not those that it was published with; empty where they are.
+def take_files(repository: Path, published: Published, sums: FileSums) -> Published:
+    """Return what is about to be loaded, with what its files are."""
+    if not published.version:
+        return published
+    folder = Path(os.path.normpath(repository / published.name / str(published.version)))
+    parts = (*published.steps, published.name)
+    files = {path: "" for part in parts for path in list_files(repository / part / str(published.version))}
+    told = read_sums(folder)
+    loaded = sums.take(select_loaded(folder, files), told)
+    return replace(published, loaded=loaded, asked=sums.take([folder / GOLDEN_FILE], told))
 
-    Who starts on them, or checks a server, says more of them than that.
-    """
-    golden = Path(os.path.normpath(repository / published.name / str(published.version) / GOLDEN_FILE))
-    told = read_sums(golden.parent).get(golden)
-    return sums.find_changed({golden: told}) if told else ""
+
+def find_partial(repository: Path, published: Published, sums: FileSums) -> str:
+    """Return which file of a version, records among them, is not the one in its sums; empty where it is whole."""
+    folder = repository / published.name / str(published.version)
+    return "" if not published.sums else sums.find_changed(read_sums(folder))
 
 
 def _read_ours(repository: Path, name: str, version: int, configs: Mapping[str, str], variant: str) -> Published:

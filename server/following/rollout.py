@@ -65,7 +65,7 @@ class Roller:
         self._control = control
         self._backend = backend
         self._sums = sums
-        # Model and version → the sums of all that was published with it.
+        # Model and version → the sums of all that was loaded with it.
         self._sums_at_load: dict[tuple[str, str], Mapping[Path, str]] = {}
         # A model is revived by another thread than the one that rolls it.
         self._changing = threading.RLock()
@@ -126,7 +126,7 @@ class Roller:
         """
         for version in (folder.name for folder in self._overlay.list_versions(model)):
             part, sums = self._repository / model / version, self._sums_at_load.get((model, version), {})
-            if fault := find_fault(part) or self._sums.find_changed(sums, part):
+            if fault := find_fault(part) or self._sums.find_changed(sums, part, since="loaded"):
                 raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
 
     def show(self, published: Published) -> None:
@@ -137,7 +137,7 @@ class Roller:
             self._overlay.show(name, config, self._repository / name, versions)
 
     def _note(self, published: Published) -> None:
-        self._sums_at_load |= {(name, str(published.version)): published.sums for name in published.configs}
+        self._sums_at_load |= {(name, str(published.version)): published.loaded for name in published.configs}
 
     def add(self, published: Published) -> None:
         """Load a model that was not there, its steps first.
@@ -173,7 +173,7 @@ class Roller:
             RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
         """
         # tritonserver would load it anew with the other, and its callers would be answered by it until the switch.
-        if changed := self._sums.find_changed(old.sums):
+        if changed := self._sums.find_changed(old.loaded, since="loaded"):
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
         self._note(new)
         try:
@@ -361,7 +361,7 @@ class Roller:
             ValueError: It answers otherwise, or from files that have changed while they were loaded.
         """
         if published.version:
-            if changed := self._sums.find_changed(published.sums):
+            if changed := self._sums.find_changed(published.loaded, since="loaded"):
                 raise ValueError(changed)
             check_answer(
                 self._control.url,

@@ -1,9 +1,10 @@
 """Whether what tritonserver loads of a version is what was published: other bytes may load, and answer wrongly."""
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -15,11 +16,14 @@ SUMS_FILE = "SHA256SUMS"
 
 GOLDEN_FILE = "golden.json"
 
+# What a version was made from and with; it names the files that are served as well.
+_LOCK_FILE = "modelyard.lock.json"
+
 # In the folder of a version: configurations, those of each variant in a folder of its own.
 CONFIGS_FOLDER = "configs"
 
 # What is published about a version, beside what is loaded of it. Recorded answers are judged as they are asked for.
-_RECORDS = (GOLDEN_FILE, "modelyard.lock.json", "publication.json", "verification.json", "verification.html")
+_RECORDS = (SUMS_FILE, GOLDEN_FILE, _LOCK_FILE, "publication.json", "verification.json", "verification.html")
 
 # More is not read before it has changed: that takes as long as to load it, and the recorded answers tell as much.
 _LARGE_BYTES = 64 * 2**20
@@ -52,20 +56,31 @@ class FileSums:
     def __init__(self) -> None:
         self._states: dict[Path, _State] = {}
 
-    def find_changed(self, sums: Mapping[Path, str], part: Path | None = None) -> str:
-        """Return which file is not as it was published; empty where all are.
+    def find_changed(self, sums: Mapping[Path, str], part: Path | None = None, *, since: str = "published") -> str:
+        """Return which file is not as it was; empty where all are.
 
         Args:
             sums: Path → SHA-256.
             part: A folder, outside of which none is looked at.
+            since: What was done with them when they had those sums.
         """
         for path, digest in sums.items():
             is_meant = part is None or Path(os.path.normpath(part)) in path.parents
             if is_meant and self._read(path) not in (digest, ""):
-                return f"{path} has changed since it was published"
+                return f"{path} has changed since it was {since}"
         return ""
 
-    def _read(self, path: Path) -> str:
+    def take(self, paths: Iterable[Path], told: Mapping[Path, str]) -> Mapping[Path, str]:
+        """Return the sums of files as they are now, those that can be read.
+
+        Args:
+            paths: The files.
+            told: The sums that are known of some. Of the others nobody knows more: the largest are read as well.
+        """
+        found = {path: told.get(path) or self._read(path, at_any_size=True) for path in paths}
+        return {path: digest for path, digest in found.items() if digest}
+
+    def _read(self, path: Path, *, at_any_size: bool = False) -> str:
         """Return the digest of a file; empty where it cannot be told, which says nothing of its bytes."""
         state = self._states.get(path)
         try:
@@ -73,9 +88,10 @@ class FileSums:
             if not S_ISREG(stat.st_mode):
                 return ""
             identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-            if state and state.identity == identity:
+            if state and state.identity == identity and (state.digest or not at_any_size):
                 return state.digest
-            digest = "" if not state and stat.st_size > _LARGE_BYTES else hash_file(path)
+            is_taken = not state and stat.st_size > _LARGE_BYTES and not at_any_size
+            digest = "" if is_taken else hash_file(path)
         except OSError:
             return ""
         self._states[path] = _State(identity=identity, digest=digest)
@@ -95,6 +111,54 @@ def read_sums(version: Path) -> Mapping[Path, str]:
     lines = [line.rstrip("\r") for line in text.split("\n")[:-1]]
     matches = [match for match in map(_LINE.fullmatch, lines) if match]
     return {Path(os.path.normpath(version / match[2])): match[1].lower() for match in matches}
+
+
+def find_damaged_sums(folders: Sequence[Path]) -> str:
+    """Return why sums that are there do not say of every file what it was; empty where they do, or there are none.
+
+    Args:
+        folders: Those of a version: of its steps, and at last of the public model, where the sums are.
+    """
+    path = folders[-1] / SUMS_FILE
+    try:
+        # A whole last line ends as the others do.
+        *lines, rest = read_config(path).split("\n")
+    except PermissionError as exc:
+        return f"{path} cannot be read: {exc.strerror}"
+    except ValueError as exc:
+        return f"{path} holds no sums: {exc}"
+    # One that is not there, or that this process lacks something to look at, says nothing.
+    except OSError:
+        return ""
+    if rest or not lines or not all(_LINE.fullmatch(line.rstrip("\r")) for line in lines):
+        return f"{path} is cut or damaged"
+    sums = read_sums(folders[-1])
+    digests = {file.name: digest for file, digest in sums.items()}
+    for name, digest in _read_artefacts(folders[-1]).items():
+        if name not in digests:
+            return f"{path} does not name {name}, as {_LOCK_FILE} does"
+        if digests[name] != digest:
+            return f"{path} names other bytes for {name} than {_LOCK_FILE}"
+    unknown = next((file for folder in folders for file in list_files(folder) if file not in sums), None)
+    return f"{path} does not name {unknown}" if unknown else ""
+
+
+def list_files(version: Path) -> list[Path]:
+    """Return the files in the folder of a version, but for its sums and for what a program keeps for itself there."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(os.path.normpath(version)):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        found += [Path(folder, name) for name in names if not name.startswith(".") and name != SUMS_FILE]
+    return sorted(found)
+
+
+def _read_artefacts(version: Path) -> Mapping[str, str]:
+    """Return name → SHA-256 of the files that the lock of a version names; none where it cannot be read."""
+    try:
+        artefacts = json.loads(read_config(version / _LOCK_FILE))["artefacts"]
+        return {str(name): str(digest) for name, digest in artefacts.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return {}
 
 
 def select_loaded(version: Path, sums: Mapping[Path, str]) -> Mapping[Path, str]:

@@ -5,13 +5,16 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from followed import NAME, PARTS, Callers, copy_at_first, publish_half, read_following, read_ready, wait_for
 from launcher import Running, running
 
-from server.following.sums import FileSums, hash_file, read_sums, select_loaded
+from export.repository.integrity import find_damaged_files
+from export.repository.version import Version
+from server.following.sums import FileSums, find_damaged_sums, hash_file, read_sums, select_loaded
 
 PREPROCESS, MODEL, _ = PARTS
 
@@ -29,6 +32,26 @@ def version(tmp_path: Path) -> Path:
 def write_sums(version: Path) -> None:
     files = [path for path in sorted(version.iterdir()) if path.name != "SHA256SUMS"]
     (version / "SHA256SUMS").write_text("".join(f"{hash_file(path)}  {path.name}\n" for path in files))
+
+
+def write_sum(sums: Path, path: Path) -> None:
+    """Have the sums of a version name the bytes that a file of it has now."""
+    lines = [line.split("  ") for line in sums.read_text().splitlines()]
+    told = [(hash_file(path) if name.endswith(path.name) else digest, name) for digest, name in lines]
+    put(sums, "".join(f"{digest}  {name}\n" for digest, name in told).encode())
+
+
+def put_other_publication(repository: Path, other: Path, after_part: Callable[[], object] = lambda: None) -> None:
+    """Copy what is version 2 over version 1, as whoever copies one over the other does: file by file."""
+    shutil.copytree(repository, other)
+    for part in PARTS:
+        shutil.rmtree(other / part / "1")
+        (other / part / "2").rename(other / part / "1")
+    sums = other / NAME / "1" / "SHA256SUMS"
+    put(sums, sums.read_bytes().replace(b"/2/", b"/1/"))
+    for part in PARTS:
+        shutil.copytree(other / part / "1", repository / part / "1", dirs_exist_ok=True)
+        after_part()
 
 
 def put(path: Path, content: bytes) -> None:
@@ -120,23 +143,12 @@ def test_another_publication_of_a_served_number_is_served_whole_or_not_at_all(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
     server, repository = served
-    other = tmp_path / "other"
-    shutil.copytree(repository, other)
-    for part in PARTS:
-        shutil.rmtree(other / part / "1")
-        (other / part / "2").rename(other / part / "1")
-    sums = other / NAME / "1" / "SHA256SUMS"
-    told = sums.read_text().replace("/2/", "/1/")
-    sums.unlink()
-    sums.write_text(told)
     with Callers(server, repository) as callers:
         while not callers.answers:
             time.sleep(0.05)
-        # Whoever copies one over the other does so file by file.
-        for part in PARTS:
-            shutil.copytree(other / part / "1", repository / part / "1", dirs_exist_ok=True)
-            for stub in server.find_stubs(MODEL)[:1]:
-                stub.kill()
+        put_other_publication(
+            repository, tmp_path / "other", lambda: [stub.kill() for stub in server.find_stubs(MODEL)[:1]]
+        )
         server.wait_for_line("version 1 of followed is another publication than before", 60)
         wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))
         before = callers.answers[2]
@@ -182,6 +194,105 @@ def test_a_recorded_answer_that_is_changed_while_it_is_served_is_told(served: tu
     wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 1)
 
 
+def test_a_recorded_answer_that_is_changed_with_its_sum_is_told_and_restarts_no_container(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    golden, sums = repository / NAME / "1" / "golden.json", repository / NAME / "1" / "SHA256SUMS"
+    content, told = golden.read_bytes(), sums.read_bytes()
+    put(golden, (repository / NAME / "2" / "golden.json").read_bytes())
+    write_sum(sums, golden)
+    what = f"{golden} has changed since it was loaded"
+    wait_for(server, lambda models: what in models[NAME]["reason"] and models[NAME]["served"] == 1)
+    judged, lenient = server.check(), server.check("--any-version")
+    assert judged.code == 1 and what in judged.err
+    assert lenient.code == 0 and lenient.err.startswith("warning: ") and what in lenient.err
+    put(golden, content)
+    put(sums, told)
+    wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 1)
+    assert server.check().code == 0
+
+
+def test_a_file_that_is_changed_with_its_sum_but_not_with_its_lock_replaces_nothing(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    graph, sums = repository / MODEL / "1" / "model.onnx", repository / NAME / "1" / "SHA256SUMS"
+    content, told = graph.read_bytes(), sums.read_bytes()
+    with Callers(server, repository) as callers:
+        put(graph, (repository / MODEL / "2" / "model.onnx").read_bytes())
+        write_sum(sums, graph)
+        wait_for(server, lambda models: f"{graph} has changed since it was loaded" in models[NAME]["reason"])
+        before = callers.answers[1]
+        while callers.answers[1] < before + 20:
+            time.sleep(0.05)
+        put(graph, content)
+        wait_for(server, lambda models: f"{sums} names other bytes for model.onnx" in models[NAME]["reason"])
+        put(sums, told)
+        wait_for(server, lambda models: models[NAME]["state"] == "served")
+    assert set(callers.answers) == {1} and callers.failures == []
+    assert server.check().code == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "a line"])
+def test_a_model_whose_sums_lack_a_file_at_the_start_is_served_once_they_do_not(
+    repository: Path, tmp_path: Path, damage: str
+) -> None:
+    copy = copy_at_first(repository, tmp_path / "models")
+    half = publish_half(copy, tmp_path)
+    sums = copy / half / "1" / "SHA256SUMS"
+    told = sums.read_bytes()
+    sums.unlink()
+    if damage == "cut":
+        sums.write_bytes(told[: len(told) * 15 // 100])
+    else:
+        sums.write_bytes(b"".join(line for line in told.splitlines(keepends=True) if b"model.onnx" not in line))
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+        reason = read_following(server)[half]["reason"]
+        assert str(sums) in reason and "restore it, or promote or export that version again" in reason
+        checked = server.check()
+        assert checked.code == 1 and str(sums) in checked.err
+        put(sums, told)
+        wait_for(server, lambda models: models[half]["state"] == "served")
+        assert server.check().code == 0
+
+
+def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(repository: Path, tmp_path: Path) -> None:
+    copy = copy_at_first(repository, tmp_path / "models")
+    sums, graph = copy / NAME / "1" / "SHA256SUMS", copy / MODEL / "1" / "model.onnx"
+    told, content = sums.read_bytes(), graph.read_bytes()
+    sums.unlink()
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        put(graph, (copy / MODEL / "2" / "model.onnx").read_bytes())
+        what = f"{graph} has changed since it was loaded"
+        wait_for(server, lambda models: what in models[NAME]["reason"] and models[NAME]["served"] == 1)
+        with Callers(server, copy) as callers:
+            server.find_stubs(MODEL)[0].kill()
+            server.wait_for_line(f"{MODEL}: cannot be loaded anew", 60)
+            put(graph, content)
+            server.wait_for_line(f"{MODEL}: answers again", 60)
+            wait_for(server, lambda models: models[NAME]["state"] == "served")
+        assert set(callers.answers) == {1}
+        put(graph, (copy / MODEL / "2" / "model.onnx").read_bytes())
+        wait_for(server, lambda models: what in models[NAME]["reason"])
+        os.kill(server.tritonserver, signal.SIGKILL)
+        server.wait_for_line("tritonserver answers again", 60)
+        wait_for(server, lambda models: what in models[NAME]["reason"] and models[NAME]["served"] == 0)
+        put(sums, told)
+        put(graph, content)
+        wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))
+        assert server.check().code == 0
+        put_other_publication(copy, tmp_path / "other")
+        server.wait_for_line("version 1 of followed is another publication than before", 60)
+        wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))
+        assert server.check().code == 0
+
+
 def test_other_bytes_of_the_same_size_and_time_are_noticed(version: Path) -> None:
     sums, path = FileSums(), version / "tokenizer.json"
     assert sums.find_changed(read_sums(version)) == ""
@@ -218,3 +329,28 @@ def test_sums_are_read_as_sha256sum_reads_them(version: Path, form: str) -> None
     digest = hash_file(version / "tokenizer.json")
     (version / "SHA256SUMS").write_bytes(form.format(digest=digest.upper(), name="tokenizer.json").encode())
     assert read_sums(version) == {version / "tokenizer.json": digest}
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda told: told, ""),
+        (lambda told: told.replace(b"\n", b"\r\n"), ""),
+        (lambda told: told + told.split(b"\n")[0] + b"\n", ""),
+        (lambda told: told[: len(told) // 2 + 1], "is cut or damaged"),
+        (lambda told: told + b"junk\n", "is cut or damaged"),
+        (lambda told: b"", "is cut or damaged"),
+        (lambda told: told.split(b"\n", 1)[1], "does not name model.onnx"),
+        (lambda told: told.rsplit(b"\n", 2)[0] + b"\n", "does not name "),
+        (lambda told: b"0" * 64 + told[64:], "names other bytes for model.onnx"),
+    ],
+)
+def test_sums_are_whole_to_the_server_where_they_are_to_the_exporter(
+    repository: Path, tmp_path: Path, damage: Callable[[bytes], bytes], what: str
+) -> None:
+    copy = copy_at_first(repository, tmp_path / "models")
+    sums = copy / NAME / "1" / "SHA256SUMS"
+    put(sums, damage(sums.read_bytes()))
+    told = find_damaged_sums([copy / part / "1" for part in PARTS])
+    assert (what in told) if what else told == ""
+    assert bool(what) == bool([*find_damaged_files(Version(repository=copy, name=NAME, number=1))])
