@@ -160,11 +160,13 @@ class Supervisor:
         """
         start = time.monotonic()
         self._status.ready = False
+        how, is_crash = reason, self._watch.has_crashed
         for attempt in range(MAX_FAILED_STARTS):
             self._say(f"tritonserver {reason}; starting it anew")
             self._run.end()
             # A rollout fails with the tritonserver that it was about, and leaves shown what was served before.
             self._follower.wait()
+            self._follower.tell_end(how, is_crash=is_crash)
             self._follower.leave_out_damaged()
             if attempt == _STARTS_TOGETHER:
                 self._say("loading one model after another, to find the one that tritonserver does not survive")

@@ -1,5 +1,6 @@
 """Whether a tritonserver that has started still serves, and what is said of one that is busy."""
 
+import signal
 from collections.abc import Callable
 
 from .limits import describe_open_files
@@ -17,6 +18,9 @@ _STOPPED_S = 1.0
 # its threads for ten seconds and more. Only after much longer it is taken for one that runs in circles.
 _BUSY_S = 10.0
 _SILENT_S = 120.0
+
+# How it ends by what others do: an operator, or a kernel that is short of memory. Told to end, it does so with 0.
+_ENDS_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 # One that does not say so and of which no thread used or wanted a core in so many looks in a row waits for itself.
 _IDLE_LOOKS = 12
@@ -60,6 +64,12 @@ class Watch:
         self._tell_busy(silent_for_s)
         self._tell_refusal()
         return None
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether it ended by itself: nobody killed it, told it to end, or stopped it."""
+        code = self._run.server.poll()
+        return bool(self._run.server.find_crash()) if code is None else code not in _ENDS_FROM_OUTSIDE
 
     def _is_stuck(self) -> bool:
         """Tell whether it owes an answer and does nothing about it, look after look.

@@ -54,30 +54,37 @@ class Changes:
                 found[f"{folder.name}/"] = _list_files(folder / str(shown[folder.name]))
         return found
 
-    def find_mended(self, failed: Iterable[str]) -> set[str]:
+    def find_mended(self, failed: Mapping[str, int]) -> set[str]:
         """Return which models that could not be served had files changed, and have them changed no more.
 
         Args:
-            failed: Names of those that could not.
+            failed: Name → version of those that could not; 0 for any.
         """
-        now = {name: self._list_all(name) for name in failed}
+        now = {name: self._list_all(name, version) for name, version in failed.items()}
         changing = {name for name, files in now.items() if name in self._files and files != self._files[name]}
         settled = self._changing & now.keys() - changing
         self._files, self._changing = now, changing
         return settled
 
-    def _list_all(self, name: str) -> list[tuple[str, int, int]]:
+    def _list_all(self, name: str, version: int) -> list[tuple[str, int, int]]:
         folders = [self._repository / name, *self._repository.glob(f"{glob.escape(name)}_*")]
-        versions = [folder / str(version) for folder in folders for version in list_versions(folder)]
-        return sorted(file for version in versions for file in _list_files(version))
+        versions = [
+            folder / str(number) for folder in folders for number in ([version] if version else list_versions(folder))
+        ]
+        inside = [file for each in versions for file in _list_files(each)]
+        return sorted([*inside, *_describe(folder / CONFIG_FILE for folder in folders)])
 
 
 def _list_files(version: Path) -> list[tuple[str, int, int]]:
     """Return path, time of change and size of every file below the folder of a version."""
+    return sorted(_describe(Path(folder, name) for folder, _, names in os.walk(version) for name in names))
+
+
+def _describe(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return the same of those files that are there."""
     found = []
-    for folder, _, names in os.walk(version):
-        for path in (Path(folder, name) for name in names):
-            with contextlib.suppress(OSError):
-                stat = path.stat()
-                found.append((str(path), stat.st_ctime_ns, stat.st_size))
-    return sorted(found)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            stat = path.stat()
+            found.append((str(path), stat.st_ctime_ns, stat.st_size))
+    return found

@@ -2,9 +2,10 @@
 
 import contextlib
 import math
+import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -27,9 +28,9 @@ _LONGEST_ORDER_S = 10.0
 _FIRST_RETRY_S = 10.0
 _LAST_RETRY_S = 600.0
 
-# One that tritonserver has not survived so often is not tried again by itself: every try takes all models down. One
-# end may be another's doing.
-_MAX_ENDS = 2
+# One in whose loading tritonserver crashed so often is not tried again by itself: every try takes all models down. One
+# crash may be another's doing.
+_MAX_CRASHES = 2
 
 State = Literal["served", "rolling", "failed"]
 
@@ -57,8 +58,9 @@ class _Failure:
     reason: str
     retry_at: float
     delay_s: float
-    # How often tritonserver ended meanwhile.
-    ends: int = 0
+    # Whether tritonserver ended meanwhile, and nobody has said yet how; and how often it crashed.
+    is_cut_off: bool = False
+    crashes: int = 0
 
 
 class Follower:
@@ -96,6 +98,8 @@ class Follower:
         # The file system and the folder of the repository.
         self._place: tuple[int, int] | None = None
         self._next_look = 0.0
+        # Of which another publication is loaded in the place of the one that is unloaded already.
+        self._replaced: set[str] = set()
         self._worker: threading.Thread | None = None
         self._ended = False
 
@@ -120,7 +124,7 @@ class Follower:
     @property
     def wanted(self) -> int:
         """How many models clients should be able to ask, those included that cannot be served now."""
-        return len({*self._served, *self._failures})
+        return len({*self._served, *self._failures, *self._replaced})
 
     def try_each(self, reason: str) -> None:
         """Have a tritonserver that is about to start load nothing, and then one model after another."""
@@ -139,6 +143,30 @@ class Follower:
         )
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
+    def tell_end(self, how: str, *, is_crash: bool) -> None:
+        """Learn how the tritonserver ended that what could not be loaded was cut off by.
+
+        Args:
+            how: In words that follow its name.
+            is_crash: Whether it ended by itself. Who killed it has nothing to say of the model, which is tried again.
+        """
+        for failure in self._failures.values():
+            if not failure.is_cut_off:
+                continue
+            failure.is_cut_off = False
+            failure.crashes += is_crash
+            failure.reason += f" Meanwhile tritonserver {how}."
+            if failure.crashes >= _MAX_CRASHES:
+                failure.retry_at = math.inf
+                config = shlex.quote(str(self._repository / failure.wanted.name / CONFIG_FILE))
+                then = (
+                    f"Not tried again before a file of it changes (`touch {config}` will do) or another version is "
+                    f"active: tritonserver crashed {failure.crashes} times as it was loaded."
+                )
+                failure.reason += f" {then}"
+                self._say(f"ERROR: {failure.wanted.title}: {then}")
+            self._tell_failure(failure)
+
     def leave_out_damaged(self) -> None:
         """Have tritonserver load no model whose files it would wait for, not find, or find changed."""
         for name, published in [*self._served.items()]:
@@ -154,7 +182,7 @@ class Follower:
         self._seen, self._place = self._look(), self._changes.find_place()
         for published in read_repository(self._repository, self._sums, self._variant).values():
             if published.damage:
-                self._fail(published, 0, _refuse_damaged(published, None))
+                self._fail(published, _refuse_damaged(published, None))
                 continue
             taken = take_files(self._repository, published, self._sums)
             self._hold(taken)
@@ -172,8 +200,9 @@ class Follower:
             return
         self._next_look = now + _INTERVAL_S
         seen = self._look() if follows else self._seen
-        if follows:
-            self._hurry(self._changes.find_mended([*self._failures]))
+        if self._failures:
+            mended = self._changes.find_mended({name: each.wanted.version for name, each in self._failures.items()})
+            self._hurry(mended, {name for name in mended if self._failures[name].crashes >= _MAX_CRASHES})
         due = any(failure.retry_at <= now for failure in self._failures.values())
         if seen != self._seen or due:
             # Where it is looked at once more, nothing says what has changed.
@@ -193,10 +222,15 @@ class Follower:
         """Begin nothing any more."""
         self._ended = True
 
-    def _hurry(self, changed: set[str]) -> None:
-        """Have what could not be served tried again at once where a folder of it is not as it was."""
+    def _hurry(self, changed: set[str], deadly: Collection[str] = ()) -> None:
+        """Have what could not be served tried again at once where a folder of it is not as it was.
+
+        Args:
+            changed: Names of the folders.
+            deadly: Models that are tried although tritonserver has not survived them.
+        """
         for name, failure in self._failures.items():
-            if changed & {name, *failure.wanted.configs} and failure.ends < _MAX_ENDS:
+            if changed & {name, *failure.wanted.configs} and (failure.crashes < _MAX_CRASHES or name in deadly):
                 failure.retry_at = 0.0
 
     def _look(self) -> Mapping[str, object] | None:
@@ -274,6 +308,13 @@ class Follower:
 
     def _bring(self, wanted: Published) -> bool:
         """Have a model served, if it can be now; return False if there is no tritonserver any more."""
+        try:
+            return self._try(wanted)
+        finally:
+            self._replaced.discard(wanted.name)
+
+    def _try(self, wanted: Published) -> bool:
+        """Do the same, and leave it among those that are replaced."""
         old = self._served.get(wanted.name)
         failure = self._failures.get(wanted.name)
         # What could not be loaded once more is held against what it was before.
@@ -290,11 +331,12 @@ class Follower:
         if old and old.version == wanted.version and not is_loaded and not wanted.damage:
             # Side by side the two would answer with each other.
             self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
+            self._replaced.add(wanted.name)
             self._forget(old)
             old = None
         served = old.version if old else 0
         if wanted.damage:
-            self._fail(wanted, served, _refuse_damaged(wanted, old))
+            self._fail(wanted, _refuse_damaged(wanted, old))
             return True
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
@@ -308,7 +350,7 @@ class Follower:
             if served != wanted.version:
                 self._holdings.release(wanted)
             if not self._ended:
-                self._fail(wanted, served, exc)
+                self._fail(wanted, exc)
             return not isinstance(exc.__cause__, GoneError)
         if old and served != wanted.version:
             self._holdings.release(old)
@@ -356,24 +398,28 @@ class Follower:
         self._failures.pop(published.name, None)
         self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
 
-    def _fail(self, wanted: Published, served: int, error: RolloutError) -> None:
+    def _fail(self, wanted: Published, error: RolloutError) -> None:
         failure = self._failures.get(wanted.name)
         before = failure if failure and failure.wanted == wanted else None
         # To look at files costs nothing, and of theirs the configuration alone is watched.
         delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not wanted.damage else _FIRST_RETRY_S
-        ends = (before.ends if before else 0) + isinstance(error.__cause__, GoneError)
-        reason, is_deadly = str(error), ends >= _MAX_ENDS
-        retry_at = math.inf if is_deadly else time.monotonic() + delay
-        self._failures[wanted.name] = _Failure(
-            wanted=wanted, reason=reason, retry_at=retry_at, delay_s=delay, ends=ends
+        self._failures[wanted.name] = failure = _Failure(
+            wanted=wanted,
+            reason=str(error),
+            retry_at=time.monotonic() + delay,
+            delay_s=delay,
+            is_cut_off=isinstance(error.__cause__, GoneError),
+            crashes=before.crashes if before else 0,
         )
-        if is_deadly:
-            then = f"Not tried again before a restart: tritonserver ended {ends} times as it was loaded."
-        else:
-            then = f"Tried again in {delay:.0f} s, or once the repository changes."
         if not (before and wanted.damage):
-            self._say(f"ERROR: {reason} {then}")
-        self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=reason))
+            self._say(f"ERROR: {error} Tried again in {delay:.0f} s, or once the repository changes.")
+        self._tell_failure(failure)
+
+    def _tell_failure(self, failure: _Failure) -> None:
+        wanted = failure.wanted
+        old = self._served.get(wanted.name)
+        served = old.version if old else 0
+        self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=failure.reason))
 
 
 def _find_rest(folder: Path, version: int) -> str:

@@ -164,8 +164,10 @@ class Control:
 def _lose(path: str, exc: Exception, timeout_s: float) -> ControlError:
     """Return the error for an order without an answer."""
     # urllib wraps what it met.
-    is_gone = isinstance(getattr(exc, "reason", exc), ConnectionError)
-    return (GoneError if is_gone else ControlError)(path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'")
+    cause = getattr(exc, "reason", exc)
+    if isinstance(cause, ConnectionError):
+        return GoneError(path, expected="an answer", got=f"the end of tritonserver ('{cause}')")
+    return ControlError(path, expected=f"an answer within {timeout_s:g} s", got=f"'{exc}'")
 
 
 def _path(model: str) -> str:

@@ -150,6 +150,8 @@ def test_another_publication_of_a_served_number_is_served_whole_or_not_at_all(
             repository, tmp_path / "other", lambda: [stub.kill() for stub in server.find_stubs(MODEL)[:1]]
         )
         server.wait_for_line("version 1 of followed is another publication than before", 60)
+        # It is to be served all the while.
+        wait_for(server, lambda models: read_ready(server) == (503, "not ready: none of 1 models is served\n"))
         wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))
         before = callers.answers[2]
         while callers.answers[2] < before + 20:

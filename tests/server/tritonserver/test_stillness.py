@@ -5,11 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from followed import read_following, read_ready, wait_for
 from harness import Published
 from launcher import running
 
@@ -64,8 +66,21 @@ import os, signal, time
 
 class TritonPythonModel:
     def initialize(self, args):
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.{signal})
         time.sleep(5)
+"""
+HARMLESS = """
+class TritonPythonModel:
+    pass
+"""
+# Is loaded once a file is gone.
+WAITING = """
+import os, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        while os.path.exists("{fuse}"):
+            time.sleep(0.05)
 """
 DEADLY_CONFIG = """
 name: "deadly"
@@ -84,17 +99,49 @@ def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(publish
         server.follow()
         staged = tmp_path / "deadly"
         (staged / "1").mkdir(parents=True)
-        (staged / "1" / "model.py").write_text(DEADLY)
+        (staged / "1" / "model.py").write_text(DEADLY.format(signal="SIGABRT"))
         (staged / "config.pbtxt").write_text(DEADLY_CONFIG)
         staged.rename(repository / "deadly")
         server.wait_for_line("Tried again in 10 s", 60)
         server.wait_for_line("tritonserver answers again", 60)
-        server.wait_for_line("Not tried again before a restart: tritonserver ended 2 times as it was loaded", 60)
+        server.wait_for_line("active: tritonserver crashed 2 times as it was loaded", 60)
         server.wait_for_line("tritonserver answers again", 60)
         assert "sentence_embedding answers as verified" in server.check().err
         # Longer than until the next try.
         signal.sigtimedwait([], 25)
         assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == 2
+        config = repository / "deadly" / "config.pbtxt"
+        known = read_following(server)["deadly"]
+        assert known["state"] == "failed" and f"`touch {config}`" in known["reason"]
+        # Mended, it is tried by itself; so it is as it was once it is touched.
+        config.touch()
+        server.wait_for_line("active: tritonserver crashed 3 times as it was loaded", 60)
+        (config.parent / "1" / "model.py").write_text(HARMLESS)
+        wait_for(server, lambda models: "deadly" not in models and read_ready(server) == (200, "ready\n"))
+
+
+def test_a_model_whose_loading_others_cut_off_is_tried_until_it_is_loaded(published: Published, tmp_path: Path) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    shutil.copytree(published.repository, repository)
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        staged = tmp_path / "slow"
+        (staged / "1").mkdir(parents=True)
+        fuse.touch()
+        (staged / "1" / "model.py").write_text(WAITING.format(fuse=str(fuse)))
+        (staged / "config.pbtxt").write_text(DEADLY_CONFIG.replace("deadly", "slow"))
+        staged.rename(repository / "slow")
+        for _ in range(2):
+            while not server.find_stubs("slow"):
+                time.sleep(0.05)
+            os.kill(server.tritonserver, signal.SIGKILL)
+            server.wait_for_line("tritonserver answers again", 60)
+            reason = wait_for(server, lambda models: "was killed" in models["slow"]["reason"])["slow"]["reason"]
+            assert "got the end of tritonserver (" in reason and "tritonserver was killed by signal 9." in reason
+        fuse.unlink()
+        wait_for(server, lambda models: "slow" not in models and read_ready(server) == (200, "ready\n"))
+        assert not any("Not tried again" in line for line in server.lines)
 
 
 def test_what_tritonserver_does_not_survive_at_its_start_keeps_no_other_model_from_being_served(
@@ -103,13 +150,13 @@ def test_what_tritonserver_does_not_survive_at_its_start_keeps_no_other_model_fr
     repository = tmp_path / "models"
     shutil.copytree(published.repository, repository)
     (repository / "deadly" / "1").mkdir(parents=True)
-    (repository / "deadly" / "1" / "model.py").write_text(DEADLY)
+    (repository / "deadly" / "1" / "model.py").write_text(DEADLY.format(signal="SIGABRT"))
     (repository / "deadly" / "config.pbtxt").write_text(DEADLY_CONFIG)
     with running(repository) as server:
         server.read_until("loading one model after another")
         server.follow()
         server.wait_for_line("sentence_embedding: version 1 is served", 60)
-        server.wait_for_line("Not tried again before a restart: tritonserver ended 2 times as it was loaded", 90)
+        server.wait_for_line("active: tritonserver crashed 2 times as it was loaded", 90)
         server.wait_for_line("tritonserver answers again", 60)
         assert "sentence_embedding answers as verified" in server.check().err
         assert server.read_metrics()["modelyard_models_served"] == 1
