@@ -381,7 +381,7 @@ class Follower:
         elif not changed:
             sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
             is_lost = not old.sums.keys() <= wanted.sums.keys()
-            if is_lost or any(old.loaded.get(path) != digest for path, digest in wanted.sums.items()):
+            if is_lost or any(old.loaded.get(path, digest) != digest for path, digest in wanted.sums.items()):
                 damage = f"{sums} is not the one that it was loaded with"
             elif old.configs == wanted.configs:
                 # Who starts on other answers, or checks a server, says more of them than that.

@@ -139,7 +139,11 @@ def find_damaged_sums(folders: Sequence[Path]) -> str:
             return f"{path} does not name {name}, as {_LOCK_FILE} does"
         if digests[name] != digest:
             return f"{path} names other bytes for {name} than {_LOCK_FILE}"
-    unknown = next((file for folder in folders for file in list_files(folder) if file not in sums), None)
+    # Those of a model that was copied under another name tell of the files that it was copied from.
+    own = {Path(os.path.normpath(folder)) for folder in folders}
+    copied = {file.name for file in sums if not own & {*file.parents}}
+    files = (file for folder in folders for file in list_files(folder))
+    unknown = next((file for file in files if file not in sums and file.name not in copied), None)
     return f"{path} does not name {unknown}" if unknown else ""
 
 
