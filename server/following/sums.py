@@ -17,13 +17,13 @@ SUMS_FILE = "SHA256SUMS"
 GOLDEN_FILE = "golden.json"
 
 # What a version was made from and with; it names the files that are served as well.
-_LOCK_FILE = "modelyard.lock.json"
+LOCK_FILE = "modelyard.lock.json"
 
 # In the folder of a version: configurations, those of each variant in a folder of its own.
 CONFIGS_FOLDER = "configs"
 
 # What is published about a version, beside what is loaded of it. Recorded answers are judged as they are asked for.
-_RECORDS = (SUMS_FILE, GOLDEN_FILE, _LOCK_FILE, "publication.json", "verification.json", "verification.html")
+_RECORDS = (SUMS_FILE, GOLDEN_FILE, LOCK_FILE, "publication.json", "verification.json", "verification.html")
 
 # More is not read before it has changed: that takes as long as to load it, and the recorded answers tell as much.
 _LARGE_BYTES = 64 * 2**20
@@ -136,9 +136,9 @@ def find_damaged_sums(folders: Sequence[Path]) -> str:
     digests = {file.name: digest for file, digest in sums.items()}
     for name, digest in _read_artefacts(folders[-1]).items():
         if name not in digests:
-            return f"{path} does not name {name}, as {_LOCK_FILE} does"
+            return f"{path} does not name {name}, as {LOCK_FILE} does"
         if digests[name] != digest:
-            return f"{path} names other bytes for {name} than {_LOCK_FILE}"
+            return f"{path} names other bytes for {name} than {LOCK_FILE}"
     # Those of a model that was copied under another name tell of the files that it was copied from.
     own = {Path(os.path.normpath(folder)) for folder in folders}
     copied = {file.name for file in sums if not own & {*file.parents}}
@@ -159,7 +159,7 @@ def list_files(version: Path) -> list[Path]:
 def _read_artefacts(version: Path) -> Mapping[str, str]:
     """Return name → SHA-256 of the files that the lock of a version names; none where it cannot be read."""
     try:
-        artefacts = json.loads(read_config(version / _LOCK_FILE))["artefacts"]
+        artefacts = json.loads(read_config(version / LOCK_FILE))["artefacts"]
         return {str(name): str(digest) for name, digest in artefacts.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}

@@ -41,6 +41,7 @@ from export.tasks.table import TASKS
 from export.tasks.texts.text import TOKENIZER_FILE
 from server.following import model_text, recorded, rollout
 from server.following import published as repository_reader
+from server.following import sums as sums_reader
 from server.following.follower import Following
 from server.healing.stubs import Limits
 from server.status import Status
@@ -120,6 +121,7 @@ def test_each_file_has_one_name_in_every_room() -> None:
     assert model_text.CONFIG_FILE == CONFIG_FILE
     assert repository_reader.GOLDEN_FILE == GOLDEN_FILE
     assert repository_reader.CONFIGS_FOLDER == CONFIGS_FOLDER
+    assert (sums_reader.SUMS_FILE, sums_reader.LOCK_FILE) == (SUMS_FILE, LOCK_FILE)
     # What a backend opens, it opens by a name of its own.
     steps = {
         TOKENIZER_FILE: PREPROCESS_BACKEND,
