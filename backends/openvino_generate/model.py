@@ -7,7 +7,7 @@ and `generation.json`; its tensors and parameters are those of Triton's vLLM bac
 # tritonserver's stub looks into it at the first answer, which would wait 20 ms for it there.
 import asyncio  # noqa: F401
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from generation import RETURNED, Answer, Generation, refuse
 from generation_metrics import Metrics
 from generation_parameters import RequestError, read_parameters
 from request_inputs import decode, read_input
+from text_decoder import TextDecoder
 from tokenizers import Tokenizer
 from written_text import WrittenText
 
@@ -34,6 +35,7 @@ class TritonPythonModel:
         folder = Path(args["model_repository"], args["model_version"])
         said = json.loads((folder / "generation.json").read_text(encoding="utf-8"))
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._decoder = TextDecoder(self._tokenizer)
         self._defaults = said["defaults"]
         self._context = said["context"]
         self._engine = Engine(
@@ -100,14 +102,10 @@ class TritonPythonModel:
             sender=sender,
             ids=ids,
             config=self._engine.configure(parameters, min(parameters.max_tokens, room)),
-            answers=[Answer(WrittenText(self._decode, parameters.stop)) for _ in range(parameters.n)],
+            answers=[Answer(WrittenText(self._decoder, parameters.stop)) for _ in range(parameters.n)],
             parameters=parameters,
             is_streamed=is_streamed,
             # As the vLLM backend does: a whole answer begins with the prompt unless it is told not to.
             prefix=prompt if not is_streamed and not excludes else "",
             returned=frozenset(name for name in RETURNED if read_input(request, f"return_{name}")),
         )
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text

@@ -1,6 +1,8 @@
 """Tokens to text as they come: a character is sent whole, and a stop string not at all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from text_decoder import TextDecoder
 
 # What stands for bytes that are not a character, or not yet.
 _INCOMPLETE = "\ufffd"
@@ -10,7 +12,7 @@ class WrittenText:
     """The text of one answer.
 
     Args:
-        decode: Tokens to text, special ones left out.
+        decoder: Tokens to text.
         stops: Texts that end it.
 
     Attributes:
@@ -18,8 +20,8 @@ class WrittenText:
         is_stopped: Whether a stop string ended it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._decode = decode
+    def __init__(self, decoder: TextDecoder, stops: Sequence[str]) -> None:
+        self._decoder = decoder
         self._stops = stops
         # Those from `_from` on are decoded together, because what a token is may depend on those before it; up to
         # `_read` they are in the text.
@@ -34,8 +36,10 @@ class WrittenText:
         if self.is_stopped:
             return
         self._tokens.append(token)
-        known = self._decode(self._tokens[self._from : self._read])
-        new = self._decode(self._tokens[self._from :])
+        if self._decoder.is_open(token):
+            return
+        known = self._decoder.decode(self._tokens[self._from : self._read])
+        new = self._decoder.decode(self._tokens[self._from :])
         if len(new) > len(known) and not new.endswith(_INCOMPLETE):
             self._from, self._read = self._read, len(self._tokens)
             self._append(new[len(known) :])
@@ -43,9 +47,9 @@ class WrittenText:
     def finish(self) -> None:
         """Take in what is left of the last character."""
         if not self.is_stopped:
-            known = self._decode(self._tokens[self._from : self._read])
+            known = self._decoder.decode(self._tokens[self._from : self._read])
             self._read = len(self._tokens)
-            self._append(self._decode(self._tokens[self._from :])[len(known) :])
+            self._append(self._decoder.decode(self._tokens[self._from :])[len(known) :])
         self._stops = ()
 
     @property

@@ -1,5 +1,6 @@
 """Small decoders with a byte-level BPE trained on the spot, whose texts wander instead of repeating one token."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -22,6 +23,7 @@ from transformers import (
 from export.tasks.texts.text import read_verification_texts
 
 END = "<|endoftext|>"
+SPECIAL = ["<unk>", "<s>", "</s>"]
 # Long enough that a text is surely not at its end when its reader leaves.
 CONTEXT = 4096
 
@@ -44,6 +46,22 @@ def train_bpe() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **names)
 
 
+def build_bpe_with_bytes() -> Tokenizer:
+    """Return one as Llama 2's and Mistral's: SentencePiece's BPE, which writes as bytes what it has no token for."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    marked = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=marked, max_token_length=8, show_progress=False)
+    tokenizer.train_from_iterator(read_verification_texts(), trainer)
+    # To be trained beside it, bytes are special ones, which a text leaves out.
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in SPECIAL]
+    return Tokenizer.from_str(json.dumps(content))
+
+
 def build_writer(kind: str, vocabulary: int) -> PreTrainedModel:
     """Return a model of random weights, the same every time."""
     torch.manual_seed(0)
@@ -64,6 +82,18 @@ def save_writer(kind: str, directory: Path, added: Sequence[str] = ()) -> Path:
     tokenizer = train_bpe()
     tokenizer.add_tokens(list(added))
     build_writer(kind, len(tokenizer)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def save_writer_of_bytes(directory: Path) -> Path:
+    """Save a Llama with a tokenizer as its first ones had, and return its folder."""
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_bpe_with_bytes(), **names)
+    model = build_writer("llama", len(tokenizer))
+    for config in (model.config, model.generation_config):
+        config.update({"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id})
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

@@ -77,6 +77,9 @@ _PROMPTS = 8
 _PROMPT_TOKENS = 48
 _WRITTEN_TOKENS = 32
 
+# Answers of random tokens that are compared as texts.
+_DECODED = 256
+
 # Two best scores that are nearer than this, in parts of the largest, may change places between two that are both right.
 _CLEAR = 2 * TENSOR_TOLERANCES["max_relative_error"]
 
@@ -257,7 +260,30 @@ class TextGeneration(GenerationTask):
                     got=f"ids {got[:12]}",
                     remedy="save the tokenizer with the transformers release that the checkpoint was trained with",
                 )
+        self._check_decoding(served)
         return len(self.texts)
+
+    def _check_decoding(self, served: Tokenizer) -> None:
+        """Refuse a tokenizer whose tokens are another text where they are served, which the recorded texts may be not.
+
+        Raises:
+            VerificationError: They are.
+        """
+        random = np.random.default_rng(0)
+        made = random.choice(sorted(self.tokenizer.get_vocab().values()), (_DECODED, _WRITTEN_TOKENS)).tolist()
+        for tokens in [*map(self._read, self.texts), *made]:
+            want = self.decode(tokens)
+            got = served.decode([token for token in tokens if token not in self.ends], skip_special_tokens=True)
+            if got != want:
+                unlike = (at for at in range(min(len(want), len(got))) if want[at] != got[at])
+                start = max(0, next(unlike, min(len(want), len(got))) - 20)
+                raise VerificationError(
+                    "the server's tokenizer writes the same tokens differently from transformers",
+                    expected=repr(want[start : start + 40]),
+                    got=repr(got[start : start + 40]),
+                    remedy="say false for clean_up_tokenization_spaces in tokenizer_config.json if it says true, or "
+                    "save the tokenizer with the transformers release that the checkpoint was trained with",
+                )
 
     def write_reference(self) -> "list[Continuation]":
         """Return what transformers' own `generate` writes after each prompt, the likeliest token every time."""

@@ -12,17 +12,18 @@ import torch
 import transformers
 from harness import load_backend
 from PIL import Image
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainers.architectures import ARCHITECTURES, Architecture, save_model
 from trainers.task_checkpoints import BUILDERS, build_reward_model
 from transformers import AutoImageProcessor, BertConfig, OPTConfig, OPTModel
 from transformers.image_utils import load_image
 
 from export.__main__ import main
+from export.artefacts import Artefacts
 from export.checkpoints import TensorSpec, open_checkpoint
 from export.commands.summary import _describe_text
 from export.consolidation.consolidate import consolidate
-from export.errors import CheckpointError, ModelError, VocabularyError
+from export.errors import CheckpointError, ModelError, VerificationError, VocabularyError
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
 from export.tasks.labels import choose_function, count_labels, read_labels
@@ -525,6 +526,22 @@ def test_a_model_that_scores_no_token_is_refused(tmp_path: Path) -> None:
         next(task.model.parameters()).fill_(float("nan"))
     with pytest.raises(ModelError, match="the checkpoint scores no token: expected scores that are finite, got none"):
         task.write_reference()
+
+
+def test_a_tokenizer_that_writes_otherwise_in_the_server_is_refused(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["gpt2"], tmp_path)
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "it": 1, "'": 2, "s": 3}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", clean_up_tokenization_spaces=True
+    )
+    saved.save_pretrained(tmp_path)
+    task = build_task("text-generation", build_source(tmp_path))
+    for name, content in task.model_files.items():
+        (tmp_path / name).write_bytes(content)
+    files = Artefacts(model=(tmp_path / "tokenizer.json",))
+    with pytest.raises(VerificationError, match=r"writes the same tokens differently .*; say false for clean_up_tok"):
+        task.check_files(files)
 
 
 def test_a_sound_model_that_cannot_run_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 import tritonclient.grpc as grpc
 from harness import CHECKOUT, run
 from launcher import Running, running
-from trainers.writers import save_trained_writer, save_writer, train_bpe, train_megatron_writer
+from trainers.writers import save_trained_writer, save_writer, save_writer_of_bytes, train_bpe, train_megatron_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from client import Client, RefusedError
@@ -168,6 +168,7 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
         "gpt2": trained,
         "llama": save_writer("llama", folder / "llama"),
         "opt": save_writer("opt", folder / "opt", ADDED),
+        "bytes": save_writer_of_bytes(folder / "bytes"),
     }
     for model, checkpoint in checkpoints.items():
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
@@ -182,7 +183,7 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
         yield Writers(folder, server)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "opt", "bytes"])
 def test_what_comes_is_what_transformers_writes_while_others_ask_and_leave(writers: Writers, model: str) -> None:
     texts = [*(f"{token} of {token}" for token in ADDED), *read_verification_texts()]
     prompts = [texts[index % len(texts)][: 8 + 9 * index] for index in range(PROMPTS)]
