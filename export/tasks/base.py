@@ -178,10 +178,12 @@ def build_inputs(
     made = {*tokenizer.model_input_names, "attention_mask"}
     names = tuple(name for name in ("input_ids", "attention_mask", "token_type_ids") if name in accepted & made)
     if names[:2] != ("input_ids", "attention_mask"):
+        # Which of the two lacks them.
+        lacking = tokenizer.model_input_names if {"input_ids", "attention_mask"} <= accepted else [*accepted][:3]
         raise ModelError(
             f"{type(model).__name__} is not a text encoder",
             expected="input_ids and attention_mask",
-            got=", ".join(tokenizer.model_input_names),
+            got=", ".join(lacking),
             remedy="pass a text model",
         )
     return tuple(TensorSignature(name=name, dtype=torch.int64, dims=dims) for name in names)

@@ -16,9 +16,11 @@ from transformers import (
 )
 
 from ..checkpoints.storage.paths import read_json_if_any
+from ..errors import ModelError
 from ..signature import BATCH, ModelSignature, TensorSignature
 from ..weights.torch_model import load_model
 from .base import HeadModule, TaskSource
+from .table import IMAGES, SOUNDS, TEXTS
 from .tensors import InputRules, SizeRange, TensorTask, ValueRule
 from .towers import find_class
 
@@ -44,8 +46,9 @@ class SignalTask(TensorTask):
         model, self.unused_tensors = load_model(source.config, source.weights, self.find_class(source.config))
         if self.auto_class is AutoModel and source.config.is_encoder_decoder:
             model = model.get_encoder()
-        dims = self.find_dims(source)
         name = model.main_input_name
+        _refuse_texts(model, name)
+        dims = self.find_dims(source)
         self.tensors = InputRules(
             rules={name: ValueRule()},
             sizes={SAMPLES: SizeRange(smallest=SHORTEST_WAVEFORM, largest=_LONGEST_WAVEFORM)}
@@ -127,6 +130,22 @@ class FeatureModule(nn.Module):
         """Return the last hidden states, [batch, ..., hidden], fp32."""
         states: Tensor = self.model(**{self.input_name: signal}).last_hidden_state
         return states
+
+
+def _refuse_texts(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model that wants texts beside its signal, or in its place.
+
+    Raises:
+        ModelError: It does.
+    """
+    if name in TEXTS:
+        raise ModelError(
+            f"{type(model).__name__} as a whole is not served for pictures or sounds alone",
+            expected=f"a main input among {', '.join((*IMAGES, *SOUNDS))}",
+            got=name,
+            remedy="save the model of pictures or sounds by itself, such as CLIPVisionModel, and pass that folder, or "
+            "serve the pictures with --task image-embedding",
+        )
 
 
 def read_signal_dims(directory: Path, config: PretrainedConfig) -> tuple[str | int, ...]:

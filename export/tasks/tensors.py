@@ -149,7 +149,7 @@ class TensorTask(Task):
         try:
             return infer_outputs(self.module, inputs, names, self.tensors)
         # What a configuration that can be built and loaded makes of a model may be anything.
-        except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError) as exc:
+        except (ValueError, RuntimeError, TypeError, LookupError, ArithmeticError, AttributeError) as exc:
             raise ModelError(
                 "the model does not run",
                 expected=f"outputs for {', '.join(tensor.name for tensor in inputs)}",

@@ -159,8 +159,16 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     """Return the checkpoint's name of the input embedding, [rows, hidden].
 
     Raises:
-        ModelError: The checkpoint has no such tensor, or several.
+        ModelError: The checkpoint has no such tensor, or several, or is of several models.
     """
+    if not hasattr(config, "vocab_size"):
+        raise ModelError(
+            f"a model of type {config.model_type} as a whole is not served for texts",
+            expected="one model, whose configuration has a vocab_size",
+            got=f"{type(config).__name__}, of several models",
+            remedy="save the model of texts by itself, such as CLIPTextModel, which ends before the projection, "
+            "with its tokenizer, and pass that folder, or serve the pictures with --task image-embedding",
+        )
     # Broken trainers write a vocabulary of 0, for which no embedding can be built; here only its name matters.
     probe = copy.deepcopy(config)
     probe.vocab_size = max(config.vocab_size or 0, (getattr(config, "pad_token_id", None) or 0) + 1)

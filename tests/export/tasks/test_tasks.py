@@ -471,6 +471,23 @@ def test_a_tower_without_a_recipe_is_refused_with_a_task_that_takes_it(
     assert main([*words, "--task", task]) == 0
 
 
+@pytest.mark.parametrize("task", ["image-feature-extraction", "audio-feature-extraction"])
+def test_a_model_that_wants_texts_beside_its_pictures_is_refused(task: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.CLIPConfig(
+        text_config=sizes | {"vocab_size": 100}, vision_config=sizes | {"image_size": 32, "patch_size": 8}
+    )
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    source = TaskSource(
+        directory=tmp_path, config=load_config(tmp_path), weights=CastToFloat32(source=open_checkpoint(tmp_path)),
+        tokenizer=None, max_length=0, options={},
+    )  # fmt: skip
+    with pytest.raises(
+        ModelError, match="CLIPModel as a whole is not served for pictures or sounds alone: .* got input_"
+    ):
+        build_task(task, source)
+
+
 @pytest.mark.parametrize("max_length", [128, 24, 16])
 def test_questions_that_fill_most_of_a_window_are_read_as_the_server_reads_them(
     max_length: int, tmp_path: Path

@@ -7,6 +7,7 @@ import torch
 from harness import run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, BertConfig
 
 from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError, ModelError
@@ -74,6 +75,15 @@ def test_the_input_embedding_is_found_below_a_prefix(copy: Path) -> None:
     prefixed = {f"bert.{name}": spec for name, spec in specs.items()}
     assert find_input_embedding(config, prefixed) == "bert.embeddings.word_embeddings.weight"
     with pytest.raises(ModelError, match="input embedding cannot be determined"):
+        find_input_embedding(config, {})
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "llava", "encoder-decoder", "clap"])
+def test_a_model_of_several_has_no_input_embedding(kind: str) -> None:
+    made = CONFIG_MAPPING[kind]
+    small = {part: BertConfig(is_decoder=part == "decoder") for part in ("encoder", "decoder")}
+    config = made(**(small if kind.endswith("decoder") else {}))
+    with pytest.raises(ModelError, match=f"{kind} as a whole is not served for texts: .* got {made.__name__}, of sev"):
         find_input_embedding(config, {})
 
 
