@@ -40,6 +40,8 @@ _DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
 _MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "gpt2-merges.txt")
 # GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
 _MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
+# The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
+_SENTENCEPIECE = "sentencepiece==0.2.1"
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
 
 
@@ -83,6 +85,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     # What a damaged tokenizer raises is up to the library that reads it: OSError, ValueError, a bare Exception, ...
     except Exception as exc:
         _refuse_own_code(directory)
+        _refuse_sentencepiece(directory, exc)
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded",
             expected="a tokenizer that transformers reads",
@@ -139,6 +142,35 @@ def _refuse_own_code(directory: Path) -> None:
             got=f"{class_name!r} and auto_map {named!r}",
             remedy="if you trust it, convert it with transformers and save it as tokenizer.json beside the weights",
         )
+
+
+def _refuse_sentencepiece(directory: Path, exc: Exception) -> None:
+    """Refuse a tokenizer that transformers did not read for want of the package that reads its one file.
+
+    Without it, or with one that does not go with protobuf, transformers takes the file for another kind's, and asks for
+    tiktoken.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    files = [] if (directory / "tokenizer.json").is_file() else sorted(directory.glob("*.model"))
+    is_unread = any(package in str(exc).lower() for package in ("tiktoken", "sentencepiece"))
+    if is_unread and any(_is_sentencepiece(path) for path in files):
+        raise CheckpointError(
+            f"the tokenizer in {directory} needs the package sentencepiece",
+            expected=f"a tokenizer.json beside {files[0].name}, or sentencepiece installed",
+            got="no tokenizer.json, and no sentencepiece that transformers can use",
+            remedy=f"pip install {_SENTENCEPIECE} beside modelyard, or write tokenizer.json where it is installed, by "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        ) from exc
+
+
+def _is_sentencepiece(path: Path) -> bool:
+    """Tell whether a file is SentencePiece's, which begins with a piece in protobuf; tiktoken's are base64."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(1) == b"\n"
 
 
 def _refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

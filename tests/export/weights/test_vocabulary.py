@@ -299,6 +299,23 @@ def test_a_tokenizer_that_is_python_in_the_checkpoint_is_refused_as_that(auto_ma
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
+def test_a_sentencepiece_file_alone_is_refused_with_the_package_that_reads_it(name: str, tmp_path: Path) -> None:
+    kinds = {"tokenizer.model": "LlamaTokenizer", "spiece.model": "T5Tokenizer"}
+    settings = {"tokenizer_class": kinds.get(name, "XLMRobertaTokenizer")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    # A first piece, and then nothing that anyone reads.
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\xff")
+    with pytest.raises(
+        CheckpointError, match=r"needs the package sentencepiece: .*; pip install sentencepiece==\S+ bes"
+    ):
+        load_tokenizer(tmp_path)
+    # Of tiktoken, whose files may have the same name.
+    (tmp_path / name).write_bytes(b"IQ== 0\nIg== 1\n")
+    with pytest.raises(CheckpointError, match="cannot be loaded: .* got .*tiktoken"):
+        load_tokenizer(tmp_path)
+
+
 def test_special_tokens_alone_are_no_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
     """As transformers makes one of a class's name, where its vocabulary was not copied."""
     for name in ("config.json", "tokenizer_config.json"):
