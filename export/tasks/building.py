@@ -11,7 +11,10 @@ from ..checkpoints import TensorSpec
 from ..errors import ModelError
 from .base import Task, TaskSource
 from .foreseen import choose_served, list_for_architecture, list_names
-from .table import TASKS, TaskEntry, check_task_options
+from .table import TASKS, TEXTS, TaskEntry, check_task_options
+
+# How the classes of models without a head end, of pictures and of sounds.
+_HEADLESS = ("Model", "VisionModel")
 
 
 def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> str:
@@ -28,17 +31,31 @@ def find_task_name(directory: Path, config: PretrainedConfig, specs: Mapping[str
     for entry in TASKS.values():
         if load_class(entry).recognises(directory, config, specs):
             return entry.name
-    for architecture in list_names(config.architectures):
-        main_input = getattr(getattr(transformers, architecture, None), "main_input_name", "input_ids")
-        if names := list_for_architecture(architecture, main_input):
+    architectures = list_names(config.architectures)
+    for architecture in architectures:
+        if names := list_for_architecture(architecture, _find_main_input(architecture) or TEXTS[0]):
             return choose_served(names, directory)
+    inputs = {main_input for architecture in architectures if (main_input := _find_main_input(architecture))}
+    entries = [entry for entry in TASKS.values() if inputs.intersection(entry.inputs)] or list(TASKS.values())
     raise ModelError(
         f"what {directory} is to be served as cannot be determined",
         expected="an architecture that ends in "
-        + ", ".join(dict.fromkeys(ending for entry in TASKS.values() for ending in entry.architectures)),
-        got=", ".join(list_names(config.architectures)) or "none in config.json",
-        remedy="pass --task " + ", ".join(TASKS),
+        + ", ".join(dict.fromkeys(ending for entry in entries for ending in entry.architectures)),
+        got=", ".join(architectures) or "none in config.json",
+        remedy="pass --task "
+        + ", ".join(entry.name for entry in entries if inputs.intersection(TEXTS) or not inputs or _is_headless(entry)),
     )
+
+
+def _find_main_input(architecture: str) -> str | None:
+    """Return what transformers calls the main input of a class; None of a class that it does not have."""
+    main_input: str | None = getattr(getattr(transformers, architecture, None), "main_input_name", None)
+    return main_input
+
+
+def _is_headless(entry: TaskEntry) -> bool:
+    """Tell whether a task serves what any model of its kind has, below the head that it was trained with."""
+    return any(ending in _HEADLESS for ending in entry.architectures)
 
 
 def must_read_text(name: str) -> bool:

@@ -278,6 +278,20 @@ def test_a_task_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
             find_task_name(tmp_path, BertConfig(architectures=names), {})
 
 
+def test_a_class_without_a_task_is_told_those_that_take_what_it_takes(tmp_path: Path) -> None:
+    """Whisper's ends as those of texts do, and hears sounds."""
+    for name, tasks in (
+        ("WhisperForConditionalGeneration", "audio-feature-extraction"),
+        ("ViTForMaskedImageModeling", "image-embedding, image-feature-extraction"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            find_task_name(tmp_path, BertConfig(architectures=[name]), {})
+        said, got = str(caught.value).split(", got ")
+        assert got == f"{name}; pass --task {tasks}."
+        endings = said.split("an architecture that ends in ")[1].split(", ")
+        assert not [ending for ending in endings if name.endswith(ending)]
+
+
 def build_source(directory: Path, **options: object) -> TaskSource:
     checkpoint = open_checkpoint(directory)
     return TaskSource(
