@@ -68,6 +68,8 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KV_HEADS = ("num_key_value_heads", *_HEADS)
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+# What the configurations of models of pictures and of sounds have, which may have a vocabulary for what they hear.
+_OF_SIGNALS = ("image_size", "num_channels", "num_mel_bins", "conv_dim")
 # How the names of classes end that write text (transformers 5).
 _WRITERS = ("ForCausalLM", "LMHeadModel")
 
@@ -76,7 +78,8 @@ def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[st
     """Return engine → precision → what is held, in bytes; only of what was measured.
 
     Each has `export_bytes`, `instance_bytes` (ready), `instance_used_bytes` (once texts have used every token) and
-    `sizes`, the number of models that were measured. Of text generation it is, in place of `instance_used_bytes`,
+    `sizes`, the number of models that were measured. A model without texts has no tokens to use, and has no
+    `instance_used_bytes`. Of text generation it is, in place of `instance_used_bytes`,
     `kv_pool_bytes`: what keys and values take beside the model when the pool is full, where the configuration tells
     their sizes, also in precisions of which nothing else was measured.
     """
@@ -88,13 +91,13 @@ def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[st
         return {"openvino-genai": {precision: held for precision, held in told.items() if held}}
     tables = [4 * each.numel for each in owned if len(each.shape) == 2 and each.shape[0] == config.get("vocab_size")]
     # Resident only as texts use its rows.
-    table = max(tables, default=0)
+    table = 0 if any(config.get(key) is not None for key in _OF_SIGNALS) else max(tables, default=0)
     return {
         engine: {
             precision: {
                 "export_bytes": held.export.at(weights),
                 "instance_bytes": held.instance.at(weights - table),
-                "instance_used_bytes": held.instance.at(weights - table) + table,
+                **({"instance_used_bytes": held.instance.at(weights - table) + table} if table else {}),
                 "sizes": held.sizes,
             }
             for precision, held in precisions.items()

@@ -55,6 +55,21 @@ def test_the_text_names_every_fact_and_where_asked_for_every_tensor() -> None:
     assert "  embed.weight  float32 [37, 10]" in lines
 
 
+def test_only_a_model_of_texts_uses_tokens(tmp_path: Path) -> None:
+    # wav2vec 2.0 has a vocabulary too, of what it hears.
+    for config, has_texts in (
+        ({"vocab_size": 37}, True),
+        ({"vocab_size": 37, "conv_dim": [8]}, False),
+        ({"vocab_size": 37, "num_mel_bins": 80}, False),
+        ({"image_size": 32}, False),
+    ):
+        save_file({"head.weight": torch.zeros(37, 10)}, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = inspect_checkpoint(tmp_path)
+        assert ("once texts have used every token" in format_inspection(found)) == has_texts
+        assert ("instance_used_bytes" in found.memory["onnxruntime"]["fp32"]) == has_texts
+
+
 def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     verb.add_parser(parser.add_subparsers())
