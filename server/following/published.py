@@ -180,7 +180,7 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
     golden = repository / name / str(version) / GOLDEN_FILE
     if not golden.exists():
         return version, f"{golden} is missing"
-    return version, _find_absent(golden.parent) or find_damaged_sums(folders)
+    return version, _find_absent(golden.parent) or find_damaged_sums(golden.parent)
 
 
 def _find_absent(version: Path) -> str:

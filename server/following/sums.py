@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -113,13 +113,13 @@ def read_sums(version: Path) -> Mapping[Path, str]:
     return {Path(os.path.normpath(version / match[2])): match[1].lower() for match in matches}
 
 
-def find_damaged_sums(folders: Sequence[Path]) -> str:
+def find_damaged_sums(version: Path) -> str:
     """Return why sums that are there do not say of every file what it was; empty where they do, or there are none.
 
     Args:
-        folders: Those of a version: of its steps, and at last of the public model, where the sums are.
+        version: The folder of a version of the public model, where the sums of its steps are as well.
     """
-    path = folders[-1] / SUMS_FILE
+    path = version / SUMS_FILE
     try:
         # A whole last line ends as the others do.
         *lines, rest = read_config(path).split("\n")
@@ -132,19 +132,15 @@ def find_damaged_sums(folders: Sequence[Path]) -> str:
         return ""
     if rest or not lines or not all(_LINE.fullmatch(line.rstrip("\r")) for line in lines):
         return f"{path} is cut or damaged"
-    sums = read_sums(folders[-1])
-    digests = {file.name: digest for file, digest in sums.items()}
-    for name, digest in _read_artefacts(folders[-1]).items():
+    digests = {file.name: digest for file, digest in read_sums(version).items()}
+    for name, digest in _read_artefacts(version).items():
         if name not in digests:
             return f"{path} does not name {name}, as {LOCK_FILE} does"
         if digests[name] != digest:
             return f"{path} names other bytes for {name} than {LOCK_FILE}"
-    # Those of a model that was copied under another name tell of the files that it was copied from.
-    own = {Path(os.path.normpath(folder)) for folder in folders}
-    copied = {file.name for file in sums if not own & {*file.parents}}
-    files = (file for folder in folders for file in list_files(folder))
-    unknown = next((file for file in files if file not in sums and file.name not in copied), None)
-    return f"{path} does not name {unknown}" if unknown else ""
+    # Another file than these is loaded by nobody, and keeps no version from being served.
+    lacking = next((name for name in _RECORDS if name not in (*digests, SUMS_FILE) and (version / name).exists()), None)
+    return f"{path} does not name {lacking}" if lacking else ""
 
 
 def list_files(version: Path) -> list[Path]:
