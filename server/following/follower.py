@@ -1,17 +1,16 @@
 """Follows the repository: what becomes active there is served here, within a second or two."""
 
 import contextlib
-import math
-import shlex
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ..errors import GoneError, RolloutError
 from .changes import Changes
+from .failures import FIRST_RETRY_S, Failure, Failures
 from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, find_fault, find_partial, list_versions, read_repository, take_files
@@ -23,14 +22,6 @@ _INTERVAL_S = 0.5
 
 # Longer than any order to a tritonserver takes that is no more.
 _LONGEST_ORDER_S = 10.0
-
-# What could not be rolled out is tried again after this long, and each time after twice as long.
-_FIRST_RETRY_S = 10.0
-_LAST_RETRY_S = 600.0
-
-# One in whose loading tritonserver crashed so often is not tried again by itself: every try takes all models down. One
-# crash may be another's doing.
-_MAX_CRASHES = 2
 
 State = Literal["served", "rolling", "failed"]
 
@@ -50,17 +41,6 @@ class Following:
     served: int
     state: State
     reason: str = ""
-
-
-@dataclass(kw_only=True)
-class _Failure:
-    wanted: Published
-    reason: str
-    retry_at: float
-    delay_s: float
-    # Whether tritonserver ended meanwhile, and nobody has said yet how; and how often it crashed.
-    is_cut_off: bool = False
-    crashes: int = 0
 
 
 class Follower:
@@ -93,7 +73,7 @@ class Follower:
         self._holdings = Holdings(repository)
         self._changes = Changes(repository)
         self._served: dict[str, Published] = {}
-        self._failures: dict[str, _Failure] = {}
+        self._failures = Failures(repository)
         self._seen: Mapping[str, object] | None = None
         # The file system and the folder of the repository.
         self._place: tuple[int, int] | None = None
@@ -131,16 +111,11 @@ class Follower:
         for name in [*self._served]:
             self.doubt(name, reason, delay_s=0.0)
 
-    def doubt(self, name: str, reason: str, *, delay_s: float = _FIRST_RETRY_S) -> None:
+    def doubt(self, name: str, reason: str, *, delay_s: float = FIRST_RETRY_S) -> None:
         """Take a model that a tritonserver was started with for one that cannot be served; it is tried again."""
         published = self._served[name]
         self._forget(published)
-        self._failures[name] = _Failure(
-            wanted=replace(published, loaded={}, asked={}),
-            reason=reason,
-            retry_at=time.monotonic() + delay_s,
-            delay_s=_FIRST_RETRY_S,
-        )
+        self._failures.doubt(replace(published, loaded={}, asked={}), reason, delay_s)
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
     def tell_end(self, how: str, *, is_crash: bool) -> None:
@@ -150,21 +125,9 @@ class Follower:
             how: In words that follow its name.
             is_crash: Whether it ended by itself. Who killed it has nothing to say of the model, which is tried again.
         """
-        for failure in self._failures.values():
-            if not failure.is_cut_off:
-                continue
-            failure.is_cut_off = False
-            failure.crashes += is_crash
-            failure.reason += f" Meanwhile tritonserver {how}."
-            if failure.crashes >= _MAX_CRASHES:
-                failure.retry_at = math.inf
-                config = shlex.quote(str(self._repository / failure.wanted.name / CONFIG_FILE))
-                then = (
-                    f"Not tried again before a file of it changes (`touch {config}` will do) or another version is "
-                    f"active: tritonserver crashed {failure.crashes} times as it was loaded."
-                )
-                failure.reason += f" {then}"
-                self._say(f"ERROR: {failure.wanted.title}: {then}")
+        for failure in self._failures.note_end(how, is_crash=is_crash):
+            if failure.is_deadly:
+                self._say(f"ERROR: {failure.wanted.title}: {failure.reason}")
             self._tell_failure(failure)
 
     def leave_out_damaged(self) -> None:
@@ -202,12 +165,12 @@ class Follower:
         seen = self._look() if follows else self._seen
         if self._failures:
             mended = self._changes.find_mended({name: each.wanted.version for name, each in self._failures.items()})
-            self._hurry(mended, {name for name in mended if self._failures[name].crashes >= _MAX_CRASHES})
-        due = any(failure.retry_at <= now for failure in self._failures.values())
+            self._failures.hurry(mended=mended)
+        due = self._failures.are_due()
         if seen != self._seen or due:
             # Where it is looked at once more, nothing says what has changed.
             if seen is not None and self._seen is not None:
-                self._hurry({name for name in {*seen, *self._seen} if seen.get(name) != self._seen.get(name)})
+                self._failures.hurry({name for name in {*seen, *self._seen} if seen.get(name) != self._seen.get(name)})
             self._seen = seen
             task = self._follow if follows else self._retry
             self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
@@ -222,17 +185,6 @@ class Follower:
         """Begin nothing any more."""
         self._ended = True
 
-    def _hurry(self, changed: set[str], deadly: Collection[str] = ()) -> None:
-        """Have what could not be served tried again at once where a folder of it is not as it was.
-
-        Args:
-            changed: Names of the folders.
-            deadly: Models that are tried although tritonserver has not survived them.
-        """
-        for name, failure in self._failures.items():
-            if changed & {name, *failure.wanted.configs} and (failure.crashes < _MAX_CRASHES or name in deadly):
-                failure.retry_at = 0.0
-
     def _look(self) -> Mapping[str, object] | None:
         try:
             return self._changes.look(self.published)
@@ -246,7 +198,7 @@ class Follower:
             task()
         except Exception as exc:
             self._say(f"ERROR: Bug: {type(exc).__name__} while the repository is followed: {exc}; what is served stays")
-            self._seen, self._next_look = None, time.monotonic() + _FIRST_RETRY_S
+            self._seen, self._next_look = None, time.monotonic() + FIRST_RETRY_S
 
     def _follow(self) -> None:
         place = self._changes.find_place()
@@ -325,13 +277,14 @@ class Follower:
         if old and (old == wanted or (is_loaded and not wanted.damage and old.configs == wanted.configs)):
             self._settle(wanted)
             return True
-        if failure and failure.wanted == wanted and failure.retry_at > time.monotonic():
+        if self._failures.is_waiting(wanted):
             return True
         start = time.monotonic()
         if old and old.version == wanted.version and not is_loaded and not wanted.damage:
             # Side by side the two would answer with each other.
-            self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
             self._replaced.add(wanted.name)
+            self._tell(wanted.name, Following(active=wanted.version, served=0, state="rolling"))
+            self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
             self._forget(old)
             old = None
         served = old.version if old else 0
@@ -399,23 +352,12 @@ class Follower:
         self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
 
     def _fail(self, wanted: Published, error: RolloutError) -> None:
-        failure = self._failures.get(wanted.name)
-        before = failure if failure and failure.wanted == wanted else None
-        # To look at files costs nothing, and of theirs the configuration alone is watched.
-        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not wanted.damage else _FIRST_RETRY_S
-        self._failures[wanted.name] = failure = _Failure(
-            wanted=wanted,
-            reason=str(error),
-            retry_at=time.monotonic() + delay,
-            delay_s=delay,
-            is_cut_off=isinstance(error.__cause__, GoneError),
-            crashes=before.crashes if before else 0,
-        )
-        if not (before and wanted.damage):
-            self._say(f"ERROR: {error} Tried again in {delay:.0f} s, or once the repository changes.")
+        failure, is_new = self._failures.note(wanted, error)
+        if is_new:
+            self._say(f"ERROR: {error} Tried again in {failure.delay_s:.0f} s, or once the repository changes.")
         self._tell_failure(failure)
 
-    def _tell_failure(self, failure: _Failure) -> None:
+    def _tell_failure(self, failure: Failure) -> None:
         wanted = failure.wanted
         old = self._served.get(wanted.name)
         served = old.version if old else 0
