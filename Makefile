@@ -152,8 +152,8 @@ checkpoints: setup $(VENV)/trainers ## Train the rarer variants of ZeRO checkpoi
 failing-disk: setup ## Fail every single write, rename and sync of a publication, not a sample of them
 	@MODELYARD_DISK_EVERY=1 $(BIN)/python -m pytest tests/export/repository/test_failing_disk.py
 
-pictures: setup ## Serve a trained MobileNetV2, and compare its labels of photographs with torch's
-	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/answers/test_trained_pictures.py
+pictures: setup ## Serve a trained MobileNetV2 and every kind of detector, and compare what they see with torch's
+	@MODELYARD_PICTURES=1 $(BIN)/python -m pytest tests/server/answers/test_trained_pictures.py tests/server/answers/test_seen_in_pictures.py
 
 growth: setup ## Measure how export, memory, start and speed grow with model, texts and callers, and plot it
 	@$(BENCH)bench_growth $(BENCH_OPTIONS)

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,19 +33,17 @@ from export.__main__ import main as run_export_cli
 
 # Low enough that random weights see something, and so high that they do not see it everywhere.
 THRESHOLD = 0.3
-DETECTORS = {
-    "detr": save_detr,
-    "detr-padded": save_padded_detr,
-    "yolos": save_yolos,
-    "yolos-of-one-size": save_yolos_of_one_size,
-}
+DETECTORS = {"detr": save_detr, "yolos": save_yolos}
+# Those whose pictures all have one shape: see `make pictures`.
+if os.environ.get("MODELYARD_PICTURES"):
+    DETECTORS |= {"detr-padded": save_padded_detr, "yolos-of-one-size": save_yolos_of_one_size}
 
 # Those whose graph is given pictures of every shape.
 OF_EVERY_SHAPE = ("detr", "yolos")
 
 # Those that are also served by one process alone: pictures of several shapes, a second input of the graph, and a file
 # as an answer.
-LEAN = ("detr", "detr-padded", "segformer")
+LEAN = tuple(name for name in ("detr", "detr-padded", "segformer") if name == "segformer" or name in DETECTORS)
 
 
 @dataclass(frozen=True)
