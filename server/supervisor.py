@@ -184,7 +184,7 @@ class Supervisor:
                 continue
             self._doubt_what_is_missing()
             # Files may have become others while they were loaded.
-            self._follower.leave_out_damaged()
+            self._follower.leave_out_damaged(is_loaded=True)
             self._count_models()
             self._status.ready = True
             self._say(f"tritonserver answers again, {time.monotonic() - start:.1f} s after its end was found")
@@ -235,6 +235,7 @@ class Supervisor:
         for published in self._follower.published:
             if reasons := [failed[name] for name in published.configs if name in failed]:
                 self._follower.doubt(published.name, reasons[0].removeprefix(FAILED))
+        self._follower.leave_out_damaged(is_loaded=True)
         self._count_models()
 
     def _doubt_what_is_missing(self) -> None:

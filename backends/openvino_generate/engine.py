@@ -8,20 +8,24 @@ import json
 import math
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import openvino as ov
-import openvino_genai as genai
-import triton_python_backend_utils as pb_utils
-from generation import Generation
-from generation_metrics import Metrics
-from generation_parameters import Parameters, RequestError
-from shared_limit import LEAST_BLOCKS, SharedLimit, spare
+# OpenVINO sends statistics of use unless the package that sends them is missing; to it, it now is.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+
+import numpy as np  # noqa: E402
+import openvino as ov  # noqa: E402
+import openvino_genai as genai  # noqa: E402
+import triton_python_backend_utils as pb_utils  # noqa: E402
+from generation import Generation  # noqa: E402
+from generation_metrics import Metrics  # noqa: E402
+from generation_parameters import Parameters, RequestError  # noqa: E402
+from shared_limit import LEAST_BLOCKS, SharedLimit, spare  # noqa: E402
 
 # How the model was proven, by OpenVINO's names; a version of an older modelyard has no such file. Left to itself
 # OpenVINO computes in bfloat16 where the CPU can, and keeps keys and values in 8 bits.

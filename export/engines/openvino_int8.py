@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import EngineError
 from ..graph.files import Feed
 from .engine import VerifiedGraph
-from .openvino_model import MODEL_FILE, describe_model, import_openvino
+from .openvino_model import MODEL_FILE, describe_model
 
 _GRAPH_FILE = "model.xml"
 
@@ -40,8 +40,9 @@ def write_quantized(graph: VerifiedGraph, directory: Path) -> None:
     Raises:
         EngineError: NNCF refuses the graph, nothing in it is a product, or no share holds the bound.
     """
+    import openvino as ov
+
     assert graph.measure, "Bug: int8 is built without a measure"
-    ov = import_openvino()
     # One text at a time, so that no padding is measured.
     feeds = [feed for feed in graph.feeds if len(next(iter(feed.values()))) == 1] or list(graph.feeds)
     source = ov.Core().read_model(str(graph.path))
@@ -78,7 +79,7 @@ def rank_products(source: Any, feeds: Sequence[Feed]) -> list[str]:
 
     How far they reach is the largest value beside the usual size of a value.
     """
-    ov = import_openvino()
+    import openvino as ov
     from openvino import opset13
 
     given = _list_activations(source)
@@ -153,7 +154,8 @@ def compress_weights(path: Path) -> None:
     Raises:
         EngineError: NNCF fails on it.
     """
-    ov = import_openvino()
+    import openvino as ov
+
     # Not mapped into memory: the files are replaced.
     model = ov.Core().read_model(path.read_bytes(), path.with_suffix(".bin").read_bytes())
     with _silence():

@@ -3,12 +3,11 @@
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -88,17 +87,6 @@ class OpenVinoModel:
         """Write it to `path`."""
         content = asdict(replace(self, kept_fp32=tuple(kept_fp32)))
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def import_openvino() -> Any:
-    """Return the module, having seen to it that nothing is reported to its makers.
-
-    It and NNCF send statistics of use unless the package that sends them is missing; to them it now is.
-    """
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-    import openvino
-
-    return openvino
 
 
 def find_version() -> str:
@@ -186,10 +174,12 @@ def choose_lengths(model: "openvino.Model", signature: ModelSignature) -> tuple[
 
 def write_graph(graph: VerifiedGraph, directory: Path) -> None:
     """Copy the graph, and write `openvino.json` beside it, into the empty folder `directory`."""
+    import openvino as ov
+
     # Weights in other files are found by the names that the graph gives them, which stay.
     for file in find_files(graph.path):
         shutil.copyfile(file, directory / (GRAPH_FILE if file == graph.path else file.name))
-    model = import_openvino().Core().read_model(str(directory / GRAPH_FILE))
+    model = ov.Core().read_model(str(directory / GRAPH_FILE))
     describe_model(graph, GRAPH_FILE, model).write(directory / MODEL_FILE)
 
 
@@ -211,7 +201,8 @@ class OpenVinoRunner:
     peak_bytes = 0
 
     def __init__(self, path: Path) -> None:
-        ov = import_openvino()
+        import openvino as ov
+
         described = read_model(path)
         self.versions = {"openvino": described.openvino}
         self._padding = described.padding

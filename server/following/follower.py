@@ -15,7 +15,7 @@ from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, find_fault, find_partial, list_versions, read_repository, take_files
 from .rollout import Roller
-from .sums import SUMS_FILE, FileSums
+from .sums import SUMS_FILE, FileSums, Identity
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -80,6 +80,8 @@ class Follower:
         self._next_look = 0.0
         # Of which another publication is loaded in the place of the one that is unloaded already.
         self._replaced: set[str] = set()
+        # Of the files of each model that a tritonserver is started with.
+        self._marks: dict[str, Mapping[Path, Identity]] = {}
         self._worker: threading.Thread | None = None
         self._ended = False
 
@@ -130,15 +132,22 @@ class Follower:
                 self._say(f"ERROR: {failure.wanted.title}: {failure.reason}")
             self._tell_failure(failure)
 
-    def leave_out_damaged(self) -> None:
-        """Have tritonserver load no model whose files it would wait for, not find, or find changed."""
+    def leave_out_damaged(self, *, is_loaded: bool = False) -> None:
+        """Have tritonserver load no model whose files it would wait for, not find, or find changed.
+
+        Args:
+            is_loaded: Whether it has loaded them since this was done before. One of which a file was touched meanwhile
+                may be another model, and is loaded once more.
+        """
         for name, published in [*self._served.items()]:
             folders = [self._repository / part / str(published.version) for part in published.steps or (name,)]
             fault = next(filter(None, map(find_fault, folders)), "") if published.version else ""
-            if damage := fault or self._sums.find_changed(published.loaded, since="loaded"):
-                self.doubt(name, damage)
+            touched = self._sums.find_touched(self._marks.get(name, {})) if is_loaded else ""
+            if damage := fault or self._sums.find_changed(published.loaded, since="loaded") or touched:
+                self.doubt(name, damage, delay_s=0.0 if damage == touched else FIRST_RETRY_S)
                 # Looked at again as soon as its files are others.
                 self._failures[name].wanted = replace(published, configs={}, damage=damage)
+        self._marks = {name: self._sums.mark(published.loaded) for name, published in self._served.items()}
 
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
@@ -151,6 +160,7 @@ class Follower:
             self._hold(taken)
             self._roller.show(taken)
             self._settle(taken)
+            self._marks[taken.name] = self._sums.mark(taken.loaded)
 
     def look(self, *, follows: bool) -> None:
         """Begin to follow what has changed, if anything has; returns at once.

@@ -17,6 +17,7 @@ Where the two have different configurations, both are loaded again for each step
 """
 
 import contextlib
+import os
 import re
 import threading
 import time
@@ -31,7 +32,7 @@ from .health import JUDGING_PATIENCE_S, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Published, find_fault, list_versions
-from .sums import GOLDEN_FILE, FileSums
+from .sums import GOLDEN_FILE, FileSums, Identity
 from .wishes import keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
@@ -100,7 +101,7 @@ class Roller:
         with self._changing:
             if versions and not any(self._overlay.shows(model, version) for version in versions):
                 return
-            self._check_files(model)
+            marks = self._check_files(model)
             try:
                 config = self._overlay.read_config(model)
                 # tritonserver 2.51 takes a load of an unchanged configuration for done.
@@ -111,23 +112,46 @@ class Roller:
                 ) from exc
             self._control.load(model)
             try:
-                self._check_files(model)
+                self._check_files(model, marks)
             except ControlError:
                 # What has just been loaded is none of what was published.
                 with contextlib.suppress(ControlError):
                     self._control.unload(model)
                 raise
 
-    def _check_files(self, model: str) -> None:
-        """Refuse to load files that are not as they were published.
+    def _check_files(self, model: str, marks: Mapping[Path, Identity] | None = None) -> Mapping[Path, Identity]:
+        """Refuse to load files that are not as they were published; return marks of them.
+
+        Args:
+            model: Its name.
+            marks: Those from before it was loaded.
 
         Raises:
-            ControlError: One would be waited for, cannot be read, or has changed.
+            ControlError: One would be waited for, cannot be read, has changed, or was touched since it was marked.
         """
+        found: dict[Path, Identity] = {}
+        touched = self._sums.find_touched(marks or {})
         for version in (folder.name for folder in self._overlay.list_versions(model)):
             part, sums = self._repository / model / version, self._sums_at_load.get((model, version), {})
-            if fault := find_fault(part) or self._sums.find_changed(sums, part, since="loaded"):
+            if fault := find_fault(part) or self._sums.find_changed(sums, part, since="loaded") or touched:
                 raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
+            found |= self._sums.mark(path for path in sums if Path(os.path.normpath(part)) in path.parents)
+        return found
+
+    @contextlib.contextmanager
+    def _holding(self, published: Published) -> Iterator[None]:
+        """Refuse at the end what was loaded meanwhile of files that are not, or were not, as they were taken.
+
+        Raises:
+            ValueError: One has changed, or was touched.
+        """
+        if changed := self._sums.find_changed(published.loaded, since="loaded"):
+            raise ValueError(changed)
+        marks = self._sums.mark(published.loaded)
+        yield
+        touched = self._sums.find_touched(marks)
+        if changed := self._sums.find_changed(published.loaded, since="loaded") or touched:
+            raise ValueError(changed)
 
     def show(self, published: Published) -> None:
         """Show a model to a tritonserver that starts or runs."""
@@ -148,7 +172,7 @@ class Roller:
         try:
             self._check_wishes(published)
             self.show(published)
-            with pacing(self._backend):
+            with self._holding(published), pacing(self._backend):
                 for name in published.configs:
                     self._control.load(name)
             self._check(published, published.name)
@@ -178,7 +202,7 @@ class Roller:
         self._note(new)
         try:
             self._check_wishes(new)
-            with pacing(self._backend):
+            with self._holding(new), pacing(self._backend):
                 if new.steps and new.version == old.version:
                     self._reconfigure(old, new)
                     return ""
@@ -358,11 +382,9 @@ class Roller:
 
         Raises:
             OSError: It does not answer.
-            ValueError: It answers otherwise, or from files that have changed while they were loaded.
+            ValueError: It answers otherwise.
         """
         if published.version:
-            if changed := self._sums.find_changed(published.loaded, since="loaded"):
-                raise ValueError(changed)
             check_answer(
                 self._control.url,
                 self._repository,

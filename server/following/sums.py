@@ -1,5 +1,6 @@
 """Whether what tritonserver loads of a version is what was published: other bytes may load, and answer wrongly."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,17 +34,21 @@ _BLOCK_BYTES = 2**20
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
 
+# What is another after any change of a file: device, inode, size, and times of the last write and the last change, of
+# which the first alone can be set.
+Identity = tuple[int, int, int, int, int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _State:
     """A file as it was when it was last looked at.
 
     Attributes:
-        identity: What is another after any change: device, inode, size, and times of the last write and the last
-            change, of which the first alone can be set.
+        identity: Of the file at that time.
         digest: SHA-256 of its bytes in hexadecimal; empty where they are taken for those that were published.
     """
 
-    identity: tuple[int, int, int, int, int]
+    identity: Identity
     digest: str
 
 
@@ -70,6 +75,22 @@ class FileSums:
                 return f"{path} has changed since it was {since}"
         return ""
 
+    def mark(self, paths: Iterable[Path]) -> Mapping[Path, Identity]:
+        """Return what those files were that have been looked at, when that was last."""
+        return {path: self._states[path].identity for path in paths if path in self._states}
+
+    def find_touched(self, marks: Mapping[Path, Identity]) -> str:
+        """Return which file is, or was, another one since it was marked; empty where none is.
+
+        Who reads a file in between may have read other bytes than are there before and after.
+        """
+        for path, identity in marks.items():
+            with contextlib.suppress(OSError):
+                if _identify(path.stat()) == identity:
+                    continue
+            return f"{path} was touched while it was loaded"
+        return ""
+
     def take(self, paths: Iterable[Path], told: Mapping[Path, str]) -> Mapping[Path, str]:
         """Return the sums of files as they are now, those that can be read.
 
@@ -87,7 +108,7 @@ class FileSums:
             stat = path.stat()
             if not S_ISREG(stat.st_mode):
                 return ""
-            identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+            identity = _identify(stat)
             if state and state.identity == identity and (state.digest or not at_any_size):
                 return state.digest
             is_taken = not state and stat.st_size > _LARGE_BYTES and not at_any_size
@@ -96,6 +117,10 @@ class FileSums:
             return ""
         self._states[path] = _State(identity=identity, digest=digest)
         return digest
+
+
+def _identify(stat: os.stat_result) -> Identity:
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def read_sums(version: Path) -> Mapping[Path, str]:

@@ -204,9 +204,20 @@ def test_an_openvino_json_without_lengths_is_served_as_before(exported: Exported
     assert not graph._of_length
 
 
-def test_nothing_is_reported_to_the_makers_of_openvino_and_nncf() -> None:
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import export.graph.stateful_decoder",
+        "import export.engines.openvino_generation",
+        "sys.path.insert(0, 'backends/python_openvino'); import compiled",
+        # Which tritonserver alone has; it is only imported here.
+        "sys.modules['triton_python_backend_utils'] = mock.MagicMock();"
+        "sys.path.insert(0, 'backends/openvino_generate'); import engine",
+    ],
+)
+def test_nothing_is_reported_to_the_makers_of_openvino_and_nncf(first: str) -> None:
     code = (
-        "from export.engines.openvino_model import import_openvino; import_openvino(); import nncf, sys;"
+        f"import sys; from unittest import mock; {first}; import openvino, openvino_genai, nncf;"
         "from nncf.telemetry.wrapper import telemetry as t; print(type(t).__name__, sys.modules['openvino_telemetry'])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=True)

@@ -295,6 +295,24 @@ def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(reposi
         assert server.check().code == 0
 
 
+def test_a_file_that_was_another_while_it_was_loaded_is_loaded_once_more(repository: Path, tmp_path: Path) -> None:
+    copy = copy_at_first(repository, tmp_path / "models")
+    graph = copy / MODEL / "1" / "model.onnx"
+    right, other = graph.read_bytes(), (copy / MODEL / "2" / "model.onnx").read_bytes()
+    with running(copy) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        # Once in the place of a process, once in a tritonserver that is started anew.
+        for victim in (server.find_stubs(MODEL)[0].pid, server.tritonserver):
+            os.kill(victim, signal.SIGKILL)
+            # Right before it is loaded and right afterwards, as far as anybody looks.
+            for content in (other, right) * 12:
+                put(graph, content)
+                time.sleep(0.15)
+            wait_for(server, lambda models: models[NAME]["state"] == "served")
+            assert server.check().code == 0
+
+
 def test_other_bytes_of_the_same_size_and_time_are_noticed(version: Path) -> None:
     sums, path = FileSums(), version / "tokenizer.json"
     assert sums.find_changed(read_sums(version)) == ""
@@ -306,6 +324,21 @@ def test_other_bytes_of_the_same_size_and_time_are_noticed(version: Path) -> Non
     assert sums.find_changed(read_sums(version)) == f"{path} has changed since it was published"
     path.write_text("{}")
     assert sums.find_changed(read_sums(version)) == ""
+
+
+def test_a_file_that_was_another_for_a_moment_was_touched(version: Path) -> None:
+    sums, path = FileSums(), version / "tokenizer.json"
+    told = read_sums(version)
+    assert sums.find_changed(told) == ""
+    marks = sums.mark(told)
+    assert path in marks
+    assert sums.find_touched(marks) == ""
+    path.rename(version / "away")
+    path.write_text("[]")
+    (version / "away").replace(path)
+    assert sums.find_touched(marks) == f"{path} was touched while it was loaded"
+    assert sums.find_changed(told) == ""
+    assert sums.find_touched(sums.mark(told)) == ""
 
 
 def test_a_large_file_is_what_was_published_until_it_is_touched(version: Path) -> None:
