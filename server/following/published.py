@@ -19,6 +19,7 @@ from .model_text import (
 from .sums import (
     CONFIGS_FOLDER,
     GOLDEN_FILE,
+    SUMS_FILE,
     FileSums,
     find_damaged_sums,
     list_files,
@@ -262,7 +263,11 @@ def take_files(repository: Path, published: Published, sums: FileSums) -> Publis
 def find_partial(repository: Path, published: Published, sums: FileSums) -> str:
     """Return which file of a version, records among them, is not the one in its sums; empty where it is whole."""
     folder = repository / published.name / str(published.version)
-    return "" if not published.sums else sums.find_changed(read_sums(folder))
+    told = read_sums(folder)
+    if select_loaded(folder, told) != published.sums:
+        # Written since it was read, so that the lock was held against what was there before.
+        return f"{folder / SUMS_FILE} is being written"
+    return find_damaged_sums(folder) or sums.find_changed(told)
 
 
 def _read_ours(repository: Path, name: str, version: int, configs: Mapping[str, str], variant: str) -> Published:

@@ -130,10 +130,11 @@ class Roller:
             ControlError: One would be waited for, cannot be read, has changed, or was touched since it was marked.
         """
         found: dict[Path, Identity] = {}
+        # Told without reading one, for it answers already.
         touched = self._sums.find_touched(marks or {})
         for version in (folder.name for folder in self._overlay.list_versions(model)):
             part, sums = self._repository / model / version, self._sums_at_load.get((model, version), {})
-            if fault := find_fault(part) or self._sums.find_changed(sums, part, since="loaded") or touched:
+            if fault := touched or find_fault(part) or self._sums.find_changed(sums, part, since="loaded"):
                 raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
             found |= self._sums.mark(path for path in sums if Path(os.path.normpath(part)) in path.parents)
         return found
