@@ -7,6 +7,8 @@ from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
+from .checkpoints.plain.documents import refuse_irregular_documents
+from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
 from .foresight import check_factory, check_layout, refuse_batching
 from .graph.batchings import BATCHINGS
@@ -152,11 +154,12 @@ def _read_task_source(
     request: ExportRequest, checkpoint: StoredCheckpoint, directory: Path
 ) -> tuple[str, TaskSource, VocabularyRows | None]:
     """Return the name of the task, what it is built from, and how the vocabulary was brought together."""
+    refuse_irregular_documents(directory)
     config = load_config(directory, checkpoint.config)
     check_architecture(directory, config.to_dict())
     warnings = settle_quantization(config, checkpoint.specs(), directory)
     weights: StateDict = CastToFloat32(source=checkpoint)
-    settings = checkpoint.directory if (checkpoint.directory / ADAPTER_FILE).is_file() else directory
+    settings = checkpoint.directory if has_file(checkpoint.directory / ADAPTER_FILE) else directory
     weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
     name = request.task or find_task_name(directory, config, weights.specs())
     tokenizer, rows = None, None

@@ -15,7 +15,7 @@ from .fsdp import reader as fsdp
 from .megatron import megatron_lm
 from .megatron import reader as megatron
 from .plain import huggingface, torch_file
-from .storage.paths import read_json_beside, refuse_broken_link, refuse_irregular
+from .storage.paths import has_file, read_json_beside, refuse_broken_link
 from .stored_checkpoint import StoredCheckpoint
 
 
@@ -109,7 +109,6 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         if reader in sharded or reader.recognises(directory, tag):
             return reader.open_folder(directory, tag)
     _refuse_adapter(directory)
-    refuse_irregular(directory, huggingface.WEIGHT_FILES)
     for path in sorted(directory.iterdir()):
         refuse_broken_link(path)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
@@ -135,7 +134,7 @@ def _refuse_adapter(directory: Path) -> None:
     Raises:
         CheckpointError: It is such a folder; the message names the model that it changes.
     """
-    if not (directory / ADAPTER_FILE).is_file():
+    if not has_file(directory / ADAPTER_FILE):
         return
     named = read_json_beside(directory / ADAPTER_FILE).get("base_model_name_or_path")
     base = named if isinstance(named, str) and named else "the model that it was trained from"

@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.plain import huggingface
+from ..checkpoints.plain.documents import DOCUMENTS, find_documents
 from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
 from ..checkpoints.storage.paths import check_inside, open_regular, read_json
 from ..errors import CheckpointError
 from ..file_limit import writing_to
 from .fitted import Fitted
 
-# As `save_pretrained` of models, tokenizers and processors names them, and Sentence-Transformers' `save`.
-_CARRIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    # Of GPT-2, BERT, Marian (`target_vocab.json`), FSMT (`vocab-src.json`), LUKE (`entity_vocab.json`) and Megatron
-    # (`gpt2-vocab.json`).
-    "*vocab*.json",
-    "vocab.txt",
-    "*merges.txt",
-    "*.model",
-    "*.spm",
-    "bpe.codes",
-    "normalizer.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "image_processor_config.json",
-    "feature_extractor_config.json",
-    "video_preprocessor_config.json",
-    "config_sentence_transformers.json",
-    # `sentence_bert_config.json`, and the same under the names of other models before Sentence-Transformers 3.
-    "sentence_*_config.json",
-)
 _MAX_CARRIED_BYTES = 256 << 20
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 _INDEX_ENDING = ".index.json"
@@ -65,21 +36,14 @@ def carry_over(directory: Path, staged: Path, dtype_names: set[str]) -> dict[Pat
     Raises:
         CheckpointError: A file leads outside, is not a regular one, or is too large.
     """
-    for pattern in _CARRIED:
-        for path in _find(directory, pattern):
+    for pattern in DOCUMENTS:
+        for path in find_documents(directory, pattern):
             if path.name == "config.json" and len(dtype_names) == 1:
                 _check_file(path, directory)
                 _write_config(path, staged / path.name, min(dtype_names))
             else:
                 _copy_file(path, directory, staged / path.relative_to(directory))
     return _carry_sentence_modules(directory, staged)
-
-
-def _find(directory: Path, pattern: str) -> list[Path]:
-    if "*" in pattern:
-        # A folder may be called anything, but not as a file that belongs to the model.
-        return sorted(path for path in directory.glob(pattern) if path.is_file())
-    return [directory / pattern] if os.path.lexists(directory / pattern) else []
 
 
 def _carry_sentence_modules(directory: Path, staged: Path) -> dict[Path, Path]:
@@ -154,7 +118,7 @@ def write_derived_config(derived: Mapping[str, Any], target: Path, dtype_names: 
 def replace_files(fitted: Fitted, staged: Path) -> None:
     """Give the folder the tokenizer and the configuration that its weights have now."""
     for pattern in fitted.superseded:
-        for path in _find(staged, pattern):
+        for path in find_documents(staged, pattern):
             path.unlink()
     for path in sorted(fitted.files.iterdir()):
         _copy_file(path, fitted.files, staged / path.name)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checkpoints import StateDict, TensorSpec
 from ..checkpoints.adapter_names import ADAPTER_FILE, CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from ..checkpoints.pickles.torch_zip import open_torch_zip
-from ..checkpoints.storage.paths import read_json_if_any
+from ..checkpoints.storage.paths import has_file, read_json_if_any
 from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import AdapterError, list_some
 
@@ -284,9 +284,9 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     safe, pickled = folder / "adapter_model.safetensors", folder / "adapter_model.bin"
     try:
-        if safe.is_file():
+        if has_file(safe):
             return dict(load_file(safe))
-        if pickled.is_file():
+        if has_file(pickled):
             return _read_pickled(pickled)
     except (SafetensorError, OSError) as exc:
         reason = str(exc).split("\n", 1)[0].rstrip(".")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from ..checkpoints.storage.paths import has_file
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -14,5 +16,9 @@ TOKENIZER_FILES = (
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Tell whether there is any file of a tokenizer in `directory`."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    """Tell whether there is any file of a tokenizer in `directory`.
+
+    Raises:
+        CheckpointError: One of the names is there and no regular file.
+    """
+    return any(has_file(directory / name) for name in TOKENIZER_FILES)

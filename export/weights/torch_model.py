@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..checkpoints import StateDict, TensorSpec
-from ..checkpoints.storage.paths import read_json_beside, refuse_byte_order_marks
+from ..checkpoints.storage.paths import has_file, read_json_beside, refuse_byte_order_marks
 from ..errors import CheckpointError, ModelError, list_some
 
 # What a checkpoint may hold beyond the model that is exported: the heads of another task, the pooler of a model whose
@@ -55,10 +55,11 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
         CheckpointError: `config.json` is missing, damaged, or of an architecture that transformers does not have.
     """
     path = directory / "config.json"
-    if not path.is_file() and recorded is not None:
+    is_there = has_file(path)
+    if not is_there and recorded is not None:
         derived: PretrainedConfig = AutoConfig.for_model(**recorded)
         return derived
-    if not path.is_file():
+    if not is_there:
         raise CheckpointError(
             f"{directory} has no config.json",
             expected="the model's configuration beside the weights",

@@ -453,3 +453,16 @@ def test_weights_that_are_no_regular_file_are_refused_as_that(name: str, tmp_pat
         with pytest.raises(CheckpointError, match=rf"{name} is not a regular file: expected a file, got {kind}; put"):
             open_checkpoint(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "other.safetensors.index.json"])
+def test_other_weights_do_not_replace_those_behind_a_link_to_nothing(name: str, tmp_path: Path) -> None:
+    torch.save(make_state(), tmp_path / "pytorch_model.bin")
+    if name.startswith("other"):
+        (tmp_path / "pytorch_model.bin").unlink()
+        save_file(make_state(), tmp_path / "state-00001-of-00001.safetensors")
+    (tmp_path / name).symlink_to("../blobs/gone")
+    with pytest.raises(
+        CheckpointError, match=rf"{name} is a link that leads nowhere: expected a file behind it, got a"
+    ):
+        open_checkpoint(tmp_path)

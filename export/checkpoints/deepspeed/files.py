@@ -115,7 +115,8 @@ def _find_tag_folder(directory: Path, tag: str | None) -> Path:
     if _is_tag_folder(directory):
         return directory
     for name in _LATEST_FILES:
-        if (directory / name).is_file():
+        # A link of one's own to the latest folder may bear the name as well.
+        if os.path.lexists(directory / name) and not (directory / name).is_dir():
             check_inside(directory / name, directory)
             named = read_small(directory / name, max_bytes=_MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
             return _resolve_tag(directory, named, str(directory / name))

@@ -9,6 +9,7 @@ What no file shows: two `.distcp` files of the same sizes, swapped. Nothing in a
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -82,11 +83,11 @@ def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoin
 def _read_metadata(directory: Path) -> DcpMetadata:
     path = directory / METADATA_FILE
     alone = {int(match[1]): entry for entry in directory.iterdir() if (match := _RANK_METADATA.fullmatch(entry.name))}
-    if alone and not path.exists():
+    if alone and not os.path.lexists(path):
         for entry in alone.values():
             check_inside(entry, directory)
         return merge_metadata({rank: read_metadata(entry) for rank, entry in alone.items()})
-    if not path.is_file():
+    if not os.path.lexists(path):
         shards = _list_shards(directory)
         raise CheckpointError(
             f"{directory} lacks {METADATA_FILE}",

@@ -14,6 +14,7 @@ Names: Accelerate 1.15, utils/fsdp_utils.py. Optimizers (`optimizer_0`, `optimiz
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -159,7 +160,7 @@ def _find_home(directory: Path) -> Path:
     if _MODEL_FOLDER.fullmatch(directory.name) or directory.name == _SHARDED_FOLDER:
         homes.append(directory.parent)
     return next(
-        (home for home in homes if (home / "config.json").is_file()), homes[-1] if len(homes) > 2 else directory
+        (home for home in homes if os.path.lexists(home / "config.json")), homes[-1] if len(homes) > 2 else directory
     )
 
 

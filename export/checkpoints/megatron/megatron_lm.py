@@ -10,6 +10,7 @@ of Megatron Core's (Megatron-LM, megatron/training/checkpointing.py). The last s
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _find_iteration(directory: Path, tag: str | None) -> Path:
     iterations = _list_iterations(directory)
     names = [entry.name for entry in iterations]
     wanted = tag
-    if wanted is None and (directory / _LATEST).is_file():
+    if wanted is None and os.path.lexists(directory / _LATEST):
         check_inside(directory / _LATEST, directory)
         latest = read_small(directory / _LATEST, max_bytes=_MAX_LATEST_BYTES).decode("ascii", "replace").strip()
         wanted = f"iter_{int(latest):07d}" if latest.isdecimal() and latest.isascii() else latest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def refuse_several_models(directory: Path) -> None:
     """
     later = [match for entry in directory.iterdir() if (match := _LATER.fullmatch(entry.name))]
     first = {f"{match[1]}.{match[2]}" for match in later}
-    names = [name for name in first if (directory / name).is_file()]
+    names = [name for name in first if os.path.lexists(directory / name)]
     if names:
         raise CheckpointError(
             f"{directory} holds several models",

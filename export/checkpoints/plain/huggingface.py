@@ -7,6 +7,7 @@ may be the map of names to files alone, without `weight_map` around it, and is c
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ..storage.paths import (
     read_json_beside,
     read_small,
     refuse_broken_link,
+    refuse_irregular,
 )
 from ..storage.safetensors_file import read_safetensors
 from ..storage.stored_tensor import StoredTensor
@@ -99,10 +101,9 @@ def open_file(path: Path) -> StoredCheckpoint:
 
 def _find_main_file(directory: Path) -> str | None:
     """Return the name of the weights or of their index; one that trainers write comes before any other."""
-    for name in WEIGHT_FILES:
-        if (directory / name).is_file():
-            return name
-    files = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
+    if usual := _find_usual_file(directory):
+        return usual
+    files = sorted(entry.name for entry in directory.iterdir() if not entry.is_dir())
     indices = [name for name in files if name.endswith(_INDEX_ENDING)]
     if _PLAIN_INDEX in files and _is_plain_index(directory / _PLAIN_INDEX):
         indices.append(_PLAIN_INDEX)
@@ -112,6 +113,15 @@ def _find_main_file(directory: Path) -> str | None:
         return numbered
     alone = [name for name in files if _ALONE.fullmatch(name) and not name.startswith((_ADAPTER, *OTHER_STATE))]
     return alone[0] if len(alone) == 1 and not torch_file.recognises(directory) else None
+
+
+def _find_usual_file(directory: Path) -> str | None:
+    """Return the first of the usual names that is there, be it a link to nothing: other weights must not replace it.
+
+    A folder may bear such a name, as `zero_to_fp32.py` makes one where it once wrote a file.
+    """
+    paths = (directory / name for name in WEIGHT_FILES)
+    return next((path.name for path in paths if os.path.lexists(path) and not path.is_dir()), None)
 
 
 def _find_numbered(files: Iterable[str]) -> str | None:
@@ -187,7 +197,7 @@ def read_gathered(directory: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: The files are damaged.
     """
-    name = next((name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    name = _find_usual_file(directory)
     if name is None:
         return {}
     tensors, _, _ = _read_folder(directory, name)
@@ -218,6 +228,8 @@ def _read_folder(
         name: The weights in it, or their index.
         shards: All files of the weights, where there is no index.
     """
+    refuse_broken_link(directory / name)
+    refuse_irregular(directory, [name])
     check_inside(directory / name, directory)
     index = _read_index(directory / name) if name.endswith(_PLAIN_INDEX) else None
     shard_names = sorted(set(index.values())) if index else list(shards or [name])

@@ -8,12 +8,12 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..remedies import RECOPY
-from ..storage.paths import check_inside, read_json, read_json_if_any
+from ..storage.paths import check_inside, has_file, read_json, read_json_if_any
 
 MODULES_FILE = "modules.json"
 
 # In the order in which Sentence-Transformers looks for them; before 3.0 it named them after the model's type.
-_TRANSFORMER_FILES = tuple(
+TRANSFORMER_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -65,11 +65,14 @@ def find_sentence_home(directory: Path) -> Path | None:
 
     That is `directory` itself, or the folder above where the transformer has one of its own, `0_Transformer`, as
     Sentence-Transformers saved before 2.0.
+
+    Raises:
+        CheckpointError: `modules.json` is there and no regular file, or the one above is not JSON.
     """
-    if (directory / MODULES_FILE).is_file():
+    if has_file(directory / MODULES_FILE):
         return directory
     above = directory.absolute().parent
-    if directory.name[:1].isdigit() and (above / MODULES_FILE).is_file():
+    if directory.name[:1].isdigit() and has_file(above / MODULES_FILE):
         first = read_json(above / MODULES_FILE)
         entry: Any = first[0] if isinstance(first, list) and first else None
         if _is_entry(entry) and entry["path"] == directory.name:
@@ -83,9 +86,9 @@ def read_transformer_settings(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The file cannot be read.
     """
-    for name in _TRANSFORMER_FILES:
+    for name in TRANSFORMER_FILES:
         settings = read_json_if_any(directory / name)
-        if isinstance(settings, dict) and settings:
+        if settings:
             return settings
     return {}
 

@@ -6,7 +6,7 @@ import codecs
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,15 +120,26 @@ def refuse_broken_link(path: Path) -> None:
         )
 
 
+def has_file(path: Path) -> bool:
+    """Tell whether there is a file. What bears its name and is none must not pass for absent, as it does for `is_file`.
+
+    Raises:
+        CheckpointError: A link to nothing, a FIFO, a folder or the like is there, or it cannot be opened.
+    """
+    if not os.path.lexists(path):
+        return False
+    open_regular(path).close()
+    return True
+
+
 def refuse_irregular(directory: Path, names: Iterable[str]) -> None:
     """Refuse what is there under the name of a file and is none, such as a FIFO, which else counts as not there.
 
     Raises:
         CheckpointError: One is.
     """
-    for path in (directory / name for name in names):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            open_regular(path).close()
+    for name in names:
+        has_file(directory / name)
 
 
 def read_small(path: Path, *, max_bytes: int) -> bytes:
@@ -211,16 +222,30 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
         ) from exc
 
 
-def read_json_if_any(path: Path) -> Mapping[str, Any] | list[Any] | None:
-    """Return what a JSON file beside the weights holds, or None where there is no such file.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file of a checkpoint holds.
 
     Raises:
-        CheckpointError: It is not JSON, is not a regular file, or is too large.
+        CheckpointError: As `read_json`, or it holds another value.
     """
-    if not os.path.lexists(path):
-        return None
-    content: Mapping[str, Any] | list[Any] = read_json(path)
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="a JSON object",
+            got=json.dumps(content)[:100],
+            remedy=RECOPY,
+        )
     return content
+
+
+def read_json_if_any(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object that a file beside the weights holds, or None where there is no such file.
+
+    Raises:
+        CheckpointError: It holds no JSON object, is not a regular file, or is too large.
+    """
+    return read_json_object(path) if os.path.lexists(path) else None
 
 
 def read_json_beside(path: Path) -> dict[str, Any]:

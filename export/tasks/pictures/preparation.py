@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ...checkpoints.storage.paths import parse_json, read_small, refuse_byte_order_marks
+from ...checkpoints.storage.paths import has_file, parse_json, read_small, refuse_byte_order_marks
 from ...errors import CheckpointError, ModelError, SettingsError, shorten
 from ..processor_file import PROCESSOR_FILE, tell_foreign
 from .recipe import (
@@ -142,7 +142,7 @@ def find_preparation(
                 got=" and ".join(f"{height} x {width}" for height, width in preparation.recipe.buckets),
                 remedy="give it a size in place of buckets, or build the network with --factory",
             )
-    elif (directory / PROCESSOR_FILE).is_file():
+    elif has_file(directory / PROCESSOR_FILE):
         preparation = _read_processor(directory)
     else:
         raise ModelError(

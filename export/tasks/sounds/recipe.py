@@ -17,7 +17,7 @@ import soundfile
 import soxr
 from transformers import AutoFeatureExtractor
 
-from ...checkpoints.storage.paths import refuse_byte_order_marks
+from ...checkpoints.storage.paths import has_file, refuse_byte_order_marks
 from ...errors import ModelError
 from ..processor_file import PROCESSOR_FILE, tell_foreign
 
@@ -84,7 +84,7 @@ def find_sound_preparation(directory: Path, tensors_task: str, shortest: int) ->
     """
     path = directory / PROCESSOR_FILE
     remedy = f"pass --task {tensors_task}, which is sent samples"
-    if not path.is_file():
+    if not has_file(path):
         raise ModelError(
             f"nothing says what is done to sounds before the model of {directory} hears them",
             expected=f"a {PROCESSOR_FILE} beside the weights",

@@ -245,7 +245,11 @@ def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+# What is looked for, and does without where it is not there.
+OPTIONAL = ("modules.json", "generation_config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", *OPTIONAL])
 @pytest.mark.parametrize(
     ("make", "found"),
     [
@@ -254,6 +258,9 @@ def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
         (lambda path: path.write_text('{"model": {"vo'), "cannot be read: expected JSON, got 14 bytes"),
         (os.mkfifo, "is not a regular file: expected a file, got a FIFO"),
         (lambda path: path.symlink_to("/dev/urandom"), "is not a regular file: .*a device|leads outside"),
+        (lambda path: path.symlink_to("gone"), "cannot be opened: expected a file, got No such file or directory"),
+        (Path.mkdir, "is not a regular file: expected a file, got a folder"),
+        (lambda path: path.write_text("null"), "expected a JSON object, got null; copy|expected a list of modules, "),
     ],
 )
 def test_what_describes_the_model_is_refused_where_it_cannot_be_read(
@@ -268,6 +275,36 @@ def test_what_describes_the_model_is_refused_where_it_cannot_be_read(
             refused()
         assert str(path) in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "spiece.model", "merges.txt", "additional_chat_templates/a.jinja"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone")])
+def test_what_bears_the_name_of_a_models_file_does_not_stay_behind(
+    make: Callable[[Path], object], name: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "in")
+    path = tmp_path / "in" / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    for refused in (
+        lambda: consolidate(tmp_path / "in", tmp_path / "out"),
+        lambda: inspect_checkpoint(tmp_path / "in"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{name} (is not a regular file|cannot be opened): expected a file"):
+            refused()
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "null"])
+def test_the_settings_of_a_module_are_refused_where_they_cannot_be_read(
+    content: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    home = build_dense_embedder(tmp_path / "in", checkpoint)
+    path = home / "1_Pooling" / "config.json"
+    path.write_text(content)
+    for refused in (lambda: consolidate(home, tmp_path / "out"), lambda: inspect_checkpoint(home)):
+        with pytest.raises(CheckpointError, match=rf"{path} cannot be read: expected"):
+            refused()
 
 
 @pytest.mark.parametrize(

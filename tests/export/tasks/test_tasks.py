@@ -1,8 +1,10 @@
 import base64
 import io
 import json
+import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 import transformers
 from harness import load_backend
 from PIL import Image
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainers.architectures import ARCHITECTURES, Architecture, save_model
 from trainers.task_checkpoints import BUILDERS, build_reward_model
@@ -24,6 +27,9 @@ from export.checkpoints import TensorSpec, open_checkpoint
 from export.commands.summary import _describe_text
 from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError, ModelError, VerificationError, VocabularyError
+from export.options import ExportRequest
+from export.progress import Progress
+from export.source import load_source
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
 from export.tasks.labels import choose_function, count_labels, read_labels
@@ -546,6 +552,32 @@ def test_a_value_of_a_wrong_type_in_a_generation_config_is_refused_in_a_sentence
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | values))
     with pytest.raises(ModelError, match=sentence):
         _read_generation_config(tmp_path, transformers.GPT2Config())
+
+
+# What a task reads, what transformers looks for by itself, and what nothing reads of such a model.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "modules.json",
+        "sentence_bert_config.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "preprocessor_config.json",
+    ],
+)
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("gone")])
+def test_what_bears_the_name_of_a_file_and_is_none_does_not_pass_for_absent(
+    make: Callable[[Path], object], name: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "in"))
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    request = ExportRequest(checkpoint=folder, name="x", repository=tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"{name} (is not a regular file|cannot be opened): expected a file, got"
+    ):
+        load_source(request, Progress(Console(quiet=True)))
 
 
 def test_a_model_that_scores_no_token_is_refused(tmp_path: Path) -> None:
