@@ -1,5 +1,6 @@
 """The verbs on what is published: list, compare, switch, prune, remove, verify, promote; and being killed in each."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -290,6 +291,24 @@ def test_sums_that_lead_out_of_the_version_are_named(
     assert f"{sums} names what is no file of this version ({path}); restore it, or export again." in done.out
     refused = export_cli("activate", "tickets", "2", "--repository", str(models))
     assert refused.code == 1 and f"which names what is no file of this version ({path})" in refused.err
+
+
+@pytest.mark.parametrize("path", ["./../1/golden.json", "configs/../../1/golden.json", "./../../../outside"])
+def test_a_right_sum_of_what_is_no_file_of_the_version_passes_as_little(
+    path: str, models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    version = models / "tickets" / "2"
+    (models.parent / "outside").write_text("x")
+    own = version / "golden.json"
+    with (version / "SHA256SUMS").open("a") as file:
+        # Spelt otherwise, it is the version's own file all the same.
+        file.write(f"{hashlib.sha256(own.read_bytes()).hexdigest()}  ./../2/golden.json\n")
+    assert export_cli("verify-repository", "--repository", str(models)).code == 0
+    with (version / "SHA256SUMS").open("a") as file:
+        file.write(f"{hashlib.sha256((version / path).read_bytes()).hexdigest()}  {path}\n")
+    done = export_cli("verify-repository", "--repository", str(models))
+    assert done.code == 1
+    assert f"SHA256SUMS names what is no file of this version ({path}); restore it, or export again." in done.out
 
 
 def test_a_file_that_the_sums_no_longer_name_is_told_as_just_that(
