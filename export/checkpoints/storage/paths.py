@@ -69,7 +69,9 @@ def check_inside(path: Path, directory: Path) -> None:
     parts = (part for linked, parts in _LINKED.items() if root.is_relative_to(linked) for part in parts)
     if any(target.is_relative_to(allowed) for allowed in (root, *parts)):
         return
-    if root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs":
+    # A module of Sentence-Transformers has a folder within the revision's.
+    folders = (folder.parent for folder in (root, *root.parents) if folder.parent.name == "snapshots")
+    if any(target.parent == folder.parent / "blobs" for folder in folders):
         return
     raise CheckpointError(
         f"{path} is a link that leads outside {directory}",

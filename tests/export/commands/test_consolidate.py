@@ -235,6 +235,22 @@ def test_a_tied_name_with_another_meaning_in_the_metadata_is_refused(tmp_path: P
     assert open_checkpoint(tmp_path / "out").tied == {"a": name}
 
 
+def test_an_embedding_model_is_taken_from_the_cache_of_downloads(checkpoint: Path, tmp_path: Path) -> None:
+    home = build_dense_embedder(tmp_path / "models--a--b" / "snapshots" / "1f3a", checkpoint)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate([path for path in home.rglob("*") if path.is_file()]):
+        path.rename(blobs / str(number))
+        path.symlink_to(os.path.relpath(blobs / str(number), path.parent))
+    done = consolidate(home, tmp_path / "out")
+    assert {"modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors"} <= {*done.files}
+    (tmp_path / "secret").write_text("{}")
+    (home / "1_Pooling" / "config.json").unlink()
+    (home / "1_Pooling" / "config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json is a link that leads outside"):
+        consolidate(home, tmp_path / "other")
+
+
 def test_the_configuration_may_not_lead_outside(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").unlink()
