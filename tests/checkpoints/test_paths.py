@@ -144,3 +144,19 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path, family: str) -> None
     with pytest.raises(CheckpointError) as refusal:
         open_checkpoint(tmp_path)
     assert "holds tensors whose names are not text: a\\ud800: expected names in Unicode" in str(refusal.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone")])
+def test_the_name_of_the_latest_save_is_not_passed_over_where_it_cannot_be_read(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(find_checkpoint("z2_bf16"), tmp_path / "checkpoint"))
+    (folder / "latest").unlink()
+    make(folder / "latest")
+    with pytest.raises(CheckpointError, match="latest (is not a regular file|cannot be opened): expected a file, got"):
+        open_checkpoint(folder)
+    # A link of one's own to the folder of the latest save is no such file.
+    (folder / "latest").unlink()
+    (folder / "latest").symlink_to(next(path.parent.name for path in folder.glob("*/*_optim_states.pt")))
+    with pytest.raises(CheckpointError, match="holds several DeepSpeed checkpoints and no file latest"):
+        open_checkpoint(folder)
