@@ -15,7 +15,7 @@ from .holding import Holdings
 from .model_text import CONFIG_FILE
 from .published import Published, find_fault, find_partial, list_versions, read_repository, take_files
 from .rollout import Roller
-from .sums import SUMS_FILE, FileSums, Identity
+from .sums import LOCK_FILE, SUMS_FILE, FileSums, Identity
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -345,7 +345,7 @@ class Follower:
             sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
             is_lost = not old.sums.keys() <= wanted.sums.keys()
             if is_lost or any(old.loaded.get(path, digest) != digest for path, digest in wanted.sums.items()):
-                damage = f"{sums} is not the one that it was loaded with"
+                damage = f"{sums} is {'not the one that it was loaded with' if sums.exists() else 'missing'}"
             elif old.configs == wanted.configs:
                 # Who starts on other answers, or checks a server, says more of them than that.
                 damage = self._sums.find_changed(old.asked, since="loaded")
@@ -389,6 +389,8 @@ def _refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
     """Return why a model is not served as the repository has it, and what becomes of the one that is served."""
     consequence = f"{old.title} is served as before" if old else "it is not served"
     remedy = "mend that, or move the file away and activate a version"
+    if wanted.damage.endswith("is missing") or LOCK_FILE in wanted.damage:
+        remedy = "bring it back, or activate another version"
     if SUMS_FILE in wanted.damage:
         # Without them nothing would say what the files were.
         remedy = "restore it, or promote or export that version again"

@@ -1,7 +1,7 @@
 """What a repository says should be served: which version of each model is active, and which models are its steps."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,8 +22,10 @@ from .sums import (
     SUMS_FILE,
     FileSums,
     find_damaged_sums,
+    find_lacking,
     list_files,
     read_sums,
+    read_told,
     select_loaded,
 )
 
@@ -89,8 +91,7 @@ def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict
     found, owned = {}, set[str]()
     for name, config in configs.items():
         version, damage = _find_damage(repository, name, configs, faults)
-        folder = repository / name / str(version)
-        damage = damage or sums.find_changed(select_loaded(folder, read_sums(folder)))
+        damage = damage or _find_changed(repository, name, version, config, sums)
         is_ours = not damage or _was_published(repository, name, config)
         if is_ours:
             owned |= {step for step, _ in read_steps(config)}
@@ -103,6 +104,18 @@ def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict
     # What is wrong with a step is told of the model that it is one of.
     damaged = {name: Published(name=name, version=0, configs={}, damage=fault) for name, fault in faults.items()}
     return {name: published for name, published in (found | damaged).items() if published.version or name not in owned}
+
+
+def _find_changed(repository: Path, name: str, version: int, config: str, sums: FileSums) -> str:
+    """Return which file of a version is not as it was published, as far as its sums or its lock say."""
+    folder = repository / name / str(version)
+    parts = _list_parts(repository, name, version, [step for step, _ in read_steps(config)])
+    return sums.find_changed(select_loaded(folder, read_told(folder, parts)))
+
+
+def _list_parts(repository: Path, name: str, version: int, steps: Iterable[str]) -> list[Path]:
+    """Return the folders of one version of a model's steps and of itself."""
+    return [repository / part / str(version) for part in (*steps, name)]
 
 
 def _was_published(repository: Path, name: str, config: str) -> bool:
@@ -175,13 +188,14 @@ def _find_damage(repository: Path, name: str, configs: Mapping[str, str], faults
         owner = read_parameter(configs[part], _OWNER_PARAMETER)
         if owner not in (read_parameter(config, _OWNER_PARAMETER), name, None):
             return version, f"{path} has {part} as a step, which is one of {owner}"
-    folders = [repository / part / str(version) for part in (*(step for step, _ in steps), name)]
+    folders = _list_parts(repository, name, version, [step for step, _ in steps])
     if fault := next(filter(None, map(find_fault, folders)), ""):
         return version, fault
     golden = repository / name / str(version) / GOLDEN_FILE
     if not golden.exists():
         return version, f"{golden} is missing"
-    return version, _find_absent(golden.parent) or find_damaged_sums(golden.parent)
+    lost = _find_absent(golden.parent) or find_lacking(golden.parent, folders)
+    return version, lost or find_damaged_sums(golden.parent)
 
 
 def _find_absent(version: Path) -> str:
@@ -253,9 +267,9 @@ def take_files(repository: Path, published: Published, sums: FileSums) -> Publis
     if not published.version:
         return published
     folder = Path(os.path.normpath(repository / published.name / str(published.version)))
-    parts = (*published.steps, published.name)
-    files = {path: "" for part in parts for path in list_files(repository / part / str(published.version))}
-    told = read_sums(folder)
+    parts = _list_parts(repository, published.name, published.version, published.steps)
+    files = {path: "" for part in parts for path in list_files(part)}
+    told = read_told(folder, parts)
     loaded = sums.take(select_loaded(folder, files), told)
     return replace(published, loaded=loaded, asked=sums.take([folder / GOLDEN_FILE], told))
 

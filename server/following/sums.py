@@ -177,6 +177,28 @@ def list_files(version: Path) -> list[Path]:
     return sorted(found)
 
 
+def read_told(version: Path, parts: Iterable[Path]) -> Mapping[Path, str]:
+    """Return path → SHA-256 of each file of a version as it was published, by its sums or else by its lock.
+
+    Args:
+        version: The folder of the public model's version.
+        parts: The folders of that version of the model and of its steps. The lock names files, not where they are.
+    """
+    if told := read_sums(version):
+        return told
+    artefacts = _read_artefacts(version)
+    return {path: artefacts[path.name] for part in parts for path in list_files(part) if path.name in artefacts}
+
+
+def find_lacking(version: Path, parts: Iterable[Path]) -> str:
+    """Return which file a lock names that no part of its version has, where no sums tell of it; empty where none."""
+    if (version / SUMS_FILE).exists():
+        return ""
+    found = {path.name for part in parts for path in list_files(part)}
+    lacking = next((name for name in _read_artefacts(version) if name not in found), "")
+    return f"{version} lacks {lacking}, which {LOCK_FILE} names" if lacking else ""
+
+
 def _read_artefacts(version: Path) -> Mapping[str, str]:
     """Return name → SHA-256 of the files that the lock of a version names; none where it cannot be read."""
     try:

@@ -117,9 +117,14 @@ def test_a_file_that_is_cut_where_it_lies_is_told_before_anything_dies_of_it(ser
     assert server.check().code == 0
 
 
-def test_a_tokenizer_that_was_changed_before_the_start_is_not_served(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", ["sums", "lock"])
+def test_a_tokenizer_that_was_changed_before_the_start_is_not_served(
+    repository: Path, tmp_path: Path, told_by: str
+) -> None:
     copy = copy_at_first(repository, tmp_path / "models")
     half = publish_half(copy, tmp_path)
+    if told_by == "lock":
+        (copy / half / "1" / "SHA256SUMS").unlink()
     path = copy / f"{half}_preprocess" / "1" / "tokenizer.json"
     content = path.read_bytes()
     tokenizer = json.loads(content)
@@ -134,6 +139,9 @@ def test_a_tokenizer_that_was_changed_before_the_start_is_not_served(repository:
         assert f"{path} has changed since it was published" in read_following(server)[half]["reason"]
         checked = server.check()
         assert checked.code == 1 and str(path) in checked.err
+        path.unlink()
+        lost = {"sums": f"{path} is missing", "lock": f"{copy / half / '1'} lacks tokenizer.json"}[told_by]
+        wait_for(server, lambda models: lost in models[half]["reason"])
         put(path, content)
         wait_for(server, lambda models: models[half]["state"] == "served")
         assert server.check().code == 0
@@ -169,7 +177,8 @@ def test_sums_that_are_taken_away_leave_those_that_it_was_loaded_with(served: tu
     sums.unlink()
     if takes == "a line":
         sums.write_bytes(b"".join(line for line in told.splitlines(keepends=True) if b"model.onnx" not in line))
-    wait_for(server, lambda models: str(sums) in models[NAME]["reason"] and models[NAME]["served"] == 1)
+    what = f"{sums} is missing" if takes == "all" else f"{sums} does not name model.onnx"
+    wait_for(server, lambda models: what in models[NAME]["reason"] and models[NAME]["served"] == 1)
     put(graph, (repository / MODEL / "2" / "model.onnx").read_bytes())
     with Callers(server, repository) as callers:
         server.find_stubs(MODEL)[0].kill()
@@ -262,16 +271,22 @@ def test_a_model_whose_sums_lack_a_file_at_the_start_is_served_once_they_do_not(
         assert server.check().code == 0
 
 
-def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["lock", "nothing"])
+def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(
+    repository: Path, tmp_path: Path, kept: str
+) -> None:
     copy = copy_at_first(repository, tmp_path / "models")
-    sums, graph = copy / NAME / "1" / "SHA256SUMS", copy / MODEL / "1" / "model.onnx"
-    told, content = sums.read_bytes(), graph.read_bytes()
+    sums, lock = (copy / NAME / "1" / name for name in ("SHA256SUMS", "modelyard.lock.json"))
+    graph = copy / MODEL / "1" / "model.onnx"
+    told, locked, content = sums.read_bytes(), lock.read_bytes(), graph.read_bytes()
     sums.unlink()
+    if kept == "nothing":
+        lock.unlink()
     with running(copy) as server:
         server.read_until("serving HTTP")
         server.follow()
         put(graph, (copy / MODEL / "2" / "model.onnx").read_bytes())
-        what = f"{graph} has changed since it was loaded"
+        what = f"{graph} has changed since it was "
         wait_for(server, lambda models: what in models[NAME]["reason"] and models[NAME]["served"] == 1)
         with Callers(server, copy) as callers:
             server.find_stubs(MODEL)[0].kill()
@@ -285,6 +300,7 @@ def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(reposi
         os.kill(server.tritonserver, signal.SIGKILL)
         server.wait_for_line("tritonserver answers again", 60)
         wait_for(server, lambda models: what in models[NAME]["reason"] and models[NAME]["served"] == 0)
+        put(lock, locked)
         put(sums, told)
         put(graph, content)
         wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))

@@ -288,7 +288,9 @@ def test_a_file_that_is_gone_is_named_while_the_model_serves_on(
         (copy / file).mkdir()
     wait_for(server, lambda models: models[NAME]["state"] == "failed" and models[NAME]["served"] == 1)
     what = "missing" if kind == "nothing" else "no regular file"
-    assert f"{copy / file} is {what}" in read_following(server)[NAME]["reason"]
+    told = read_following(server)[NAME]["reason"]
+    assert f"{copy / file} is {what}" in told
+    assert ("move the file away" in told) == (kind == "folder")
     assert str(copy / file) in server.check().err
     assert server.check("--any-version").code == 0
     if kind == "folder":
