@@ -83,7 +83,9 @@ class Start:
         with contextlib.suppress(OSError):
             self._run.healer.table.refresh()
             if not live:
-                # It is to start without a model whose process died as it loaded.
+                # It is to start without a model whose process died, or was stopped, as it loaded.
+                for told in self._run.healer.table.end_stopped_loads():
+                    self._say(told)
                 self._run.healer.table.end_lost_loads()
         if live:
             self._run.learn_version()

@@ -262,6 +262,7 @@ class Healer:
         reload: Callable[[str, frozenset[str]], None],
     ) -> None:
         self.table = StubTable(tritonserver_pid)
+        self._say = say
         self._make = partial(ModelHealer, control=control, status=status, say=say, reload=reload)
         self._models: dict[str, ModelHealer] = {}
         # Names of models of which nothing answers.
@@ -279,6 +280,9 @@ class Healer:
                 healer.end()
         self._models = {model: self._models.get(model) or self._make(model) for model in wanted}
         stubs = self.table.refresh()
+        # Whatever order is under way: it waits for what is stopped.
+        for told in self.table.end_stopped_loads():
+            self._say(told)
         self.table.end_lost_loads()
         for name, healer in self._models.items():
             healer.look([stub for stub in stubs if stub.model == name])

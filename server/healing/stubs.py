@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -130,6 +131,11 @@ class Stub:
         return not self.is_dead and not self.has_loaded
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it for longer than a moment."""
+        return self.look.stat.state == "T" and time.monotonic() - self.steady_since >= _STOPPED_S
+
+    @property
     def has_ended_well(self) -> bool:
         """Whether it has ended as tritonserver has it end: by itself, with exit code 0."""
         return self.is_dead and self.look.stat.exit_status == 0
@@ -158,7 +164,7 @@ class Stub:
         """Return why this process will not go on by itself, or None."""
         now = time.monotonic()
         limits = self.limits or Limits()
-        if self.look.stat.state == "T" and now - self.steady_since >= _STOPPED_S:
+        if self.is_stopped:
             return "was stopped by a signal"
         if not self._is_at_work:
             return None
@@ -224,6 +230,9 @@ class StubTable:
         self._ever: dict[tuple[int, int], Stub] = {}
         # Processes that ended before they were ever seen, whose command lines nobody can read any more.
         self._nameless: set[tuple[int, int]] = set()
+        # What is no stub yet, and since when which of it is stopped by a signal.
+        self._starting: list[int] = []
+        self._stopped_since: dict[tuple[int, int], float] = {}
         self._nameless_since = self._nameless_look = -math.inf
         self._children: list[int] = []
         self._children_look, self._changed = -math.inf, time.monotonic()
@@ -234,14 +243,16 @@ class StubTable:
         Raises:
             OSError: This process has no descriptor or memory left to look with.
         """
-        present = {}
+        present, self._starting = {}, []
         for pid in self._list_children():
             stat = read_stat(pid)
             if stat is None:
                 continue
             identity = (pid, stat.started)
             stub = self._stubs.get(identity) or _open_stub(pid, stat)
-            if stub is None and stat.has_ended and identity not in self._nameless:
+            if stub is None and not stat.has_ended:
+                self._starting.append(pid)
+            elif stub is None and identity not in self._nameless:
                 self._nameless.add(identity)
                 self._nameless_since = time.monotonic()
             if stub is not None:
@@ -261,6 +272,41 @@ class StubTable:
         if is_changing or now - self._children_look >= _CHILDREN_INTERVAL_S:
             self._children, self._children_look = list_children(self._tritonserver_pid), now
         return self._children
+
+    def end_stopped_loads(self) -> list[str]:
+        """End what a signal has stopped before it had loaded its model, and return what that was, in words.
+
+        tritonserver waits for it without end. The load fails then, and is tried again or not by whoever asked for it.
+
+        Raises:
+            OSError: This process has no descriptor or memory left to look with.
+        """
+        now = time.monotonic()
+        ended = []
+        # Of a version whose queues nobody reads, a stub may have loaded its model long ago.
+        for stub in self._stubs.values() if self.reads_queues else ():
+            if stub.is_loading and stub.is_stopped:
+                stub.kill()
+                stub.steady_since = now
+                ended.append(f"{stub.model}: {stub.describe()}")
+        stopped = {}
+        for pid in self._list_starting():
+            stat = read_stat(pid)
+            if stat is not None and stat.state == "T":
+                identity = (pid, stat.started)
+                stopped[identity] = self._stopped_since.get(identity, now)
+                if now - stopped[identity] >= _STOPPED_S:
+                    kill(*identity)
+                    ended.append(f"process {pid}, which starts a backend process,")
+        self._stopped_since = stopped
+        return [f"{name} was stopped by a signal while a model was loaded, and was ended" for name in ended]
+
+    def _list_starting(self) -> Iterator[int]:
+        """Yield the shells that are about to become stubs, or try out whether one can run, and what these wait for."""
+        for pid in self._starting:
+            if any(_STUB in word for word in read_arguments(pid)):
+                yield pid
+                yield from _list_descendants(pid)
 
     def end_lost_loads(self) -> None:
         """Let every load fail whose process died meanwhile.
@@ -303,6 +349,12 @@ class StubTable:
         # Of one that has nothing to do nobody asks whether it moves.
         is_idle = queue is not None and queue.is_waited_for
         return Look(stat=stat, switches=0 if is_idle else _read_switches(stub.pid), queue=queue)
+
+
+def _list_descendants(pid: int) -> Iterator[int]:
+    for child in list_children(pid):
+        yield child
+        yield from _list_descendants(child)
 
 
 def _open_stub(pid: int, stat: ProcessStat) -> Stub | None:
