@@ -52,6 +52,8 @@ class Watch:
             return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if crash := server.find_crash():
             return f"crashed with signal {crash} and did not end"
+        if told := self._find_farewell():
+            return f"was told to end by signal {told}"
         if pulse.silent_for_s > _STOPPED_S and self._run.is_stopped:
             return "was stopped by a signal"
         if self._is_stuck():
@@ -70,6 +72,17 @@ class Watch:
         """Whether it ended by itself: nobody killed it, told it to end, or stopped it."""
         code = self._run.server.poll()
         return bool(self._run.server.find_crash()) if code is None else code not in _ENDS_FROM_OUTSIDE
+
+    def _find_farewell(self) -> int:
+        """Return the signal of which it ends, which nobody here has sent, or 0.
+
+        It takes its time for that, in which it lets nobody in. Its log alone may be wrong.
+        """
+        told, pulse = self._run.server.told_to_end, self._run.pulse
+        if told and not pulse.hangs_up:
+            pulse.hurry()
+            return 0
+        return told
 
     def _is_stuck(self) -> bool:
         """Tell whether it owes an answer and does nothing about it, look after look.

@@ -30,6 +30,10 @@ class _BusyError(OSError):
     """The server answers, and has no place for one more request."""
 
 
+class LostServerError(ConnectionError):
+    """The server listens no more, or hangs up before it has answered."""
+
+
 def check_answer(
     url: str,
     repository: Path,
@@ -53,6 +57,7 @@ def check_answer(
         The largest difference to it, as `measure_answer` counts it; None where nothing was recorded.
 
     Raises:
+        LostServerError: There is no server any more.
         OSError: The server does not answer, or refuses.
         ValueError: It answers something else than the file promises, or the file is not one of this modelyard.
     """
@@ -62,7 +67,7 @@ def check_answer(
             return None
         golden = read_golden(path)
         return _compare(f"{url}/v2/models/{served_as or name}/versions/{version}", golden, patience_s)
-    except (_BusyError, GoldenError, DamagedGoldenError):
+    except (_BusyError, LostServerError, GoldenError, DamagedGoldenError):
         raise
     # What is recorded may be of another kind than what is answered: any fault may come of it.
     except Exception as exc:
@@ -144,5 +149,11 @@ def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> Any:
     except urllib.error.HTTPError as exc:
         refused = _BusyError if exc.code == http.HTTPStatus.SERVICE_UNAVAILABLE else OSError
         raise refused(f"HTTP {exc.code}: {exc.read(500).decode(errors='replace')}") from exc
-    except http.client.HTTPException as exc:
+    except (http.client.HTTPException, OSError) as exc:
+        # urllib wraps what it met.
+        cause = getattr(exc, "reason", exc)
+        if isinstance(cause, (ConnectionError, http.client.IncompleteRead)):
+            raise LostServerError(str(cause)) from exc
+        if isinstance(exc, OSError):
+            raise
         raise OSError(f"no HTTP: {exc!r}") from exc

@@ -28,7 +28,7 @@ from pathlib import Path
 from ..errors import ControlError, GoneError, RolloutError
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
-from .health import JUDGING_PATIENCE_S, check_answer
+from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Published, find_fault, list_versions
@@ -382,18 +382,22 @@ class Roller:
         """Ask for the verified answer of a version under the name that serves it.
 
         Raises:
+            GoneError: Nobody is there to answer.
             OSError: It does not answer.
             ValueError: It answers otherwise.
         """
         if published.version:
-            check_answer(
-                self._control.url,
-                self._repository,
-                published.name,
-                str(published.version),
-                served_as=name,
-                patience_s=JUDGING_PATIENCE_S,
-            )
+            try:
+                check_answer(
+                    self._control.url,
+                    self._repository,
+                    published.name,
+                    str(published.version),
+                    served_as=name,
+                    patience_s=JUDGING_PATIENCE_S,
+                )
+            except LostServerError as exc:
+                raise GoneError(name, expected="an answer", got=f"the end of tritonserver ('{exc}')") from exc
 
 
 def _is_alike(name: str, old: Published, new: Published) -> bool:

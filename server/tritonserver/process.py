@@ -43,7 +43,10 @@ _INFORMATION = re.compile(rb"I\d{4} ")
 # which it allocates: if its memory is corrupt it may wait for itself there, and answers some and others never.
 _SIGNAL = re.compile(rb"Signal \((\d{1,2})\) received\.\s*")
 
-# What it gets to end of such a signal by itself.
+# Those of which it hangs up on whoever connects, answers what is in flight, and ends.
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+# What it gets to end of a deadly signal by itself.
 _DYING_S = 1.0
 
 # How libraries colour their lines (ECMA-48, SGR), whether anybody sees it or a file is written.
@@ -73,6 +76,8 @@ class TritonServer:
         self._log = log
         # The deadly signal that its log tells of, and when it did.
         self._crash: tuple[int, float] | None = None
+        # The same of a signal to end.
+        self._farewell: tuple[int, float] | None = None
         # An empty working directory: the Python backend has it first on sys.path.
         working_directory = settings.run_directory / "empty"
         try:
@@ -120,6 +125,15 @@ class TritonServer:
         self._crash = None
         return 0
 
+    @property
+    def told_to_end(self) -> int:
+        """The signal to end that its log tells of, or 0.
+
+        Anything may be written to its log: one that goes on for longer than it takes to end was not told to.
+        """
+        number, moment = self._farewell or (0, 0.0)
+        return number if time.monotonic() - moment < _OWN_EXIT_TIMEOUT_S else 0
+
     def terminate(self) -> None:
         """Tell it to answer what is in flight, refuse new connections and end."""
         self._process.terminate()
@@ -148,11 +162,17 @@ class TritonServer:
             self._process.wait()
             raise OSError(str(exc)) from exc
 
+    def _note(self, number: int) -> None:
+        if number in DEADLY_SIGNALS:
+            self._crash = number, time.monotonic()
+        elif number in _ENDING_SIGNALS:
+            self._farewell = number, time.monotonic()
+
     def _relay_log(self) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
-            if (crash := _SIGNAL.fullmatch(line)) and int(crash[1]) in DEADLY_SIGNALS:
-                self._crash = int(crash[1]), time.monotonic()
+            if received := _SIGNAL.fullmatch(line):
+                self._note(int(received[1]))
             if self._is_verbose or not _is_noise(line):
                 self._log.relay(self._key.redact(_COLOUR.sub(b"", line)))
 

@@ -28,6 +28,7 @@ class Answer(enum.Enum):
 
     ALIVE = enum.auto()
     SILENT = enum.auto()
+    HUNG_UP = enum.auto()
     NOT_ASKED = enum.auto()
 
 
@@ -70,6 +71,8 @@ class Probe:
             connection.request("GET", "/v2/health/live")
             response = connection.getresponse()
             response.read()
+        except ConnectionError:
+            return Answer.HUNG_UP
         except (OSError, http.client.HTTPException, MemoryError) as exc:
             return Answer.NOT_ASKED if is_shortage(exc) else Answer.SILENT
         return Answer.ALIVE if response.status == 200 else Answer.SILENT
@@ -92,6 +95,7 @@ class Pulse:
         self._silent_for_s = 0.0
         self._asked_at: float | None = None
         self._unanswered = 0
+        self._hangs_up = False
         self._next_anew = 0.0
         threading.Thread(target=self._ask_again_and_again, daemon=True).start()
 
@@ -124,6 +128,15 @@ class Pulse:
         """Whether it answers who connects now."""
         return self._unanswered <= _MAX_UNANSWERED
 
+    @property
+    def hangs_up(self) -> bool:
+        """Whether it hung up on who connected last."""
+        return self._hangs_up
+
+    def hurry(self) -> None:
+        """Ask on a new connection with the next question."""
+        self._next_anew = 0.0
+
     def _ask_again_and_again(self) -> None:
         while not self._ended.wait(_START_INTERVAL_S) and self._probe.ask() is not Answer.ALIVE:
             pass
@@ -131,7 +144,8 @@ class Pulse:
         while not self._ended.wait(_INTERVAL_S):
             asked_at = self._asked_at = time.monotonic()
             answer = self._probe.ask()
-            if answer is Answer.SILENT:
+            self._hangs_up = answer is Answer.HUNG_UP
+            if answer in (Answer.SILENT, Answer.HUNG_UP):
                 self._silent_for_s += _count(asked_at) + _INTERVAL_S
             elif answer is Answer.ALIVE:
                 self._silent_for_s = 0.0
@@ -144,6 +158,7 @@ class Pulse:
         answer = self._probe.ask_anew()
         if answer is not Answer.NOT_ASKED:
             self._unanswered = 0 if answer is Answer.ALIVE else self._unanswered + 1
+            self._hangs_up = answer is Answer.HUNG_UP
         self._next_anew = time.monotonic() + _NEW_INTERVAL_S
 
 

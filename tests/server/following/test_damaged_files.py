@@ -22,8 +22,9 @@ from followed import (
     wait_for,
 )
 from harness import run
-from launcher import Running, running
+from launcher import Running, find_ports, running
 
+from server.following.health import LostServerError, check_answer
 from server.following.recorded import read_golden as read_golden_file
 
 
@@ -62,6 +63,16 @@ def test_a_recorded_answer_is_believed_if_it_is_whole(tmp_path: Path, content: s
     path.write_text(content)
     with pytest.raises(ValueError, match="golden.json is damaged"):
         read_golden_file(path)
+
+
+def test_a_server_that_is_gone_is_told_as_such_and_not_as_another_answer(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny" / "1"
+    folder.mkdir(parents=True)
+    (folder / "golden.json").write_text(build_golden())
+    (port,) = find_ports(1)
+    with pytest.raises(LostServerError, match="refused") as caught:
+        check_answer(f"http://127.0.0.1:{port}", tmp_path, "tiny", "1")
+    assert "golden.json" not in str(caught.value)
 
 
 def change_answer(golden: dict[str, Any]) -> None:

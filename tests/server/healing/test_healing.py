@@ -61,6 +61,8 @@ class TritonPythonModel:
                 os._exit(7)
             if order == "block":
                 time.sleep(1000)
+            if order.startswith("say "):
+                print(order.removeprefix("say "), flush=True)
             if order == "loop":
                 while True:
                     pass
@@ -206,6 +208,28 @@ def test_a_lost_tritonserver_is_replaced_under_load(server: Running, repository:
     load.assert_sound()
     report(load.count())
     assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == before + KILLS
+
+
+def test_a_tritonserver_that_somebody_else_tells_to_end_is_replaced_at_once(server: Running) -> None:
+    wait_until_obedient(server)
+    server.read, start = len(server.lines), time.monotonic()
+    os.kill(server.tritonserver, signal.SIGTERM)
+    server.wait_for_line(f"tritonserver was told to end by signal {signal.SIGTERM:d}; starting it anew", FOUND_WITHIN_S)
+    report(f"told to end: found after {time.monotonic() - start:.2f} s")
+    server.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
+    wait_until_obedient(server)
+    # That it lets nobody in is not for want of descriptors.
+    assert not any("lets no new caller in" in line or "Exit timeout" in line for line in server.lines)
+
+
+def test_a_tritonserver_whose_log_says_that_it_was_told_to_end_serves_on(server: Running) -> None:
+    wait_until_obedient(server)
+    pid, server.read = server.tritonserver, len(server.lines)
+    give_order(server, f"say Signal ({signal.SIGTERM:d}) received.")
+    server.wait_for_line(f"Signal ({signal.SIGTERM:d}) received.", 60)
+    # Asked on new connections meanwhile.
+    time.sleep(3)
+    assert server.tritonserver == pid and wait_until_obedient(server)
 
 
 @contextlib.contextmanager
