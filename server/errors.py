@@ -11,6 +11,8 @@ ServerError                 exit code 1, one line on stderr
 ├── StartError              tritonserver ended, or no model could be loaded
 │   └── AbortedStartError   it was killed or stood still meanwhile; another start may go better
 ├── ControlError            a running tritonserver refused an order, or did not answer
+│   ├── GoneError           nobody listens where it did
+│   └── StrangerError       another program answers where it is to
 ├── RolloutError            a version cannot be served in place of the one before it
 ├── CheckError              a running server does not answer as it was verified
 │   └── GoldenError         the recorded answers are in a form that an older modelyard wrote
@@ -84,6 +86,10 @@ class ControlError(ServerError):
 
 class GoneError(ControlError):
     """Nobody listens where tritonserver did."""
+
+
+class StrangerError(ControlError):
+    """Another program answers where tritonserver is to."""
 
 
 class RolloutError(ServerError):

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from .errors import ControlError, ShortageError
+from .errors import ControlError, ShortageError, StrangerError
 from .healing.absence import Absences
 from .healing.healer import Healer
 from .healing.work_queue import KNOWN_VERSIONS
@@ -71,11 +71,16 @@ class Run:
         stat = read_stat(self.server.pid)
         return stat is not None and stat.state == "T"
 
-    def learn_version(self) -> None:
-        """Find out what can be told of this tritonserver's backend processes."""
+    def learn_version(self) -> bool:
+        """Find out what can be told of this tritonserver's backend processes; return False if another program answers.
+
+        That one has taken the port before tritonserver did, which ends once it wants it.
+        """
         table = self.healer.table
         try:
             version = self._control.read_version()
+        except StrangerError:
+            return False
         except ControlError as exc:
             # Nobody reads what may lie elsewhere.
             if table.reads_queues:
@@ -83,7 +88,7 @@ class Run:
                     f"warning: backend processes that hang are not found until tritonserver tells which it is: {exc}"
                 )
             table.reads_queues = False
-            return
+            return True
         self.is_version_known = True
         table.reads_queues = version in KNOWN_VERSIONS
         if version not in KNOWN_VERSIONS:
@@ -91,6 +96,7 @@ class Run:
                 f"warning: dead and stopped backend processes are found, those that hang are not: expected "
                 f"tritonserver {', '.join(KNOWN_VERSIONS)}, got {version}"
             )
+        return True
 
     def is_all_in_stubs(self) -> bool:
         """Tell whether every model that is loaded runs in backend processes, of which we can tell what they are at."""

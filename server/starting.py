@@ -87,8 +87,7 @@ class Start:
                 for told in self._run.healer.table.end_stopped_loads():
                     self._say(told)
                 self._run.healer.table.end_lost_loads()
-        if live:
-            self._run.learn_version()
+        if live and self._run.learn_version():
             return True
         if self._run.is_stopped:
             self._run.server.kill()

@@ -9,15 +9,18 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import ControlError, GoneError
+from ..errors import ControlError, GoneError, StrangerError
 from .control_key import ControlKey
 
 # Loading a model may have to wait for a warmup or a cold disk.
 _LOAD_TIMEOUT_S = 120.0
 _TIMEOUT_S = 5.0
+
+_Picked = TypeVar("_Picked")
 
 _LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 
@@ -58,9 +61,10 @@ class Control:
         """Return the version of tritonserver itself, such as 2.51.0.
 
         Raises:
+            StrangerError: Another program answers.
             ControlError: It does not answer.
         """
-        return str(json.loads(self._ask("/v2"))["version"])
+        return self._read("/v2", lambda answer: str(answer["version"]))
 
     def read_states(self) -> list[ModelState]:
         """Return the state of every model that was asked for.
@@ -68,15 +72,7 @@ class Control:
         Raises:
             ControlError: It does not answer, or refuses.
         """
-        return [
-            ModelState(
-                name=entry["name"],
-                version=entry.get("version", ""),
-                state=entry.get("state", "NOT LOADED"),
-                reason=entry.get("reason", ""),
-            )
-            for entry in json.loads(self._ask("/v2/repository/index", {}))
-        ]
+        return self._read("/v2/repository/index", lambda answer: [_read_state(entry) for entry in answer], {})
 
     def load(self, model: str) -> None:
         """Load `model` as its configuration says now; what was loaded of it before answers until then.
@@ -112,8 +108,11 @@ class Control:
         Raises:
             ControlError: It does not answer, or refuses.
         """
-        statistics = json.loads(self._ask(f"{_path(model)}/stats"))["model_stats"]
-        return sum(int(entry["inference_stats"]["success"]["count"]) for entry in statistics)
+
+        def count(answer: Any) -> int:
+            return sum(int(entry["inference_stats"]["success"]["count"]) for entry in answer["model_stats"])
+
+        return self._read(f"{_path(model)}/stats", count)
 
     def count_instances(self, model: str) -> int:
         """Return how many instances of `model` should run: of every version that is ready, those of its config.
@@ -124,8 +123,11 @@ class Control:
         versions = sum(state.name == model and state.ready for state in self.read_states())
         if not versions:
             return 0
-        groups = json.loads(self._ask(f"{_path(model)}/config"))["instance_group"]
-        return versions * sum(int(group["count"]) * max(1, len(group["gpus"])) for group in groups)
+
+        def count(answer: Any) -> int:
+            return sum(int(group["count"]) * max(1, len(group["gpus"])) for group in answer["instance_group"])
+
+        return versions * self._read(f"{_path(model)}/config", count)
 
     def read_parameters(self, model: str) -> dict[str, str]:
         """Return the parameters of the configuration that `model` was loaded with.
@@ -133,8 +135,11 @@ class Control:
         Raises:
             ControlError: It does not answer, or refuses.
         """
-        config = json.loads(self._ask(f"{_path(model)}/config", timeout_s=_GLANCE_TIMEOUT_S))
-        return {name: str(value["string_value"]) for name, value in config.get("parameters", {}).items()}
+
+        def pick(answer: Any) -> dict[str, str]:
+            return {name: str(value["string_value"]) for name, value in answer.get("parameters", {}).items()}
+
+        return self._read(f"{_path(model)}/config", pick, timeout_s=_GLANCE_TIMEOUT_S)
 
     def is_ensemble(self, model: str) -> bool:
         """Tell whether `model` is an ensemble, which runs in no process of its own.
@@ -142,7 +147,27 @@ class Control:
         Raises:
             ControlError: It does not answer, or refuses.
         """
-        return bool(json.loads(self._ask(_path(model)))["platform"] == "ensemble")
+        return self._read(_path(model), lambda answer: bool(answer["platform"] == "ensemble"))
+
+    def _read(
+        self,
+        path: str,
+        pick: Callable[[Any], _Picked],
+        body: dict[str, Any] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> _Picked:
+        """Return what `pick` takes from an answer in JSON; of what tritonserver never says, nothing can be taken."""
+        answer = self._ask(path, body, timeout_s)
+        try:
+            return pick(json.loads(answer))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+            told = f"'{answer[:100].decode(errors='replace')}'" if answer else "nothing"
+            raise StrangerError(
+                f"another program answers on {self.url}{path}",
+                expected="tritonserver",
+                got=told,
+                remedy="stop it or pass another port",
+            ) from exc
 
     def _ask(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
         request = urllib.request.Request(
@@ -159,6 +184,15 @@ class Control:
             raise ControlError(path, expected="an answer", got=f"HTTP {exc.code}: {reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
             raise _lose(path, exc, timeout_s) from exc
+
+
+def _read_state(entry: Any) -> ModelState:
+    return ModelState(
+        name=entry["name"],
+        version=entry.get("version", ""),
+        state=entry.get("state", "NOT LOADED"),
+        reason=entry.get("reason", ""),
+    )
 
 
 def _lose(path: str, exc: Exception, timeout_s: float) -> ControlError:

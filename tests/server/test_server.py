@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from server.following.check import check_ensembles
 from server.following.recorded import measure_answer
 from server.tritonserver.installation import check_libpython, find_installation
 from server.tritonserver.orphans import PREFIX, own
+from server.tritonserver.processes import list_children
 
 BASE_PYTHON = Path(sys.base_prefix, "bin", f"python3.{sys.version_info[1]}")
 
@@ -54,6 +56,33 @@ def test_a_taken_port_is_refused_with_its_option(published: Published) -> None:
         f"error: port {port} on 127.0.0.1 cannot be used: expected it to be free, got 'Address already in use'; "
         f"stop the program that listens there or pass another --grpc-port.\n"
     )
+
+
+@pytest.mark.parametrize("code", [200, 404])
+def test_a_port_that_is_taken_while_models_are_loaded_ends_the_start_in_a_sentence(
+    published: Published, code: int
+) -> None:
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with running(published.repository) as server:
+        while not list_children(server.process.pid):
+            time.sleep(0.01)
+        with ThreadingHTTPServer(("127.0.0.1", server.http), Stranger) as stranger:
+            threading.Thread(target=stranger.serve_forever, daemon=True).start()
+            assert server.finish() == 1
+            stranger.shutdown()
+        assert server.lines[-1] == (
+            f"error: tritonserver could not start: expected it to listen on http://127.0.0.1:{server.http}, got exit "
+            f"code 1; see its log above."
+        )
+        assert not any("Traceback" in line for line in server.lines)
 
 
 @pytest.mark.parametrize("command", ["serve", "check", "doctor"])
