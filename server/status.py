@@ -141,7 +141,9 @@ class Status:
         with self._lock:
             before = self._followed.pop(model, None)
             active, served = (f"modelyard_{kind}_version" for kind in ("active", "served"))
-            if following.active or following.served or following.state == "failed":
+            # One that could not be served goes on being told of while it is tried again.
+            is_retried = before is not None and following.state == "rolling"
+            if following.active or following.served or following.state == "failed" or is_retried:
                 self._followed[model] = following
                 self._values[active, _label(model=model)] = following.active
                 self._values[served, _label(model=model)] = following.served

@@ -41,6 +41,11 @@ class Failure:
     crashes: int = 0
 
     @property
+    def promise(self) -> str:
+        """When it is tried again, as a sentence."""
+        return f"Tried again in {self.delay_s:.0f} s, or once the repository changes."
+
+    @property
     def is_deadly(self) -> bool:
         """Whether it is not tried again by itself."""
         return self.crashes >= _MAX_CRASHES

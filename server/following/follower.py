@@ -128,8 +128,11 @@ class Follower:
             is_crash: Whether it ended by itself. Who killed it has nothing to say of the model, which is tried again.
         """
         for failure in self._failures.note_end(how, is_crash=is_crash):
+            title = failure.wanted.title
             if failure.is_deadly:
-                self._say(f"ERROR: {failure.wanted.title}: {failure.reason}")
+                self._say(f"ERROR: {title}: {failure.reason}")
+            else:
+                self._say(f"{title}: tritonserver {how} as it was loaded. {failure.promise}")
             self._tell_failure(failure)
 
     def leave_out_damaged(self, *, is_loaded: bool = False) -> None:
@@ -364,7 +367,8 @@ class Follower:
     def _fail(self, wanted: Published, error: RolloutError) -> None:
         failure, is_new = self._failures.note(wanted, error)
         if is_new:
-            self._say(f"ERROR: {error} Tried again in {failure.delay_s:.0f} s, or once the repository changes.")
+            # How tritonserver ended says whether it is tried again.
+            self._say(f"ERROR: {error}" if failure.is_cut_off else f"ERROR: {error} {failure.promise}")
         self._tell_failure(failure)
 
     def _tell_failure(self, failure: Failure) -> None:

@@ -359,7 +359,8 @@ def test_a_file_that_is_mended_in_place_is_noticed_at_once(served: tuple[Running
     whole = graph.read_bytes()
     graph.write_bytes(whole[: len(whole) // 2])
     # As an older release published it: that it is not whole is found out by loading it.
-    (copy / NAME / "2" / "SHA256SUMS").unlink()
+    for name in ("SHA256SUMS", "modelyard.lock.json"):
+        (copy / NAME / "2" / name).unlink()
     activate(copy, 2)
     # Tried twice: the third try by itself is 20 s away.
     server.wait_for_line("Tried again in 20 s, or once the repository changes.", 60)

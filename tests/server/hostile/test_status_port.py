@@ -14,7 +14,7 @@ import pytest
 from harness import Published
 from launcher import Running, running
 
-from server.following.follower import Following
+from server.following.follower import Following, State
 from server.status import Status
 from server.status_port import MAX_CONNECTIONS
 
@@ -34,6 +34,18 @@ def test_nothing_is_told_to_be_served_before_tritonserver_answers() -> None:
         assert models["a"]["state"] == ("served" if is_up else "rolling")
         assert models["b"] == {"active": 2, "served": int(is_up), "state": "failed", "reason": "why"}
         assert f'modelyard_served_version{{model="a"}} {2 * is_up}\n' in status.render()
+
+
+def test_what_could_not_be_served_is_told_of_while_it_is_tried_again() -> None:
+    status = Status()
+    status.ready = True
+    states: tuple[State, ...] = ("failed", "rolling", "failed")
+    for state in states:
+        status.follow("made", Following(active=0, served=0, state=state))
+        told = {"active": 0, "served": 0, "state": state, "reason": ""}
+        assert json.loads(status.render_versions())["models"] == {"made": told}
+    status.follow("made", Following(active=0, served=0, state="served"))
+    assert json.loads(status.render_versions())["models"] == {}
 
 
 @pytest.fixture(scope="module")

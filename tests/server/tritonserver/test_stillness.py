@@ -102,10 +102,12 @@ def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(publish
         (staged / "1" / "model.py").write_text(DEADLY.format(signal="SIGABRT"))
         (staged / "config.pbtxt").write_text(DEADLY_CONFIG)
         staged.rename(repository / "deadly")
-        server.wait_for_line("Tried again in 10 s", 60)
+        server.wait_for_line("as it was loaded. Tried again in 10 s", 60)
         server.wait_for_line("tritonserver answers again", 60)
+        seen = server.read
         server.wait_for_line("active: tritonserver crashed 2 times as it was loaded", 60)
         server.wait_for_line("tritonserver answers again", 60)
+        assert not any("Tried again in" in line for line in server.lines[seen:])
         assert "sentence_embedding answers as verified" in server.check().err
         # Longer than until the next try.
         signal.sigtimedwait([], 25)
