@@ -110,8 +110,7 @@ OWN_TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.O
     ("verb", "file", "changes"),
     [
         ("run", "config.json", {"model_type": "own", **OWN_MODEL}),
-        ("consolidate", "config.json", {"model_type": "own", **OWN_MODEL}),
-        ("run", "config.json", OWN_MODEL),
+        ("consolidate", "config.json", OWN_MODEL),
         ("run", "tokenizer_config.json", OWN_TOKENIZER),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_process_that_is_stopped_at_the_start_leaves_its_model_to_be_tried_aga
     repository: Path, tmp_path: Path
 ) -> None:
     with running(copy_at_first(repository, tmp_path / "models")) as server:
-        stop_next(server, (), is_shell)
+        stop_next(server, (), is_process)
         server.read_until("serving HTTP")
         server.follow()
         wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))

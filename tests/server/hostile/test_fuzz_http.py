@@ -83,7 +83,9 @@ def ask(server: Running, body: object) -> int:
 def test_after_all_that_a_good_request_is_answered_by_the_same_processes(server: Running) -> None:
     assert ask(server, GOOD) == 200
     counted = server.read_metrics()
-    assert {value for name, value in counted.items() if "deaths" in name or "restarts" in name} == {0.0}
+    assert {value for name, value in counted.items() if "deaths" in name or "restarts" in name} == {0.0}, "\n".join(
+        server.lines
+    )
     assert server.check().code == 0
 
 
