@@ -41,6 +41,9 @@ _HEAD_NAMES = (
 )
 _COMPUTED_BUFFERS = ("position_ids", "token_type_ids", "masked_bias", "attn.bias", "inv_freq")
 
+# Of several models, those whose pictures can be served by themselves.
+_WITH_TOWERS = ("clip", "siglip")
+
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -163,12 +166,13 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
         ModelError: The checkpoint has no such tensor, or several, or is of several models.
     """
     if not hasattr(config, "vocab_size"):
+        pictures = ", or serve the pictures with --task image-embedding" if config.model_type in _WITH_TOWERS else ""
         raise ModelError(
             f"a model of type {config.model_type} as a whole is not served for texts",
             expected="one model, whose configuration has a vocab_size",
             got=f"{type(config).__name__}, of several models",
             remedy="save the model of texts by itself, such as CLIPTextModel, which ends before the projection, "
-            "with its tokenizer, and pass that folder, or serve the pictures with --task image-embedding",
+            f"with its tokenizer, and pass that folder{pictures}",
         )
     # Broken trainers write a vocabulary of 0, for which no embedding can be built; here only its name matters.
     probe = copy.deepcopy(config)

@@ -83,8 +83,12 @@ def test_a_model_of_several_has_no_input_embedding(kind: str) -> None:
     made = CONFIG_MAPPING[kind]
     small = {part: BertConfig(is_decoder=part == "decoder") for part in ("encoder", "decoder")}
     config = made(**(small if kind.endswith("decoder") else {}))
-    with pytest.raises(ModelError, match=f"{kind} as a whole is not served for texts: .* got {made.__name__}, of sev"):
+    with pytest.raises(
+        ModelError, match=f"{kind} as a whole is not served for texts: .* got {made.__name__}, of sev"
+    ) as refused:
         find_input_embedding(config, {})
+    # The pictures of those alone can be asked for by themselves.
+    assert ("--task image-embedding" in str(refused.value)) == (kind in ("clip", "siglip"))
 
 
 def test_a_missing_damaged_or_unknown_config_is_refused(copy: Path) -> None:
