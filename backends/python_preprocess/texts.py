@@ -1,5 +1,6 @@
 """The texts of a request."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,10 @@ class RequestTexts:
             TextError: One cannot be read, a row lacks its partner, or there is more text than one request may hold.
         """
         values = {name: read_values(request, name, TextError) for name in self.names}
-        size = sum(len(value) for column in values.values() for value in column)
+        sizes = [len(value) for column in values.values() for value in column]
+        if sizes == [0]:
+            check_body(request.parameters())
+        size = sum(sizes)
         if size > self._max_bytes:
             raise TextError(
                 f"there is too much text in the request: expected at most {self._max_bytes} bytes in all its rows, got "
@@ -51,6 +55,30 @@ class RequestTexts:
             counts = ", ".join(f"{len(column)} in {name}" for name, column in zip(self.names, columns, strict=True))
             raise TextError(f"the inputs have different batches: expected a row of each for every pair, got {counts}")
         return list(zip(*columns, strict=True))
+
+
+def check_body(parameters: str) -> None:
+    """Refuse an empty text that may be what tritonserver made of a body that it did not get.
+
+    tritonserver 2.51 takes a body without a JSON header for the value of the model's one input. It goes on with none
+    where there is none, and where what is said to be packed cannot be unpacked.
+
+    Args:
+        parameters: Those of the request as JSON, with the HTTP headers that the launcher has tritonserver hand on.
+
+    Raises:
+        TextError: There was no body, or it was packed or in chunks, and whether anything was in it is unknown.
+    """
+    headers = {name.lower(): value for name, value in json.loads(parameters or "{}").items()}
+    # None came over gRPC, which has no such bodies.
+    if headers and "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
+        raise TextError("the request has no body: expected JSON with `inputs`, got 0 bytes; send the body as well")
+    for name in ("content-encoding", "transfer-encoding"):
+        if headers.get(name, "identity") != "identity":
+            raise TextError(
+                f"there is no text in what was unpacked: expected a body that is packed as its {name.title()} says, "
+                f"got nothing out of {headers[name]!r}; pack it so, or send it as it is, as an empty text has to be"
+            )
 
 
 def read_limit(config: Mapping[str, Any], usual: int) -> int:

@@ -21,6 +21,7 @@ _OWNED = {
     "allow-http": "leave it on: the launcher asks for signs of life there",
     "allow-metrics": "leave it on: the launcher asks there what is in flight",
     "allow-grpc": "leave it on, and close the port to others",
+    "http-header-forward-pattern": "leave it: no backend reads other headers",
     "exit-timeout-secs": "leave it: the launcher ends tritonserver when nothing is in flight",
     "exit-on-error": "leave it: a broken model does not keep its neighbours from being served",
     "model-control-mode": "leave it: models are loaded, and brought back, by name",

@@ -19,6 +19,9 @@ from .settings import Settings
 # Requests in flight get this long to be answered when the server stops. Docker's own grace period is the same.
 EXIT_TIMEOUT_S = 10
 
+# What tritonserver hands on of an HTTP request, for the steps of texts to tell an empty one from a body that was lost.
+FORWARDED_HEADERS = "(?i)host|content-(encoding|length)|transfer-encoding"
+
 # When it runs into its own timeout, tritonserver 2.51 crashes: the launcher is sooner, unless it was killed.
 _OWN_EXIT_TIMEOUT_S = EXIT_TIMEOUT_S + 3
 
@@ -204,6 +207,7 @@ def _build_command(settings: Settings, models: list[str]) -> list[str]:
         f"--http-port={endpoints.http_port}",
         f"--grpc-port={endpoints.grpc_port}",
         f"--metrics-port={endpoints.metrics_port}",
+        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
         f"--exit-timeout-secs={_OWN_EXIT_TIMEOUT_S}",
         f"--log-info={str(settings.verbose).lower()}",
     ]

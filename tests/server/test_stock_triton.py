@@ -14,6 +14,7 @@ from launcher import find_ports
 from export.engines.table import ENGINES
 from export.tasks.steps import POSTPROCESS_BACKEND, PREPROCESS_BACKEND
 from server.tritonserver.installation import assemble_backends, build_environment, find_installation
+from server.tritonserver.process import FORWARDED_HEADERS
 
 # Backends that the image brings itself.
 NATIVE = {"onnxruntime", "tensorrt"}
@@ -59,6 +60,7 @@ def test_the_mounts_of_the_recipe_serve_a_published_repository(published: Publis
     installation = find_installation()
     assemble_backends(installation, own, backends)
     options = words[words.index("tritonserver") + 1 :]
+    assert f"--http-header-forward-pattern={FORWARDED_HEADERS}" in options
     options = [option.replace("/models", str(published.repository)) for option in options]
     http, grpc, metrics = find_ports(3)
     options += [f"--backend-directory={backends}", f"--http-port={http}", f"--grpc-port={grpc}"]

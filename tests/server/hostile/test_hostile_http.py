@@ -1,9 +1,11 @@
 """Malformed and oversized HTTP requests: refused in words, and tritonserver is still the same process afterwards."""
 
+import gzip
 import http.client
 import json
 import random
 import socket
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -66,7 +68,6 @@ BODIES = {
 
 # tritonserver takes these for something other than they say; an answer is all that is asked for.
 TOLERATED = {
-    "no body": ({}, b""),
     "nested data": text(data=[[[[["Hello"]]]]]),
     "binary, a header of no number": binary(9, HELLO, header_length="x"),
 }
@@ -113,13 +114,53 @@ def test_an_odd_body_is_answered(server: Running, name: str) -> None:
     assert_unharmed(server, pid)
 
 
-def test_no_body_is_answered_as_an_empty_text_by_a_model_that_takes_one(server: Running) -> None:
-    """docs/threat_model.md says so: whoever sends none cannot tell."""
-    empty = {"inputs": [GOOD["inputs"][0] | {"data": [""]}], "parameters": {"binary_data_output": True}}
-    status, answer = ask_path(server, PATH, {}, b"")
-    assert status == 200
-    assert ask_path(server, PATH, {}, json.dumps(empty).encode()) == (200, answer)
-    assert ask_path(server, PATH.replace("/infer", "_model/infer"), {}, b"")[0] == 400
+def packed(name: str, body: bytes) -> tuple[dict, bytes]:
+    return {"Content-Encoding": name}, body
+
+
+def empty_text() -> bytes:
+    return json.dumps({"inputs": [GOOD["inputs"][0] | {"data": [""]}]}).encode()
+
+
+# Body → what the answer says of it. tritonserver itself takes them for one empty text.
+LOST = {
+    "none": (({}, b""), "has no body"),
+    "none, under a title": (({"content-LENGTH": "0"}, b""), "has no body"),
+    "none, as the value of the one input": (({"Inference-Header-Content-Length": "0"}, b""), "has no body"),
+    "plain, said to be gzip": (packed("gzip", json.dumps(GOOD).encode()), "nothing out of 'gzip'"),
+    "plain, said to be deflate": (packed("deflate", json.dumps(GOOD).encode()), "nothing out of 'deflate'"),
+    "no text, said to be gzip": (packed("gzip", bytes(range(100))), "nothing out of 'gzip'"),
+    "chunks of nothing": (({"Transfer-Encoding": "chunked"}, b"0\r\n\r\n"), "nothing out of 'chunked'"),
+    # They cannot be told apart.
+    "an empty text in gzip": (packed("gzip", gzip.compress(empty_text())), "as an empty text has to be"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_body_that_is_lost_on_the_way_is_no_empty_text(server: Running, name: str) -> None:
+    sent, reason = LOST[name]
+    status, answer = ask_path(server, PATH, *sent)
+    assert (status, reason in answer.decode()) == (400, True), answer
+
+
+def test_no_body_and_no_word_of_one_is_no_empty_text(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.http), timeout=TIMEOUT_S) as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
+        with connection.makefile("rb") as answer:
+            text = answer.read().decode()
+    assert text.startswith("HTTP/1.1 400 ")
+    assert "the request has no body" in text
+
+
+def test_an_empty_text_and_packed_texts_are_answered(server: Running) -> None:
+    assert ask(server, {}, empty_text()) == 200
+    assert ask(server, *packed("identity", empty_text())) == 200
+    whole = json.dumps(GOOD).encode()
+    _, vector = ask_path(server, PATH, {}, whole)
+    assert ask_path(server, PATH, *packed("gzip", gzip.compress(whole))) == (200, vector)
+    assert ask_path(server, PATH, *packed("deflate", zlib.compress(whole))) == (200, vector)
+    several = {"inputs": [GOOD["inputs"][0] | {"shape": [2, 1], "data": ["", ""]}]}
+    assert ask(server, *packed("gzip", gzip.compress(json.dumps(several).encode()))) == 200
 
 
 def test_random_damage_is_survived(server: Running) -> None:

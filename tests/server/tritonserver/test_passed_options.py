@@ -41,6 +41,7 @@ def test_tracing_caching_and_metrics_are_tritonservers_to_be_configured(publishe
         (["--grpc-restricted-protocol", "x"], "--grpc-restricted-protocol", "control is closed"),
         (["--allow-sagemaker=true"], "--allow-sagemaker", "that port has no key"),
         # The beginning of a name that tritonserver would take for the whole.
+        (["--http-header=x"], "--http-header-forward-pattern", "no backend reads other headers"),
         (["--exit-time=0"], "--exit-timeout-secs", "the launcher ends tritonserver"),
     ],
 )
