@@ -32,7 +32,10 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
     # On the 80 columns of a terminal there is no room for more; the report has every figure.
     shown = [key for key in report.tolerances if key != "max_relative_length_error"]
     breaks = 1 if len(shown) <= 2 else -1
-    for heading in ("rows", "tokens", *("\n".join(key.replace("_", " ").rsplit(" ", breaks)) for key in shown)):
+    # Pictures and rows of numbers have none.
+    has_tokens = any(case.seq_len > 1 for case in report.cases)
+    sizes = ["rows", "tokens"] if has_tokens else ["rows"]
+    for heading in (*sizes, *("\n".join(key.replace("_", " ").rsplit(" ", breaks)) for key in shown)):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for case in report.cases:
@@ -42,7 +45,8 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
             verdict = "ok" if is_within(case.errors, report.tolerances) else "not judged"
         figures = [format_error(key, case.errors[key], report.tolerances[key]) for key in shown]
         # A case may hold a token in brackets, which is not a style.
-        table.add_row(case.name.replace("[", r"\["), str(case.rows), str(case.seq_len), *figures, verdict)
+        counts = [str(case.rows), str(case.seq_len)] if has_tokens else [str(case.rows)]
+        table.add_row(case.name.replace("[", r"\["), *counts, *figures, verdict)
     table.caption = f"bounds: {describe_bounds(report.tolerances)}"
     console.print(table)
 
@@ -171,7 +175,7 @@ def _describe_choice(choice: EngineChoice) -> str:
 def _describe_memory(result: ExportResult) -> str:
     own, child = result.peak_bytes
     weights = 4 * result.source.parameters
-    text = f"{own / 1e6:.0f} MB at most, {child / 1e6:.0f} MB in ONNX Runtime's own process"
+    text = f"{own / 1e6:.0f} MB at most, and {child / 1e6:.0f} MB in ONNX Runtime's process beside it"
     # Of a small model, nearly all of it is torch and transformers themselves.
     return f"{text}; {(own + child) / weights:.1f} times the fp32 weights" if weights > 1e9 else text
 
