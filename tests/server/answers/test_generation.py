@@ -226,11 +226,14 @@ def test_a_stream_is_told_of_each_token_and_one_of_many_of_several_together(writ
     alone = writers.stream("gpt2", "The cat sat on", **asked)
     # Tokens that end in the middle of a character wait for the next: here every fifth.
     assert alone.tokens == 400 and len(alone.pieces) > 0.7 * 400
-    with ThreadPoolExecutor(STREAMS) as pool:
-        many = list(pool.map(lambda _: writers.stream("gpt2", "The cat sat on", **asked), range(STREAMS)))
-    assert {(each.text, each.tokens) for each in many} == {(alone.text, 400)}
     # How many fewer depends on how many write at once, and on how long a step takes.
-    assert sum(len(each.pieces) for each in many) < STREAMS * len(alone.pieces)
+    pieces, deadline = STREAMS * len(alone.pieces), time.monotonic() + 120
+    while pieces >= STREAMS * len(alone.pieces):
+        assert time.monotonic() < deadline
+        with ThreadPoolExecutor(STREAMS) as pool:
+            many = list(pool.map(lambda _: writers.stream("gpt2", "The cat sat on", **asked), range(STREAMS)))
+        assert {(each.text, each.tokens) for each in many} == {(alone.text, 400)}
+        pieces = sum(len(each.pieces) for each in many)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
