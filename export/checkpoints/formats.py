@@ -15,7 +15,7 @@ from .fsdp import reader as fsdp
 from .megatron import megatron_lm
 from .megatron import reader as megatron
 from .plain import huggingface, torch_file
-from .storage.paths import has_file, read_json_beside, refuse_broken_link
+from .storage.paths import has_file, is_taken, read_json_beside, refuse_broken_links
 from .stored_checkpoint import StoredCheckpoint
 
 
@@ -85,9 +85,9 @@ def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite
 
 
 def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
-    if directory.is_file() and directory.suffix in (*torch_file.SUFFIXES, ".bin"):
+    if is_taken(directory) and directory.suffix in (*torch_file.SUFFIXES, ".bin"):
         return torch_file.open_file(directory)
-    if directory.is_file() and directory.suffix == huggingface.SAFETENSORS_SUFFIX:
+    if is_taken(directory) and directory.suffix == huggingface.SAFETENSORS_SUFFIX:
         return huggingface.open_file(directory)
     if not directory.is_dir():
         raise CheckpointError(
@@ -109,8 +109,7 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         if reader in sharded or reader.recognises(directory, tag):
             return reader.open_folder(directory, tag)
     _refuse_adapter(directory)
-    for path in sorted(directory.iterdir()):
-        refuse_broken_link(path)
+    refuse_broken_links(directory)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())
     # The usual slip is to name the folder above.
     inner = [

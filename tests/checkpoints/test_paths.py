@@ -1,11 +1,13 @@
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from trainers.zero_checkpoints import find_checkpoint
 
@@ -25,6 +27,7 @@ from export.errors import CheckpointError
 
 KINDS: dict[str, Callable[[Path], None]] = {
     "a FIFO": os.mkfifo,
+    "a socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
     # Ends at once, as others never do.
     "a device": lambda path: path.symlink_to(os.devnull),
     "a folder": Path.mkdir,
@@ -160,3 +163,62 @@ def test_the_name_of_the_latest_save_is_not_passed_over_where_it_cannot_be_read(
     (folder / "latest").symlink_to(next(path.parent.name for path in folder.glob("*/*_optim_states.pt")))
     with pytest.raises(CheckpointError, match="holds several DeepSpeed checkpoints and no file latest"):
         open_checkpoint(folder)
+
+
+# What is no file, and what is said of it.
+IRREGULAR = [
+    *((KINDS[kind], f"is not a regular file: expected a file, got {kind}; put") for kind in ("a FIFO", "a socket")),
+    (lambda path: path.symlink_to("gone"), "(is a link that leads nowhere|cannot be opened): expected a file"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("make", "said"), IRREGULAR, ids=["FIFO", "socket", "link"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model_fsdp.bin",
+        "pytorch_model_fsdp_rank0.bin",
+        "shard-00001-model-00001-of-00001.safetensors",
+        ".metadata",
+        "__0_0.distcp",
+        "iter_0000500/mp_rank_00/model_optim_rng.pt",
+        "model.ckpt",
+        "model.pkl",
+        "model-00001-of-00002.safetensors",
+    ],
+)
+def test_weights_that_are_no_file_are_not_passed_over_in_any_format(
+    name: str, make: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    if name == "__0_0.distcp":
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+        (tmp_path / name).unlink()
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"{name} {said}"):
+        open_checkpoint(tmp_path)
+    if Path(name).suffix in (".bin", ".ckpt", ".safetensors"):
+        with pytest.raises(CheckpointError, match=rf"{name} {said}"):
+            open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize(("make", "said"), IRREGULAR, ids=["FIFO", "socket", "link"])
+def test_a_shard_of_an_index_that_is_no_file_is_refused_as_that(
+    make: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    save_sharded(tmp_path)
+    (tmp_path / "model-2.safetensors").unlink()
+    make(tmp_path / "model-2.safetensors")
+    with pytest.raises(CheckpointError, match=rf"model-2.safetensors {said}"):
+        open_checkpoint(tmp_path)
+
+
+def test_other_weights_do_not_replace_those_that_are_no_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt")
+    (tmp_path / "last.ckpt").symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"several files that may be the model: .* got last\.ckpt, old\.pt; pass"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "last.ckpt").rename(tmp_path / "pytorch_model_fsdp_0")
+    with pytest.raises(CheckpointError, match=r"pytorch_model_fsdp_0 is a link that leads nowhere: "):
+        open_checkpoint(tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError, list_some
 from ..remedies import REMOVE_OLDER
-from ..storage.paths import check_inside, read_small
+from ..storage.paths import check_inside, is_taken, read_small
 
 LOOKED_FOR = "DeepSpeed's latest and *_model_states.pt"
 
@@ -116,7 +116,7 @@ def _find_tag_folder(directory: Path, tag: str | None) -> Path:
         return directory
     for name in _LATEST_FILES:
         # A link of one's own to the latest folder may bear the name as well.
-        if os.path.lexists(directory / name) and not (directory / name).is_dir():
+        if is_taken(directory / name):
             check_inside(directory / name, directory)
             named = read_small(directory / name, max_bytes=_MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
             return _resolve_tag(directory, named, str(directory / name))

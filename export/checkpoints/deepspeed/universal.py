@@ -8,6 +8,7 @@ refused when its data is read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -38,7 +39,8 @@ def read_universal(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict
             got="none",
             remedy="convert the checkpoint again with its model states",
         )
-    paths = {plain_name(path.parent.name): path for path in (files.folder / "zero").glob("*/fp32.pt")}
+    found = (folder / "fp32.pt" for folder in (files.folder / "zero").iterdir())
+    paths = {plain_name(path.parent.name): path for path in found if os.path.lexists(path)}
     missing = shapes.keys() - paths.keys()
     if missing:
         raise CheckpointError(

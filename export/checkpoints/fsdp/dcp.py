@@ -20,7 +20,7 @@ from ..pickles.torch_zip import open_torch_zip
 from ..remedies import DOUBLED, LOST_RANKS, MIXED_SAVES, RECOPY_WHOLE
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.byte_ranges import ByteRange, read_range
-from ..storage.paths import check_inside
+from ..storage.paths import check_inside, is_taken, refuse_irregular
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .dcp_metadata import (
@@ -42,7 +42,7 @@ _STEP_NAMES = ("step", "global_step", "iteration", "global_steps")
 
 def recognises_folder(directory: Path) -> bool:
     """Tell whether DCP saved into `directory` itself."""
-    return (directory / METADATA_FILE).is_file() or bool(_list_shards(directory))
+    return is_taken(directory / METADATA_FILE) or bool(_list_shards(directory))
 
 
 def open_folder(directory: Path, sub_tree: str | None = None) -> StoredCheckpoint:
@@ -106,6 +106,7 @@ def _check_files(directory: Path, metadata: DcpMetadata) -> None:
         ends[region.file_name] = max(ends.get(region.file_name, 0), region.offset + region.length)
     missing = [name for name in ends if not (directory / name).is_file()]
     if missing:
+        refuse_irregular(directory, missing)
         raise CheckpointError(
             f"{directory} lacks files of {len(ends)} that {METADATA_FILE} names",
             expected=f"{len(ends)} files",

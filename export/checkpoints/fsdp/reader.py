@@ -24,7 +24,7 @@ from ..pickles.torch_zip import open_torch_zip
 from ..plain import huggingface
 from ..plain.gathered_copy import match_gathered
 from ..plain.model_shapes import read_model_shapes, read_model_ties
-from ..storage.paths import check_inside
+from ..storage.paths import check_inside, refuse_broken_link, refuse_irregular
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from ..wrapper_names import strip_wrappers
 from . import dcp, dcp_safetensors
@@ -97,7 +97,8 @@ def _find_kinds(directory: Path) -> dict[str, Path]:
     """Return what may be the model in `directory` itself: a name for messages → where it lies."""
     kinds: dict[str, Path] = {}
     for path in sorted(directory.iterdir()):
-        if _FULL.fullmatch(path.name) or (_MODEL_FOLDER.fullmatch(path.name) and path.is_dir()):
+        # A link to nothing as well: other weights must not replace those behind it.
+        if _FULL.fullmatch(path.name) or (_MODEL_FOLDER.fullmatch(path.name) and not path.is_file()):
             kinds[path.name] = path
         for pattern in _RANK_FILES:
             if match := pattern.fullmatch(path.name):
@@ -119,8 +120,12 @@ def _name_rank_files(match: re.Match[str]) -> str:
 
 
 def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: Shapes | None) -> StoredCheckpoint:
+    is_full = bool(_FULL.fullmatch(kind))
+    if is_full:
+        refuse_irregular(directory, [kind])
+    refuse_broken_link(path)
     check_inside(path, directory)
-    if path.is_dir() and path != directory:
+    if path != directory and not is_full:
         inner = _find_kinds(path)
         if len(inner) != 1:
             raise CheckpointError(
@@ -139,7 +144,7 @@ def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: 
         )
     if kind == _SAFETENSORS_SHARDS:
         return dcp_safetensors.open_folder(directory, _find_home(directory))
-    if path.is_file():
+    if is_full:
         return open_full_file(path)
     ranks, world_size = _find_rank_files(directory, kind)
     home = _find_home(directory)

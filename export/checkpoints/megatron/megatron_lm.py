@@ -20,7 +20,7 @@ from typing import Any
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
 from ..remedies import LOST_RANKS, RECOPY_WHOLE
-from ..storage.paths import check_inside, read_small
+from ..storage.paths import check_inside, read_small, refuse_broken_links, refuse_irregular
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
@@ -140,7 +140,12 @@ def _list_iterations(directory: Path) -> list[Path]:
 
 def _list_ranks(folder: Path) -> list[Path]:
     found = sorted(entry for entry in folder.iterdir() if _RANK.fullmatch(entry.name) and entry.is_dir())
-    return [entry for entry in found if any((entry / name).is_file() for name in _FILES)]
+    return [entry for entry in found if _find_file(entry)]
+
+
+def _find_file(folder: Path) -> Path | None:
+    """Return the file of a rank's folder, be it a FIFO or a link to nothing: the rank must not pass for absent."""
+    return next((folder / name for name in _FILES if os.path.lexists(folder / name)), None)
 
 
 def _is_distributed(folder: Path) -> bool:
@@ -192,12 +197,15 @@ def _find_files(folder: Path, directory: Path) -> dict[tuple[int, int], Path]:
                 got="experts",
                 remedy="convert it with the trainer's own tools to a Hugging Face folder",
             )
-        path = next(entry / name for name in _FILES if (entry / name).is_file())
+        path = _find_file(entry)
+        assert path, "Bug: a rank's folder was listed that has no file"
+        refuse_irregular(entry, [path.name])
         check_inside(path, directory)
         paths[int(match[1]), int(match[2] or 0)] = path
     ranks, stages = 1 + max(rank for rank, _ in paths), 1 + max(stage for _, stage in paths)
     missing = [(rank, stage) for rank in range(ranks) for stage in range(stages) if (rank, stage) not in paths]
     if missing:
+        refuse_broken_links(folder)
         raise CheckpointError(
             f"{folder} has not the files of every model-parallel rank",
             expected=f"{ranks * stages} folders mp_rank_*",

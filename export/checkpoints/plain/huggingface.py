@@ -7,7 +7,6 @@ may be the map of names to files alone, without `weight_map` around it, and is c
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +20,10 @@ from ..storage.paths import (
     MAX_JSON_BYTES,
     check_inside,
     find_json_remedy,
+    is_taken,
     parse_json,
     read_json_beside,
     read_small,
-    refuse_broken_link,
     refuse_irregular,
 )
 from ..storage.safetensors_file import read_safetensors
@@ -121,7 +120,7 @@ def _find_usual_file(directory: Path) -> str | None:
     A folder may bear such a name, as `zero_to_fp32.py` makes one where it once wrote a file.
     """
     paths = (directory / name for name in WEIGHT_FILES)
-    return next((path.name for path in paths if os.path.lexists(path) and not path.is_dir()), None)
+    return next((path.name for path in paths if is_taken(path)), None)
 
 
 def _find_numbered(files: Iterable[str]) -> str | None:
@@ -153,6 +152,7 @@ def _list_shards(directory: Path, main_file: str) -> list[str] | None:
         for number in range(1, min(count, _MAX_SHARDS) + 1)
     ]
     if missing := [name for name in wanted if not (directory / name).is_file()]:
+        refuse_irregular(directory, missing)
         raise CheckpointError(
             f"{directory} lacks shards of its model",
             expected=list_some(missing),
@@ -228,7 +228,6 @@ def _read_folder(
         name: The weights in it, or their index.
         shards: All files of the weights, where there is no index.
     """
-    refuse_broken_link(directory / name)
     refuse_irregular(directory, [name])
     check_inside(directory / name, directory)
     index = _read_index(directory / name) if name.endswith(_PLAIN_INDEX) else None
@@ -336,7 +335,7 @@ def _check_shard_path(directory: Path, shard_name: str) -> None:
             got=repr(shard_name),
             remedy="do not use this checkpoint unless you know why",
         )
-    refuse_broken_link(directory / shard_name)
+    refuse_irregular(directory, [shard_name])
     if not (directory / shard_name).is_file():
         raise CheckpointError(
             f"{directory} lacks a shard that its index names",

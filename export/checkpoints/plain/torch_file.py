@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import Record, is_tensor, open_torch_zip, refuse_foreign_tensors
-from ..storage.paths import check_inside, open_regular
+from ..storage.paths import check_inside, open_regular, refuse_irregular
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
 from ..wrapper_names import strip_wrappers
@@ -77,6 +77,7 @@ def open_file(path: Path) -> StoredCheckpoint:
     Raises:
         CheckpointError: The file is damaged, or holds no model or more than one.
     """
+    refuse_irregular(path.parent, [path.name])
     check_inside(path, path.parent)
     content = open_torch_zip(path).content
     state, where = _find_state_dict(path, content)
@@ -116,11 +117,11 @@ def _candidates(directory: Path) -> list[Path]:
 
 
 def _list_files(directory: Path) -> list[Path]:
-    """Return what may be a model by its name alone."""
+    """Return what may be a model by its name alone, a FIFO or a link to nothing too: another must not replace it."""
     return [
         path
         for path in sorted(directory.iterdir())
-        if path.is_file() and path.suffix in SUFFIXES and not path.name.startswith(OTHER_STATE)
+        if path.suffix in SUFFIXES and not path.is_dir() and not path.name.startswith(OTHER_STATE)
     ]
 
 
@@ -128,6 +129,8 @@ def _may_be_torchs(path: Path) -> bool:
     """Tell whether a file is not one of the many bare pickles that lie about under that suffix."""
     if path.suffix != _PICKLE_SUFFIX:
         return True
+    if not path.is_file():
+        return False
     with open_regular(path) as file:
         return file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
 import stat
@@ -93,17 +94,24 @@ def open_regular(path: Path) -> BinaryIO:
     # ValueError: a zero byte in the name.
     except (OSError, ValueError) as exc:
         got = exc.strerror if isinstance(exc, OSError) else None
+        # What Linux says of a socket, and of a device that is not there.
+        if isinstance(exc, OSError) and exc.errno == errno.ENXIO:
+            raise _describe_irregular(path, path.stat().st_mode) from exc
         raise CheckpointError(f"{path} cannot be opened", expected="a file", got=got or str(exc)) from exc
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise CheckpointError(
-            f"{path} is not a regular file",
-            expected="a file",
-            got=_KINDS.get(stat.S_IFMT(mode), "something else"),
-            remedy="put the file itself there",
-        )
+        raise _describe_irregular(path, mode)
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _describe_irregular(path: Path, mode: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not a regular file",
+        expected="a file",
+        got=_KINDS.get(stat.S_IFMT(mode), "something else"),
+        remedy="put the file itself there",
+    )
 
 
 def refuse_broken_link(path: Path) -> None:
@@ -120,6 +128,21 @@ def refuse_broken_link(path: Path) -> None:
             got=f"a link to {path.readlink()}",
             remedy="copy the folder again with the files that its links lead to, as `cp -rL` does",
         )
+
+
+def refuse_broken_links(directory: Path) -> None:
+    """Refuse a folder with a link that leads nowhere, which may be what is missing in it.
+
+    Raises:
+        CheckpointError: It has one.
+    """
+    for path in sorted(directory.iterdir()):
+        refuse_broken_link(path)
+
+
+def is_taken(path: Path) -> bool:
+    """Tell whether something other than a folder bears the name of a file, be it a FIFO or a link to nothing."""
+    return os.path.lexists(path) and not path.is_dir()
 
 
 def has_file(path: Path) -> bool:
@@ -141,6 +164,7 @@ def refuse_irregular(directory: Path, names: Iterable[str]) -> None:
         CheckpointError: One is.
     """
     for name in names:
+        refuse_broken_link(directory / name)
         has_file(directory / name)
 
 
