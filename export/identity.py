@@ -64,7 +64,7 @@ def find_same_version(request: ExportRequest) -> SameVersion | None:
         return None
     # Whatever is wrong with the checkpoint is for the export to tell.
     try:
-        checkpoint = open_checkpoint(request.checkpoint, tag=request.tag)
+        checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, base=request.base)
         sources = record_sources(hash_files(list_files(request, checkpoint)), request.address)
     except (ExportError, OSError):
         return None

@@ -103,7 +103,9 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
 def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:
     progress.expect(2)
     with progress.step("reading checkpoint and vocabulary"):
-        checkpoint = open_checkpoint(path, tag=request.tag, allow_non_finite=request.allow_non_finite)
+        checkpoint = open_checkpoint(
+            path, tag=request.tag, base=request.base, allow_non_finite=request.allow_non_finite
+        )
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.

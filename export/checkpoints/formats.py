@@ -33,8 +33,11 @@ class Reader(Protocol):
         """
         ...
 
-    def open_folder(self, directory: Path, tag: str | None = None) -> StoredCheckpoint:
-        """Return a reader for it; raises `CheckpointError` where it is damaged."""
+    def open_folder(self, directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
+        """Return a reader for it; raises `CheckpointError` where it is damaged.
+
+        What configuration and tokenizer tell of the weights is looked for in `base`, beside the weights where None.
+        """
         ...
 
 
@@ -57,19 +60,23 @@ _FOREIGN = {
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
-def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite: bool = False) -> StoredCheckpoint:
+def open_checkpoint(
+    directory: Path, *, tag: str | None = None, base: Path | None = None, allow_non_finite: bool = False
+) -> StoredCheckpoint:
     """Return a reader for the checkpoint in `directory`, whose format is recognised from the files alone.
 
     Args:
         directory: The folder, or a single file by `torch.save`.
         tag: Which checkpoint of several in the folder; the trainer's own choice (`latest`) where None.
+        base: The folder with configuration and tokenizer, which tell rows of padding and shapes that the files do not;
+            the checkpoint's own where None.
         allow_non_finite: Let NaN and infinite weights through.
 
     Raises:
         CheckpointError: There is no such folder, nothing in it is a checkpoint that we read, or it is damaged.
     """
     try:
-        checkpoint = _open(directory, tag)
+        checkpoint = _open(directory, tag, base)
     # A name too long for the file system, or a folder that may not be read, wherever a reader meets it.
     except OSError as exc:
         raise CheckpointError(
@@ -84,7 +91,7 @@ def open_checkpoint(directory: Path, *, tag: str | None = None, allow_non_finite
     return checkpoint
 
 
-def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
+def _open(directory: Path, tag: str | None, base: Path | None) -> StoredCheckpoint:
     if is_taken(directory) and directory.suffix in (*torch_file.SUFFIXES, ".bin"):
         return torch_file.open_file(directory)
     if is_taken(directory) and directory.suffix == huggingface.SAFETENSORS_SUFFIX:
@@ -107,7 +114,7 @@ def _open(directory: Path, tag: str | None) -> StoredCheckpoint:
         )
     for reader in (*sharded, *_PLAIN):
         if reader in sharded or reader.recognises(directory, tag):
-            return reader.open_folder(directory, tag)
+            return reader.open_folder(directory, tag, base)
     _refuse_adapter(directory)
     refuse_broken_links(directory)
     found = sorted(entry.name + "/" * entry.is_dir() for entry in directory.iterdir())

@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _open(request: ExportRequest) -> StoredCheckpoint | None:
     """Return the checkpoint, None where there is none that can be read."""
     try:
-        return open_checkpoint(request.checkpoint, tag=request.tag) if request.checkpoint else None
+        return open_checkpoint(request.checkpoint, tag=request.tag, base=request.base) if request.checkpoint else None
     except ExportError:
         # What is wrong with it is told by the export itself, which knows about all options.
         return None

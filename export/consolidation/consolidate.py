@@ -87,7 +87,7 @@ def consolidate(
         raise CheckpointError(
             f"{base} is no folder", expected="one with config.json and tokenizer", got="none", remedy="correct --base"
         )
-    checkpoint = open_checkpoint(source, tag=tag, allow_non_finite=allow_non_finite)
+    checkpoint = open_checkpoint(source, tag=tag, base=base, allow_non_finite=allow_non_finite)
     options = _Options(dtype=None if dtype is None else DTYPES[dtype], max_shard_bytes=max_shard_bytes)
     directory = base or checkpoint.directory
     check_documents(directory)

@@ -573,7 +573,14 @@ def test_a_missing_last_shard_is_refused_by_config_json(tmp_path: Path) -> None:
     save_shard(tmp_path / "shard-00001-model-00001-of-00001.safetensors", torch.ones(15, 12))
     message = refusal(lambda: open_checkpoint(tmp_path))
     assert "expected 30 rows, got 15; the last ranks' files are missing" in message
+    base = tmp_path / "base"
+    base.mkdir()
+    (tmp_path / "config.json").rename(base / "config.json")
+    assert "the last ranks" in open_checkpoint(tmp_path).facts.missing[0]
+    assert "expected 30 rows, got 15; " in refusal(lambda: open_checkpoint(tmp_path, base=base))
     save_shard(tmp_path / "shard-00001-model-00001-of-00001.safetensors", torch.ones(30, 12))
+    assert open_checkpoint(tmp_path, base=base).facts.missing == ()
+    (base / "config.json").rename(tmp_path / "config.json")
     assert open_checkpoint(tmp_path).facts.missing == ()
 
 
@@ -595,8 +602,11 @@ def test_shards_left_in_the_writers_own_folder_are_read(trained: Path, tmp_path:
 def test_local_state_dicts_need_shapes_and_say_so(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "w2/local", tmp_path / "local")
     truth = read_truth(trained / "w2/local")
-    (folder / "config.json").unlink()
+    base = tmp_path / "base"
+    base.mkdir()
+    (folder / "config.json").rename(base / "config.json")
     assert "which keeps no shapes" in refusal(lambda: open_checkpoint(folder))
+    assert_equal(open_checkpoint(folder, base=base), truth)
     shapes = {name: tuple(tensor.shape) for name, tensor in truth.items()}
     assert_equal(fsdp.open_folder(folder, shapes=shapes), truth)
     wrong = shapes | {"transformer.wte.weight": (31, 13)}

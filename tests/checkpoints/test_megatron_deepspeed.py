@@ -234,6 +234,11 @@ def test_the_vocabularys_padding_is_kept_and_told_where_nothing_tells_its_size(t
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (40, 24)
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 50}}, "added_tokens": [{"id": 51}]}')
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (52, 24)
+    pieces = [[f"p{index}", -1.0] for index in range(54)]
+    unigram = {"model": {"vocab": pieces}, "added_tokens": [{"id": 0, "content": "p0"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(unigram))
+    assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (54, 24)
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 50}}, "added_tokens": [{"id": 51}]}')
     (folder / "config.json").write_text('{"vocab_size": 56}')
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (56, 24)
     (folder / "config.json").write_text('{"vocab_size": 51}')
@@ -310,7 +315,7 @@ def test_dicts_within_each_other_many_times_over_are_refused(trained: Path, tmp_
 def test_a_config_json_of_another_model_is_refused(trained: Path, tmp_path: Path) -> None:
     folder = copy(trained / "t2_bf16", tmp_path / "other")
     (folder / "config.json").write_text('{"model_type": "gpt2", "n_embd": 24, "n_layer": 12, "vocab_size": 53}')
-    assert "is not of the checkpoint beside it: expected n_layer 3, got 12" in refusal(lambda: open_checkpoint(folder))
+    assert "is not of the checkpoint: expected n_layer 3, got 12" in refusal(lambda: open_checkpoint(folder))
 
 
 class PositionEmbeddingType(enum.Enum):

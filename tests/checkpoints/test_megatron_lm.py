@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from export.checkpoints import join_folders, open_checkpoint
 from export.consolidation.consolidate import consolidate
-from export.errors import CheckpointError
+from export.errors import CheckpointError, VocabularyError
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, PADDED, POSITIONS = 4, 24, 4, 53, 64, 16
 ARGS = {
@@ -166,6 +166,47 @@ def test_ranks_of_several_nodes_are_one_checkpoint(model: GPT2LMHeadModel, tmp_p
     assert torch.equal(
         open_checkpoint(join_folders([first, second])).read("transformer.wpe.weight"), model.transformer.wpe.weight
     )
+
+
+def save_base(folder: Path, model: GPT2LMHeadModel, tokens: int = VOCABULARY) -> Path:
+    """The folder that a training started from: configuration and tokenizer, without weights."""
+    model.config.save_pretrained(folder)
+    vocabulary = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(tokens)}}}
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return folder
+
+
+def test_the_folder_of_the_base_tells_the_padding(model: GPT2LMHeadModel, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", model, ranks=2, stages=1, core=True)
+    (folder / "vocab.json").unlink()
+    base = save_base(tmp_path / "base", model)
+    done = consolidate(folder, tmp_path / "out", base=base)
+    assert not any("true size" in line for line in done.missing)
+    again, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
+    assert not any(info.values())
+    (base / "config.json").unlink()
+    assert open_checkpoint(folder, base=base).tensors["transformer.wte.weight"].shape == (VOCABULARY, HIDDEN)
+    # Where it tells nothing, what lies beside the checkpoint still does.
+    (base / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps({f"t{index}": index for index in range(60)}))
+    assert open_checkpoint(folder, base=base).tensors["transformer.wte.weight"].shape == (60, HIDDEN)
+
+
+def test_a_base_of_another_model_is_refused(model: GPT2LMHeadModel, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", model, ranks=1, stages=1, core=True)
+    base = save_base(tmp_path / "base", model)
+    for name, value in (("n_head", 6), ("n_layer", 2)):
+        (base / "config.json").write_text(json.dumps({**model.config.to_dict(), name: value}))
+        with pytest.raises(
+            CheckpointError, match=rf"base/config.json is not of the checkpoint: expected {name} 4, got"
+        ):
+            open_checkpoint(folder, base=base)
+    model.config.save_pretrained(base)
+    save_base(base, model, PADDED + 1)
+    (base / "config.json").unlink()
+    with pytest.raises(VocabularyError, match=r"tokenizer.json in .*base has more tokens than .* 64 tokens .* got 65"):
+        open_checkpoint(folder, base=base)
 
 
 def change(path: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -45,12 +45,13 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
     return recognises_folder(directory)
 
 
-def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
+def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
     """Return a reader for the DeepSpeed checkpoint in `directory`, reading no more tensor data than the checks need.
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
         tag: Name of the checkpoint in it; the one that `latest` names where None.
+        base: Tells nothing that the files do not.
 
     Raises:
         CheckpointError: Files are missing, too many, damaged, or not of one save.

@@ -35,12 +35,13 @@ def recognises_folder(directory: Path) -> bool:
     return any(_SHARD.fullmatch(entry.name) for entry in directory.iterdir())
 
 
-def open_folder(directory: Path, config_directory: Path) -> StoredCheckpoint:
+def open_folder(directory: Path, home: Path, config_directory: Path) -> StoredCheckpoint:
     """Return a reader for the shards in `directory`, reading no tensor data.
 
     Args:
         directory: The folder with the shards.
-        config_directory: The folder with `config.json`, which may be the same.
+        home: The folder with the model's files, which may be the same.
+        config_directory: The folder with the `config.json` that tells the vocabulary's size.
 
     Raises:
         CheckpointError: Shards are missing as far as anything shows it, damaged, or do not tile a tensor.
@@ -55,7 +56,7 @@ def open_folder(directory: Path, config_directory: Path) -> StoredCheckpoint:
     unseen = "whether the last ranks' files are there: the shards say nothing of it, config.json would"
     seen = _check_vocabulary(tensors, directory, config_directory)
     return StoredCheckpoint(
-        directory=config_directory,
+        directory=home,
         format_name=f"torch.distributed.checkpoint in safetensors, {len(paths)} shard{'s' if len(paths) > 1 else ''}",
         tensors=tensors,
         zero_size=frozenset(name for name, tensor in tensors.items() if 0 in tensor.shape),

@@ -269,7 +269,8 @@ def _join_slices(
             f"{directory} holds FSDP's LOCAL state dict, which keeps no shapes",
             expected="config.json of the model beside it, to know the shapes",
             got="none, or of an architecture that transformers does not have",
-            remedy="put the model's config.json there, or save with FULL_STATE_DICT or SHARDED_STATE_DICT",
+            remedy="put the model's config.json there, or pass its folder with --base, or save with FULL_STATE_DICT or "
+            "SHARDED_STATE_DICT",
         )
     unknown = [name for name in names if name not in shapes]
     if unknown:

@@ -55,13 +55,16 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
     return bool(_find_kinds(directory))
 
 
-def open_folder(directory: Path, tag: str | None = None, *, shapes: Shapes | None = None) -> StoredCheckpoint:
+def open_folder(
+    directory: Path, tag: str | None = None, base: Path | None = None, *, shapes: Shapes | None = None
+) -> StoredCheckpoint:
     """Return a reader for the FSDP checkpoint in `directory`, reading no tensor data.
 
     Args:
         directory: The folder that the trainer saved into.
         tag: One of several models in it, such as `pytorch_model_fsdp_1`; or, for a `torch.distributed.checkpoint`, the
             part of the saved state that is the model, where it cannot be determined: `app.ema`.
+        base: The folder with the `config.json` that tells shapes, where the checkpoint has none.
         shapes: Name → shape for LOCAL state dicts; those of the model that `config.json` describes where None.
 
     Raises:
@@ -78,7 +81,7 @@ def open_folder(directory: Path, tag: str | None = None, *, shapes: Shapes | Non
         )
     kind = named or next(iter(kinds))
     sub_tree = None if named else tag
-    opened = _open(directory, kind, kinds[kind], sub_tree, shapes)
+    opened = _open(directory, kind, kinds[kind], sub_tree, base, shapes)
     names, removed = strip_wrappers(opened.tensors, opened.directory)
     gathered, unmatched = match_gathered(opened.directory, names)
     return StoredCheckpoint(
@@ -119,7 +122,9 @@ def _name_rank_files(match: re.Match[str]) -> str:
     return f"{match.string[:start]}*{match.string[end:]}"
 
 
-def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: Shapes | None) -> StoredCheckpoint:
+def _open(
+    directory: Path, kind: str, path: Path, sub_tree: str | None, base: Path | None, shapes: Shapes | None
+) -> StoredCheckpoint:
     is_full = bool(_FULL.fullmatch(kind))
     if is_full:
         refuse_irregular(directory, [kind])
@@ -135,7 +140,7 @@ def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: 
                 remedy="the save was interrupted, or the folder was not copied whole",
             )
         # The model's own files lie beside the folder of its shards.
-        return replace(_open(path, *inner.popitem(), sub_tree, shapes), directory=directory)
+        return replace(_open(path, *inner.popitem(), sub_tree, base, shapes), directory=directory)
     if kind == METADATA_FILE:
         return replace(dcp.open_folder(directory, sub_tree), directory=_find_home(directory))
     if sub_tree is not None:
@@ -143,16 +148,17 @@ def _open(directory: Path, kind: str, path: Path, sub_tree: str | None, shapes: 
             f"{directory} holds no {sub_tree}", expected="no --tag", got=repr(sub_tree), remedy="leave --tag out"
         )
     if kind == _SAFETENSORS_SHARDS:
-        return dcp_safetensors.open_folder(directory, _find_home(directory))
+        return dcp_safetensors.open_folder(directory, home := _find_home(directory), _find_described(home, base))
     if is_full:
         return open_full_file(path)
     ranks, world_size = _find_rank_files(directory, kind)
     home = _find_home(directory)
+    described = _find_described(home, base)
 
     def read_shapes() -> Shapes | None:
-        return shapes if shapes is not None else read_model_shapes(home)
+        return shapes if shapes is not None else read_model_shapes(described)
 
-    opened = open_rank_files(directory, ranks, read_shapes, lambda: read_model_ties(home), world_size)
+    opened = open_rank_files(directory, ranks, read_shapes, lambda: read_model_ties(described), world_size)
     return replace(opened, directory=home)
 
 
@@ -167,6 +173,11 @@ def _find_home(directory: Path) -> Path:
     return next(
         (home for home in homes if os.path.lexists(home / "config.json")), homes[-1] if len(homes) > 2 else directory
     )
+
+
+def _find_described(home: Path, base: Path | None) -> Path:
+    """Return the folder whose `config.json` tells shapes: the one that the ranks trained with, where it is there."""
+    return home if base is None or os.path.lexists(home / "config.json") else base
 
 
 def _find_rank_files(directory: Path, kind: str) -> tuple[dict[int, Path], int | None]:

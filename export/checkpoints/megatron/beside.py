@@ -1,4 +1,4 @@
-"""What lies beside a Megatron checkpoint and is of the same model: a tokenizer, a configuration."""
+"""What lies beside a Megatron checkpoint, or in another folder, and is of the same model: tokenizer, configuration."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from ..storage.paths import read_json_beside
 from .args import MegatronArgs
 
 
-def find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int, str]:
+def find_vocab_size(directory: Path, args: MegatronArgs, rows: int, *, base: Path | None = None) -> tuple[int, str]:
     """Return how many rows of the vocabulary are not padding, and what makes that unsure, if anything does.
 
     Args:
-        directory: Where `config.json` or a tokenizer may lie.
+        directory: The checkpoint's folder, in which `config.json` or a tokenizer may lie.
         args: Forks of Megatron record the tokenizer's size in them.
         rows: Rows of the embeddings, padding included.
+        base: The folder with configuration and tokenizer, which is looked into first.
 
     Raises:
         VocabularyError: There are more tokens than rows, the files contradict each other, or ids are damaged.
         CheckpointError: One of them is not a regular file.
     """
-    sizes = {
-        "config.json": read_json_beside(directory / "config.json").get("vocab_size"),
-        "tokenizer.json": _count_tokenizer(directory / "tokenizer.json"),
-        "vocab.json": _count_vocabulary(directory / "vocab.json"),
-        "gpt2-vocab.json": _count_vocabulary(directory / "gpt2-vocab.json"),
-        "the arguments": args.vocabulary,
-    }
-    known = {where: size for where, size in sizes.items() if type(size) is int and size > 0}
+    if base is not None and _read_sizes(base):
+        directory = base
+    known = _read_sizes(directory)
+    if args.vocabulary and args.vocabulary > 0:
+        known["the arguments"] = args.vocabulary
     for where, size in known.items():
         if size > rows:
             raise VocabularyError(
@@ -52,8 +50,20 @@ def find_vocab_size(directory: Path, args: MegatronArgs, rows: int) -> tuple[int
         return size, ""
     return (
         rows,
-        f"the vocabulary's true size: all {rows} rows are kept, padding too; a tokenizer beside it would tell",
+        f"the vocabulary's true size: all {rows} rows are kept, padding too; a tokenizer would tell, beside it or in "
+        "the folder that --base names",
     )
+
+
+def _read_sizes(directory: Path) -> dict[str, int]:
+    """Return each file in the folder that tells the size of a vocabulary → that size."""
+    sizes = {
+        "config.json": read_json_beside(directory / "config.json").get("vocab_size"),
+        "tokenizer.json": _count_tokenizer(directory / "tokenizer.json"),
+        "vocab.json": _count_vocabulary(directory / "vocab.json"),
+        "gpt2-vocab.json": _count_vocabulary(directory / "gpt2-vocab.json"),
+    }
+    return {where: size for where, size in sizes.items() if type(size) is int and size > 0}
 
 
 def _count_tokenizer(path: Path) -> int:
@@ -61,6 +71,9 @@ def _count_tokenizer(path: Path) -> int:
     content = read_json_beside(path)
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):
+        # Of Unigram: each with its score, in the order of ids.
+        vocabulary = {str(item[0]): index for index, item in enumerate(vocabulary) if isinstance(item, list) and item}
     tokens = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     for token in added if isinstance(added, list) else []:
         if isinstance(token, dict):
@@ -104,7 +117,7 @@ def _unlike_ids(path: Path, got: str) -> VocabularyError:
 
 
 def check_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Check that a `config.json` beside the checkpoint is of the same model.
+    """Check that a `config.json` beside the checkpoint, or in the folder that `--base` names, is of the same model.
 
     Raises:
         CheckpointError: It is of another.
@@ -114,8 +127,8 @@ def check_config(directory: Path, config: Mapping[str, Any]) -> None:
     wrong = [name for name in sizes if name in found and found[name] != config[name]]
     if wrong:
         raise CheckpointError(
-            f"{directory / 'config.json'} is not of the checkpoint beside it",
+            f"{directory / 'config.json'} is not of the checkpoint",
             expected=", ".join(f"{name} {config[name]}" for name in wrong),
             got=", ".join(str(found[name]) for name in wrong),
-            remedy="remove it: the checkpoint's own arguments tell the architecture",
+            remedy="remove it, or pass another folder with --base: the checkpoint's arguments tell the architecture",
         )

@@ -79,16 +79,17 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
     return any(_list_ranks(entry) or _is_distributed(entry) for entry in _list_iterations(directory))
 
 
-def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
+def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
     """Return a reader that gives Megatron-LM's GPT-2 under Hugging Face's names, reading no tensor data.
 
     Args:
         directory: The folder with `latest_checkpointed_iteration.txt`, or an iteration's own.
         tag: Which iteration's folder in it, such as `iter_0000500`; the one that the file names where None.
+        base: The folder with configuration and tokenizer, which tell the rows of padding; `directory` as well.
 
     Raises:
         CheckpointError: The layout or architecture is not proven, files are missing or do not fit each other.
-        VocabularyError: The tokenizer beside the checkpoint has more tokens than the embeddings have rows.
+        VocabularyError: The tokenizer has more tokens than the embeddings have rows.
     """
     folder = directory if _list_ranks(directory) else _find_iteration(directory, tag)
     paths = _find_files(folder, directory)
@@ -105,7 +106,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     source = str(folder)
     merged = join_tensor_ranks(parts, source)
     positions = check_shapes(merged, args, source)
-    vocab_size, unsure = find_vocab_size(directory, args, merged[_TABLE].shape[0])
+    vocab_size, unsure = find_vocab_size(directory, args, merged[_TABLE].shape[0], base=base)
 
     def convert(tensors: Tensors) -> dict[str, StoredTensor]:
         return convert_to_gpt2(tensors, heads=args.heads, vocab_size=vocab_size)
@@ -116,7 +117,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     copies += [convert(replicas) for replicas in list_replicas(parts) if replicas]
     dtype_name = merged[_TABLE].dtype.name
     config = build_gpt2_config(args, vocab_size=vocab_size, positions=positions, dtype_name=dtype_name)
-    check_config(directory, config)
+    check_config(base or directory, config)
     iteration = next(iter(read.values())).iteration
     return StoredCheckpoint(
         directory=directory,

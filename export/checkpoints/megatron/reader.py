@@ -84,16 +84,17 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
     return "checkpoint_version" in content and "args" in content
 
 
-def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
+def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
     """Return a reader that gives Megatron's GPT-2 under Hugging Face's names, reading no tensor data.
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
         tag: Which checkpoint in it; the one that `latest` names where None.
+        base: The folder with configuration and tokenizer, which tell the rows of padding; `directory` as well.
 
     Raises:
         CheckpointError: The layout or architecture is not proven, files are missing or do not fit each other.
-        VocabularyError: The tokenizer beside the checkpoint has more tokens than the embeddings have rows.
+        VocabularyError: The tokenizer has more tokens than the embeddings have rows.
     """
     files = find_files(directory, tag)
     paths = _list_models(files)
@@ -109,7 +110,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     source = str(files.folder)
     merged = join_tensor_ranks(parts, source)
     positions = check_shapes(merged, args, source)
-    vocab_size, unsure = find_vocab_size(files.directory, args, merged["word_embeddings.weight"].shape[0])
+    vocab_size, unsure = find_vocab_size(files.directory, args, merged["word_embeddings.weight"].shape[0], base=base)
 
     def convert(tensors: Tensors) -> dict[str, StoredTensor]:
         return convert_to_gpt2(tensors, heads=args.heads, vocab_size=vocab_size)
@@ -122,7 +123,7 @@ def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
     unproven = (unsure, *describe_unproven(tensor_ranks=tensor_ranks, layer_files=layer_files, numbered=numbered))
     dtype_name = merged["word_embeddings.weight"].dtype.name
     config = build_gpt2_config(args, vocab_size=vocab_size, positions=positions, dtype_name=dtype_name)
-    check_config(files.directory, config)
+    check_config(base or files.directory, config)
     return StoredCheckpoint(
         directory=files.directory,
         format_name=f"Megatron-DeepSpeed GPT-2, tensor parallel {tensor_ranks}, pipeline {len(paths) // tensor_ranks}",

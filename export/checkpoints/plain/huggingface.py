@@ -66,12 +66,13 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
     return _find_main_file(directory) is not None
 
 
-def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
+def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
     """Return a reader for the Hugging Face folder `directory`, reading no tensor data.
 
     Args:
         directory: The folder with the weights.
         tag: Must be None: such a folder holds one model.
+        base: Tells nothing that the files do not.
 
     Raises:
         CheckpointError: A weight file is missing, truncated, not what its name says, or disagrees with the index; or

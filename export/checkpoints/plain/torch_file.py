@@ -54,8 +54,8 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
     return bool(_candidates(directory))
 
 
-def open_folder(directory: Path, tag: str | None = None) -> StoredCheckpoint:
-    """Return a reader for the only such file in `directory`, or for the one named `tag`.
+def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
+    """Return a reader for the only such file in `directory`, or for the one named `tag`; `base` tells nothing more.
 
     Raises:
         CheckpointError: There are several, or the file holds no model.
