@@ -122,9 +122,13 @@ def replace_files(fitted: Fitted, staged: Path) -> None:
             path.unlink()
     for path in sorted(fitted.files.iterdir()):
         _copy_file(path, fitted.files, staged / path.name)
-    config = read_json(staged / "config.json")
-    text = json.dumps({**config, **fitted.config}, indent=2, ensure_ascii=False) + "\n"
-    (staged / "config.json").write_text(text, encoding="utf-8")
+    set_sizes(staged / "config.json", fitted.config)
+
+
+def set_sizes(path: Path, sizes: Mapping[str, Any]) -> None:
+    """Have `config.json` say what the tables have now."""
+    text = json.dumps({**read_json(path), **sizes}, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def _set_dtype(config: Any, dtype_name: str) -> bool:

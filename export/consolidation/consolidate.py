@@ -1,26 +1,28 @@
 """Any checkpoint that we read, written as a Hugging Face folder of safetensors.
 
 The bytes are copied in pieces from where they lie to where they belong, checked on the way, and never are a tensor in
-memory. Needs no torch.
+memory. Needs no torch, but to look at a model whose configuration comes from elsewhere.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
+from ..checkpoints.plain.config_match import match_config
 from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from ..errors import CheckpointError, list_some
-from .carried_files import carry_over, replace_files, write_derived_config
+from .carried_files import carry_over, replace_files, set_sizes, write_derived_config
 from .fitted import Fit
 from .safetensors_output import SafetensorsOutput, refuse_inflated
 from .staging import stage_folder
-from .vocabulary import check_carried_tokenizer
+from .vocabulary import check_carried_tokenizer, has_other_rows
 
 # For tables that were changed, until they are written.
 _SCRATCH = ".scratch"
@@ -39,7 +41,7 @@ class Consolidated:
         total_bytes: Bytes of weights.
         files: Paths of every file in the folder, sorted.
         missing: What a whole checkpoint of the format would have and this one lacks or cannot show.
-        warnings: What the reader should know of a vocabulary that was changed.
+        warnings: What the reader should know of a vocabulary that was changed, or of its size that was corrected.
     """
 
     format_name: str
@@ -80,7 +82,8 @@ def consolidate(
         allow_other_tokenizer: Carry a tokenizer that knows few of the rows, where `fit` is None.
 
     Raises:
-        CheckpointError: The checkpoint is refused, or `target` cannot be written.
+        CheckpointError: The checkpoint is refused, or the configuration is of another model, or `target` cannot be
+            written.
         VocabularyError: The tokenizer that would be carried belongs to another model.
     """
     if base is not None and not base.is_dir():
@@ -98,8 +101,11 @@ def consolidate(
         if fit is not None:
             fitted = fit(checkpoint, directory, _make_scratch(staged))
             checkpoint = fitted.checkpoint
+        sizes = _match_config(directory, checkpoint, is_other=base is not None)
         output = _write_weights(checkpoint, staged, options, target)
         further = carry_over(directory, staged, output.dtype_names)
+        if sizes:
+            set_sizes(staged / "config.json", sizes)
         for folder, place in further.items():
             place.mkdir(exist_ok=True)
             _write_weights(open_checkpoint(folder, allow_non_finite=allow_non_finite), place, options, target)
@@ -116,7 +122,30 @@ def consolidate(
         total_bytes=output.total_bytes,
         files=files,
         missing=checkpoint.facts.missing,
-        warnings=() if fitted is None else fitted.warnings,
+        warnings=_warn_of_sizes(directory, sizes) if fitted is None else fitted.warnings,
+    )
+
+
+def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bool) -> dict[str, int]:
+    """Return the sizes of the vocabulary that `config.json` gets wrong → what the weights say.
+
+    The model that it describes takes seconds and some 400 MB to look at, so nobody waits for it where the file comes
+    from beside the weights and agrees with their rows.
+
+    Raises:
+        CheckpointError: The weights are not of the model that it describes.
+    """
+    if not is_other and not has_other_rows(directory, checkpoint):
+        return {}
+    return match_config(directory, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
+
+
+def _warn_of_sizes(directory: Path, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    if not sizes:
+        return ()
+    said = ", ".join(f"{key} {size}" for key, size in sizes.items())
+    return (
+        f"config.json of {directory} has another size than the table of tokens: the one that is written has {said}.",
     )
 
 

@@ -74,6 +74,12 @@ def check_carried_tokenizer(directory: Path, checkpoint: StoredCheckpoint, *, al
         refuse_other_ids(ids, rows, table, directory=directory, allow_other_tokenizer=allow_other_tokenizer)
 
 
+def has_other_rows(directory: Path, checkpoint: StoredCheckpoint) -> bool:
+    """Tell whether a table of tokens has another number of rows than `config.json` says, where both are plain."""
+    table, recorded = _find_table(directory, checkpoint), read_vocab_size(directory)
+    return bool(table) and recorded is not None and checkpoint.tensors[table].shape[0] != recorded
+
+
 def _read_ids(directory: Path) -> dict[str, int]:
     """Return token → id of the tokenizer in a folder; empty where no file that we read lists them."""
     if (directory / "tokenizer.json").exists():

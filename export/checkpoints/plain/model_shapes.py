@@ -42,24 +42,44 @@ def read_model_ties(directory: Path) -> dict[str, str]:
 
 def _build_state(directory: Path) -> dict[str, Any] | None:
     """Return the state dict of the model on the meta device: one object under every name of a tied parameter."""
-    architectures = read_json_beside(directory / "config.json").get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        return None
-    import torch
-    import transformers
-
-    model_class = getattr(transformers, architectures[0], None)
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        return None
-    try:
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            model = model_class(config)
-    # A configuration may be wrong in any way, and then it tells no shapes; loading the model will say why.
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError):
+    config = load_described(directory)
+    model = None if config is None else build_described(config)
+    if model is None:
         return None
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     return state
+
+
+def load_described(directory: Path) -> Any:
+    """Return the configuration in `directory`; None without one that names a class and that transformers reads."""
+    architectures = read_json_beside(directory / "config.json").get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+        return None
+    import transformers
+
+    # What it says of values that it takes all the same.
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    # A configuration may be wrong in any way, and then it tells no shapes; loading the model will say why.
+    except Exception:
+        return None
+
+
+def build_described(config: Any) -> Any:
+    """Return the model of the class that a configuration names, on the meta device; None where that cannot be built."""
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, config.architectures[0], None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        return None
+    try:
+        with torch.device("meta"):
+            return model_class(config)
+    # As above: values are looked up in tables, divided by and taken for sizes.
+    except Exception:
+        return None
 
 
 def read_vocab_size(directory: Path) -> int | None:

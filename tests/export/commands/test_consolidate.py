@@ -15,6 +15,17 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from trainers.task_checkpoints import build_dense_embedder
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    CLIPTextConfig,
+    CLIPTextModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    PreTrainedModel,
+)
 
 from export.checkpoints import open_checkpoint
 from export.commands import consolidate as verb
@@ -448,3 +459,110 @@ def test_a_size_that_is_none_is_a_usage_error(text: str, capsys: pytest.CaptureF
         parser.parse_args(["consolidate", "in", "out", f"--max-shard-size={text}"])
     assert stopped.value.code == 2
     assert f"{text!r} is not a size; write 5GB or 300MB" in capsys.readouterr().err
+
+
+GPT2 = GPT2Config(vocab_size=40, n_positions=8, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+BERT = BertConfig(vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+
+
+def save_run(folder: Path, model: PreTrainedModel) -> Path:
+    """What a trainer leaves that saves no configuration."""
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "model.pt")
+    return folder
+
+
+def save_base(folder: Path, model: PreTrainedModel, **changes: object) -> Path:
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "got"),
+    [
+        ({"n_layer": 1}, "transformer.h.1.attn.c_attn.*, .* more beyond it"),
+        ({"n_layer": 3}, "none for transformer.h.2.attn.c_attn.bias, .*, \\+8 more"),
+        ({"n_embd": 24}, r"lm_head.weight \[40, 12\] where \[40, 24\] belongs"),
+        (
+            {"n_layer": 1, "vocab_size": 32},
+            r"lm_head.weight \[40, 12\] where \[32, 12\] belongs; transformer.h.1.attn.c_attn.*",
+        ),
+    ],
+)
+def test_a_base_that_describes_another_model_is_refused(changes: dict[str, object], got: str, tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2)
+    run_folder, base = save_run(tmp_path / "run", model), save_base(tmp_path / "base", model, **changes)
+    with pytest.raises(
+        CheckpointError,
+        match="base/config.json does not describe the weights: expected the names and shapes of GPT2LMHeadModel as it "
+        rf"describes it, got {got}; pass the folder of the model that the checkpoint was trained from with --base\.",
+    ):
+        consolidate(run_folder, tmp_path / "out", base=base)
+    assert not (tmp_path / "out").exists()
+    # Weights alone are written, and so are those of a class that nobody here knows.
+    consolidate(run_folder, tmp_path / "alone")
+    save_base(base, model, **changes, architectures=["TheirsForCausalLM"])
+    consolidate(run_folder, tmp_path / "theirs", base=base)
+    save_base(base, model, **changes, model_type="theirs")
+    consolidate(run_folder, tmp_path / "unknown", base=base)
+
+
+@pytest.mark.parametrize("recorded", [32, 64])
+@pytest.mark.parametrize("is_beside", [False, True], ids=["--base", "beside the weights"])
+def test_the_configuration_has_as_many_tokens_as_the_table(is_beside: bool, recorded: int, tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2)
+    run_folder = save_run(tmp_path / "run", model)
+    described = save_base(run_folder if is_beside else tmp_path / "base", model, vocab_size=recorded)
+    done = consolidate(run_folder, tmp_path / "out", base=None if is_beside else described)
+    assert done.warnings == (
+        f"config.json of {described} has another size than the table of tokens: "
+        "the one that is written has vocab_size 40.",
+    )
+    again, info = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight) and not any(info.values())
+    # Where it contradicts them in more than that, it is refused.
+    save_base(described, model, vocab_size=recorded, n_layer=1)
+    with pytest.raises(CheckpointError, match="config.json does not describe the weights: "):
+        consolidate(run_folder, tmp_path / "other", base=None if is_beside else described)
+
+
+@pytest.mark.parametrize(
+    ("trained", "described"),
+    [
+        (BertForSequenceClassification(BERT), BertForMaskedLM(BERT)),
+        (GPT2Model(GPT2), GPT2LMHeadModel(GPT2)),
+        (GPT2LMHeadModel(GPT2), GPT2Model(GPT2)),
+    ],
+    ids=["another head", "head to come", "head not described"],
+)
+def test_a_base_with_another_head_is_no_other_model(
+    trained: PreTrainedModel, described: PreTrainedModel, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path / "base", described)
+    done = consolidate(save_run(tmp_path / "run", trained), tmp_path / "out", base=base)
+    assert done.warnings == () and fingerprint(tmp_path / "out" / "config.json") == fingerprint(base / "config.json")
+
+
+def test_the_table_alone_is_looked_at_of_a_model_that_transformers_changes_as_it_loads_it(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = CLIPTextModel(CLIPTextConfig(vocab_size=40, eos_token_id=1, bos_token_id=0, **sizes))
+    base = save_base(tmp_path / "base", model, vocab_size=32)
+    consolidate(save_run(tmp_path / "run", model), tmp_path / "out", base=base)
+    _, info = CLIPTextModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_no_model_is_looked_at_where_its_own_configuration_agrees(tmp_path: Path) -> None:
+    save_base(save_run(tmp_path / "run", GPT2LMHeadModel(GPT2)), GPT2LMHeadModel(GPT2))
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from export.consolidation.consolidate import consolidate\n"
+        "consolidate(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run"), str(tmp_path / "out")]
+    subprocess.run(command, cwd=CHECKOUT, check=True)
