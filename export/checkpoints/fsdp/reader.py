@@ -147,13 +147,13 @@ def _open(
         raise CheckpointError(
             f"{directory} holds no {sub_tree}", expected="no --tag", got=repr(sub_tree), remedy="leave --tag out"
         )
-    if kind == _SAFETENSORS_SHARDS:
-        return dcp_safetensors.open_folder(directory, home := _find_home(directory), _find_described(home, base))
     if is_full:
         return open_full_file(path)
-    ranks, world_size = _find_rank_files(directory, kind)
     home = _find_home(directory)
     described = _find_described(home, base)
+    if kind == _SAFETENSORS_SHARDS:
+        return dcp_safetensors.open_folder(directory, home, described)
+    ranks, world_size = _find_rank_files(directory, kind)
 
     def read_shapes() -> Shapes | None:
         return shapes if shapes is not None else read_model_shapes(described)
