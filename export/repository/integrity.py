@@ -72,9 +72,17 @@ def find_damage(repository: Path, on_version: Callable[[Version], None] = lambda
         on_version: Called with each version before its files are read.
 
     Raises:
-        RepositoryError: There is no such repository.
+        RepositoryError: There is no such repository, or no model of modelyard's in it.
     """
     names = list_models(repository)
+    strays = list(_find_strays(repository, names))
+    if not names and not strays:
+        raise RepositoryError(
+            f"{repository} holds no models of modelyard's",
+            expected="a repository that `run` or `promote` published into",
+            got=list_some((entry.name for entry in repository.iterdir()), 3) or "an empty folder",
+            remedy="pass --repository",
+        )
     for name in names:
         try:
             for number in list_versions(repository / name):
@@ -86,7 +94,7 @@ def find_damage(repository: Path, on_version: Callable[[Version], None] = lambda
             path = repository / name
             what = f"cannot be read ({str(exc).rstrip('.')})"
             yield Finding(name=name, version=0, path=path, what=what, remedy="mend it")
-    yield from _find_strays(repository, names)
+    yield from strays
 
 
 def find_damaged_files(version: Version) -> Iterator[Finding]:
@@ -125,13 +133,15 @@ def find_damaged_files(version: Version) -> Iterator[Finding]:
     if not expected:
         yield find(version.folder, "has nothing that records its files", "export again and prune it")
     yield from (find(path, "is missing") for path in sorted({*expected} - {*there}) if _is_gone(path))
-    for path, digest in hash_files(path for path in there if path in expected).items():
+    # A link to a folder is not gone into, but what is named of it is there all the same.
+    for path, digest in hash_files(path for path in sorted(expected) if path.is_file()).items():
         if digest != expected[path]:
             yield find(path, "has changed")
     if is_damaged:
         yield find(sums, "is cut or damaged")
     elif told:
-        unknown = {*there} - {*told} - {sums}
+        folders = {folder for path in told for folder in path.parents}
+        unknown = {*there, *version.list_no_files()} - {*told} - {sums} - folders
         yield from (find(path, "was not published", "move it away") for path in sorted(unknown))
 
 

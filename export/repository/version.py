@@ -56,9 +56,20 @@ class Version:
         Raises:
             RepositoryError: A configuration cannot be read.
         """
+        return [path for path in self._list_entries() if path.is_file()]
+
+    def list_no_files(self) -> list[Path]:
+        """Return everything in its folders that is neither a file nor a folder, such as a pipe or a link to a folder.
+
+        Raises:
+            RepositoryError: A configuration cannot be read.
+        """
+        entries = self._list_entries()
+        return [path for path in entries if not path.is_file() and (path.is_symlink() or not path.is_dir())]
+
+    def _list_entries(self) -> list[Path]:
         folders = [self.find_folder(model_name) for model_name in list_parts(self.repository, self.name)]
-        paths = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-        return [Path(os.path.normpath(path)) for path in paths]
+        return [Path(os.path.normpath(path)) for folder in folders for path in sorted(folder.rglob("*"))]
 
     def read_report(self) -> Mapping[str, Any]:
         """Return the verification report; empty where there is none that can be read."""

@@ -391,6 +391,54 @@ def test_verify_repository_finds_what_is_missing_new_or_another_configuration(
     }
 
 
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, *(partial(os.symlink, place) for place in ("/dev/zero", "/dev", "nowhere"))],
+    ids=["pipe", "link to a device", "link to a folder", "link to nothing"],
+)
+def test_verify_repository_finds_what_is_no_file_and_was_not_published(
+    make: Callable[[Path], None], models: Path
+) -> None:
+    strange = [
+        *(models / "tickets_model" / "1" / name for name in ("SHA256SUMS", "weights")),
+        models / "tickets" / "1" / "configs" / "more",
+    ]
+    for path in strange:
+        make(path)
+    found = sorted(str(finding) for finding in find_damage(models))
+    assert found == [f"version 1 of tickets: {path} was not published; move it away." for path in sorted(strange)]
+    with pytest.raises(RepositoryError, match="which was not published, and 2 more of its files"):
+        activate(models, "tickets", 1)
+
+
+def test_verify_repository_hashes_what_a_link_to_a_folder_leads_to(models: Path, tmp_path: Path) -> None:
+    configs = models / "tickets" / "2" / "configs"
+    configs.rename(tmp_path / "moved")
+    configs.symlink_to(tmp_path / "moved")
+    assert list(find_damage(models)) == []
+    with (configs / "tickets.pbtxt").open("a") as file:
+        file.write("\n")
+    assert [str(finding) for finding in find_damage(models)] == [
+        f"version 2 of tickets: {configs / 'tickets.pbtxt'} has changed; restore it, or export again."
+    ]
+
+
+@pytest.mark.parametrize(("names", "got"), [((), "an empty folder"), (("one", "two"), "one, two")])
+def test_verify_repository_refuses_a_folder_without_a_model(
+    names: tuple[str, ...], got: str, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = tmp_path / "here"
+    for name in ("", *names):
+        (here / name).mkdir()
+    done = export_cli("verify-repository", "--repository", str(here))
+    assert (done.code, done.out, done.err) == (
+        1,
+        "",
+        f"error: {here} holds no models of modelyard's: expected a repository that `run` or `promote` published into, "
+        f"got {got}; pass --repository.\n",
+    )
+
+
 def test_prune_keeps_the_active_version_and_one_that_is_used(models: Path, export_cli: Callable[..., Finished]) -> None:
     here = ("--repository", models)
     with use(models / "tickets" / "2"):
