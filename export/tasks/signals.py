@@ -18,6 +18,7 @@ from transformers import (
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from ..signature import BATCH, ModelSignature, TensorSignature
+from ..weights.several_models import is_of_several, refuse_for_signals
 from ..weights.torch_model import load_model
 from .base import HeadModule, TaskSource
 from .table import IMAGES, SOUNDS, TEXTS
@@ -43,6 +44,8 @@ class SignalTask(TensorTask):
     output: ClassVar[str]
 
     def __init__(self, source: TaskSource) -> None:
+        if self.auto_class is AutoModel and is_of_several(source.config):
+            refuse_for_signals(source.config)
         model, self.unused_tensors = load_model(source.config, source.weights, self.find_class(source.config))
         if self.auto_class is AutoModel and source.config.is_encoder_decoder:
             model = model.get_encoder()
@@ -133,18 +136,17 @@ class FeatureModule(nn.Module):
 
 
 def _refuse_texts(model: PreTrainedModel, name: str) -> None:
-    """Refuse a model that wants texts beside its signal, or in its place.
+    """Refuse a model that wants texts in the place of its signal.
 
     Raises:
         ModelError: It does.
     """
     if name in TEXTS:
         raise ModelError(
-            f"{type(model).__name__} as a whole is not served for pictures or sounds alone",
+            f"{type(model).__name__} is not served for pictures or sounds",
             expected=f"a main input among {', '.join((*IMAGES, *SOUNDS))}",
             got=name,
-            remedy="save the model of pictures or sounds by itself, such as CLIPVisionModel, and pass that folder, or "
-            "serve the pictures with --task image-embedding",
+            remedy="pass the --task it was trained for",
         )
 
 

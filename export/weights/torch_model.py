@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from ..checkpoints import StateDict, TensorSpec
 from ..checkpoints.storage.paths import has_file, read_json_beside, refuse_byte_order_marks
 from ..errors import CheckpointError, ModelError, list_some
+from .several_models import refuse_for_texts
 
 # What a checkpoint may hold beyond the model that is exported: the heads of another task, the pooler of a model whose
 # embedding is not pooled by it, and buffers that older transformers releases saved and newer ones compute.
@@ -40,9 +41,6 @@ _HEAD_NAMES = (
     "v_head",
 )
 _COMPUTED_BUFFERS = ("position_ids", "token_type_ids", "masked_bias", "attn.bias", "inv_freq")
-
-# Of several models, those whose pictures can be served by themselves.
-_WITH_TOWERS = ("clip", "siglip")
 
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -166,14 +164,7 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
         ModelError: The checkpoint has no such tensor, or several, or is of several models.
     """
     if not hasattr(config, "vocab_size"):
-        pictures = ", or serve the pictures with --task image-embedding" if config.model_type in _WITH_TOWERS else ""
-        raise ModelError(
-            f"a model of type {config.model_type} as a whole is not served for texts",
-            expected="one model, whose configuration has a vocab_size",
-            got=f"{type(config).__name__}, of several models",
-            remedy="save the model of texts by itself, such as CLIPTextModel, which ends before the projection, "
-            f"with its tokenizer, and pass that folder{pictures}",
-        )
+        refuse_for_texts(config)
     # Broken trainers write a vocabulary of 0, for which no embedding can be built; here only its name matters.
     probe = copy.deepcopy(config)
     probe.vocab_size = max(config.vocab_size or 0, (getattr(config, "pad_token_id", None) or 0) + 1)
@@ -253,6 +244,7 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
     Raises:
         ModelError: transformers cannot build it.
     """
+    _check_has_class(config, auto_class)
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto_class.from_config(
@@ -267,6 +259,22 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
             remedy="correct that value in config.json, or use the config.json that the checkpoint was trained with",
         ) from exc
     return model
+
+
+def _check_has_class(config: PretrainedConfig, auto_class: Any) -> None:
+    """Refuse an architecture that transformers has no class of this kind for, which it says in a list of them all.
+
+    Raises:
+        ModelError: It is one.
+    """
+    known = getattr(auto_class, "_model_mapping", None)
+    if known is not None and type(config) not in known:
+        raise ModelError(
+            f"a model of type {config.model_type} cannot be built for this task",
+            expected=f"an architecture that transformers has in {auto_class.__name__}",
+            got=type(config).__name__,
+            remedy="pass the --task it was trained for",
+        )
 
 
 def load_model(

@@ -257,3 +257,12 @@ def save_model(architecture: Architecture, directory: Path, **options: Any) -> N
     if model.main_input_name == "input_values" and "conv_dim" in architecture.options:
         extractor = {"feature_extractor_type": "Wav2Vec2FeatureExtractor", "sampling_rate": 16_000}
         (directory / "preprocessor_config.json").write_text(json.dumps(extractor))
+
+
+def build_several(kind: str) -> transformers.PretrainedConfig:
+    """Return the configuration of a model of several, of a type that transformers has."""
+    parts = ("encoder", "decoder") if kind.endswith("encoder-decoder") else ()
+    halves = {"encoder": transformers.ViTConfig() if kind.startswith("vision") else transformers.BertConfig()}
+    halves["decoder"] = transformers.BertConfig(is_decoder=True, add_cross_attention=True)
+    config: transformers.PretrainedConfig = transformers.CONFIG_MAPPING[kind](**{part: halves[part] for part in parts})
+    return config

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ModelError
 from ...signature import BATCH, ModelSignature, TensorSignature
+from ...weights.several_models import compares_pictures, is_of_several, refuse_for_signals
 from ...weights.torch_model import load_model
 from ..base import TaskSource
 from ..cases import Outputs
@@ -67,6 +68,8 @@ class ImageEmbedding(PictureTask):
     tolerances: ClassVar[Mapping[str, float]] = EMBEDDING_TOLERANCES
 
     def __init__(self, source: TaskSource) -> None:
+        if is_of_several(source.config) and not compares_pictures(source.config):
+            refuse_for_signals(source.config)
         self.preparation = preparation = find_preparation(
             source.directory, source.options.get("preprocess"), "image-feature-extraction"
         )

@@ -15,8 +15,9 @@ import transformers
 from harness import load_backend
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from trainers.architectures import ARCHITECTURES, Architecture, save_model
+from trainers.architectures import ARCHITECTURES, Architecture, build_several, save_model
 from trainers.task_checkpoints import BUILDERS, build_reward_model
 from transformers import AutoImageProcessor, BertConfig, OPTConfig, OPTModel
 from transformers.image_utils import load_image
@@ -503,9 +504,37 @@ def test_a_model_that_wants_texts_beside_its_pictures_is_refused(task: str, tmp_
         tokenizer=None, max_length=0, options={},
     )  # fmt: skip
     with pytest.raises(
-        ModelError, match="CLIPModel as a whole is not served for pictures or sounds alone: .* got input_"
+        ModelError,
+        match="type clip as a whole is not served for pictures or sounds: .* such as CLIPVisionModel, and pass that "
+        "folder, or serve the pictures with --task image-embedding",
     ):
         build_task(task, source)
+
+
+@pytest.mark.parametrize("kind", ["llava", "encoder-decoder", "vision-encoder-decoder", "clap"])
+@pytest.mark.parametrize("task", ["image-embedding", "image-feature-extraction", "audio-feature-extraction"])
+def test_a_model_of_several_without_a_vector_for_pictures_is_refused_as_such(
+    task: str, kind: str, tmp_path: Path
+) -> None:
+    config = build_several(kind)
+    save_file({"stray": torch.zeros(1)}, tmp_path / "model.safetensors")
+    weights = CastToFloat32(source=open_checkpoint(tmp_path / "model.safetensors"))
+    source = TaskSource(directory=tmp_path, config=config, weights=weights, tokenizer=None, max_length=0, options={})
+    with pytest.raises(ModelError) as refused:
+        build_task(task, source)
+    assert str(refused.value) == (
+        f"a model of type {kind} as a whole is not served for pictures or sounds: expected one model, of pictures or "
+        f"of sounds, got {type(config).__name__}, of several models; save the model of pictures or sounds in it by "
+        "itself and pass that folder."
+    )
+
+
+def test_a_model_of_texts_is_not_asked_to_take_pictures(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["bert features"], tmp_path)
+    with pytest.raises(ModelError, match="BertModel is not served for pictures or sounds: .*; pass the --task it was"):
+        build_task("image-feature-extraction", build_source(tmp_path))
+    with pytest.raises(ModelError, match="type bert cannot be built for this task: .* got BertConfig; pass the --task"):
+        build_task("image-classification-tensors", build_source(tmp_path))
 
 
 @pytest.mark.parametrize("max_length", [128, 24, 16])

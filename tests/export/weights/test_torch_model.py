@@ -7,7 +7,7 @@ import torch
 from harness import run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, BertConfig
+from trainers.architectures import build_several
 
 from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError, ModelError
@@ -78,17 +78,17 @@ def test_the_input_embedding_is_found_below_a_prefix(copy: Path) -> None:
         find_input_embedding(config, {})
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip", "llava", "encoder-decoder", "clap"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "llava", "encoder-decoder", "vision-encoder-decoder", "clap"])
 def test_a_model_of_several_has_no_input_embedding(kind: str) -> None:
-    made = CONFIG_MAPPING[kind]
-    small = {part: BertConfig(is_decoder=part == "decoder") for part in ("encoder", "decoder")}
-    config = made(**(small if kind.endswith("decoder") else {}))
+    config = build_several(kind)
     with pytest.raises(
-        ModelError, match=f"{kind} as a whole is not served for texts: .* got {made.__name__}, of sev"
+        ModelError, match=f"{kind} as a whole is not served for texts: .* got {type(config).__name__}, of sev"
     ) as refused:
         find_input_embedding(config, {})
-    # The pictures of those alone can be asked for by themselves.
+    # The pictures of those alone can be asked for by themselves, and the texts of one.
     assert ("--task image-embedding" in str(refused.value)) == (kind in ("clip", "siglip"))
+    assert ("such as CLIPTextModel, which ends" in str(refused.value)) == (kind == "clip")
+    assert ("if docs/architectures.md lists what it is" in str(refused.value)) == (kind != "clip")
 
 
 def test_a_missing_damaged_or_unknown_config_is_refused(copy: Path) -> None:
