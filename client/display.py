@@ -8,6 +8,11 @@ import numpy.typing as npt
 from .model import Model
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number of things, in words such as `1 text` and `2 texts`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def decode(text: bytes) -> str:
     """Return a text for showing, whatever its bytes are."""
     return text.decode("utf-8", errors="replace")

@@ -34,7 +34,7 @@ try:
     from .command.parser import Parser
     from .command.prompts import ask_writer
     from .command.sent_files import IMAGES, SOUNDS, ask_files
-    from .display import decode, to_json, to_table
+    from .display import count, decode, to_json, to_table
     from .errors import ClientError, UsageError
     from .options import DEFAULT_URLS
     from .synchronous import Client
@@ -132,7 +132,7 @@ def _ask_texts(arguments: argparse.Namespace) -> int:
         answer(json.dumps(to_json(model, shown, shown_pairs, answers), ensure_ascii=False))
     else:
         head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
-        answer(f"{head}: {len(texts)} texts in {seconds * 1000:.1f} ms\n")
+        answer(f"{head}: {count(len(texts), 'text')} in {seconds * 1000:.1f} ms\n")
         answer("\n".join(to_table(shown, answers)))
     return 0
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..display import to_plain, to_table
+from ..display import count, to_plain, to_table
 from ..errors import ClientError, RefusedError
 from ..model import Model
 from ..pieces import join_rows
@@ -106,13 +106,12 @@ def ask_files(arguments: Namespace, kind: Kind, connect: Callable[[], Connection
     refused = [each for each in found if each.refusal]
     if arguments.json:
         answer(json.dumps(_to_file_json(model, kind, found), ensure_ascii=False))
-    else:
+    elif answered := [each for each in found if not each.refusal]:
         head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
-        answer(f"{head}: {len(paths)} {kind.noun}s in {seconds * 1000:.1f} ms\n")
-        answered = [each for each in found if not each.refusal]
-        if answered:
-            columns = {name: join_rows([each.answers[name][None] for each in answered]) for name in model.outputs}
-            answer("\n".join(to_table([str(each.path) for each in answered], columns)))
+        among = f"{len(answered)} of " if refused else ""
+        answer(f"{head}: {among}{count(len(paths), kind.noun)} in {seconds * 1000:.1f} ms\n")
+        columns = {name: join_rows([each.answers[name][None] for each in answered]) for name in model.outputs}
+        answer("\n".join(to_table([str(each.path) for each in answered], columns)))
     for each in refused:
         print(f"error: {each.path}: {each.refusal}", file=sys.stderr)  # noqa: T201
     if draw and not refused:

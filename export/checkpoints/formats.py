@@ -47,6 +47,9 @@ _SHARDED: tuple[Reader, ...] = (megatron, megatron_lm, deepspeed, fsdp)
 # Formats of a whole model, the first that fits: a folder of Hugging Face often has a `.pt` of other things beside.
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 
+# Of what a folder holds instead, so many names are told.
+_MAX_LISTED = 8
+
 
 # Weights of others → whose they are, and how transformers loads them with the class of the model's task (5.23,
 # modeling_utils.py: `from_tf` and `from_flax` are taken there without effect, release 4 has them).
@@ -129,8 +132,8 @@ def _open(directory: Path, tag: str | None, base: Path | None) -> StoredCheckpoi
         f"{directory} holds no checkpoint",
         expected="one of "
         + ", ".join(dict.fromkeys(reader.LOOKED_FOR for reader in (*_PLAIN[:1], *_SHARDED, *_PLAIN[1:]))),
-        got=list_some(found, 8) if found else "an empty folder",
-        remedy=f"pass one of {list_some(inner, 4)}" if inner else "pass the folder that holds the weights",
+        got=list_some(found, _MAX_LISTED) if found else "an empty folder",
+        remedy=f"pass one of {list_some(inner, _MAX_LISTED)}" if inner else "pass the folder that holds the weights",
     )
 
 

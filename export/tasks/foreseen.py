@@ -197,6 +197,40 @@ def _foresee_answers(name: str, directory: Path, config: Mapping[str, Any], top_
     return [("EMBEDDING", "FP32", (width,))] if width else []
 
 
+def check_dense(directory: Path, width: int) -> None:
+    """Refuse a `Dense` that takes vectors of another width than it is given.
+
+    Args:
+        directory: Folder of the checkpoint.
+        width: How wide a pooled vector is; 0 where that is not known.
+
+    Raises:
+        ModelError: There is one.
+    """
+    for folder in _list_dense(directory):
+        settings = read_json_if_any(folder / "config.json")
+        said = settings if isinstance(settings, Mapping) else {}
+        taken, made = said.get("in_features"), said.get("out_features")
+        if width and isinstance(taken, int) and taken != width:
+            raise ModelError(
+                f"{folder} does not fit the vectors that it is given",
+                expected=f"in_features {width}, as wide as they are",
+                got=f"in_features {taken}",
+                remedy="copy the folder again with all its modules, or train this one for the model",
+            )
+        width = made if isinstance(made, int) else 0
+
+
+def find_hidden_width(config: Mapping[str, Any]) -> int:
+    """Return how wide the vectors of a text's tokens are; 0 where the configuration alone does not tell."""
+    width = config.get("hidden_size") if config.get("model_type") in _ENCODERS else None
+    return width if isinstance(width, int) else 0
+
+
+def _list_dense(directory: Path) -> list[Path]:
+    return [module.folder for module in read_sentence_modules(directory) or () if module.kind == "Dense"]
+
+
 def _count_labels(config: Mapping[str, Any]) -> int:
     """Return how many labels a configuration names; 0 where it says two things."""
     named, counted = config.get("id2label"), config.get("num_labels")
@@ -207,11 +241,9 @@ def _count_labels(config: Mapping[str, Any]) -> int:
 
 def _find_width(directory: Path, config: Mapping[str, Any]) -> int:
     """Return how wide a text's vector is; 0 where that is not certain."""
-    modules = read_sentence_modules(directory) or ()
-    dense = [module.folder for module in modules if module.kind == "Dense"]
-    if dense:
-        settings = read_json_if_any(dense[-1] / "config.json")
-        width = settings.get("out_features") if isinstance(settings, Mapping) else None
-    else:
-        width = config.get("hidden_size") if config.get("model_type") in _ENCODERS else None
+    dense = _list_dense(directory)
+    if not dense:
+        return find_hidden_width(config)
+    settings = read_json_if_any(dense[-1] / "config.json")
+    width = settings.get("out_features") if isinstance(settings, Mapping) else None
     return width if isinstance(width, int) else 0

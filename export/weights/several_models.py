@@ -54,8 +54,8 @@ def refuse_for_signals(config: PretrainedConfig) -> NoReturn:
         f"a model of type {config.model_type} as a whole is not served for pictures or sounds",
         expected="one model, of pictures or of sounds",
         got=f"{type(config).__name__}, of several models",
-        remedy="save the model of pictures or sounds in it by itself" + (f", such as {named}, and" if named else " and")
-        + " pass that folder" + _name_embedding(config),
+        remedy="save the model of pictures or sounds in it by itself" + (f", such as {named}" if named else "")
+        + ", and pass that folder" + _name_embedding(config),
     )  # fmt: skip
 
 

@@ -250,9 +250,9 @@ def read_max_length(
         CheckpointError: Nothing limits the length, so no maximum can be verified.
     """
     limits: list[int] = []
-    settings = read_transformer_settings(directory)
-    if isinstance(settings.get("max_seq_length"), int):
-        limits.append(settings["max_seq_length"])
+    recorded = read_transformer_settings(directory).get("max_seq_length")
+    if recorded is not None:
+        limits.append(_check_length(recorded, "max_seq_length", f"what Sentence-Transformers recorded in {directory}"))
     # transformers writes 1e30 where the tokenizer has no limit of its own.
     if tokenizer is not None and tokenizer.model_max_length < 1e9:
         limits.append(int(tokenizer.model_max_length))
@@ -271,6 +271,22 @@ def read_max_length(
             remedy="write model_max_length into tokenizer_config.json",
         )
     return min(limits)
+
+
+def _check_length(value: Any, name: str, where: str) -> int:
+    """Return a length that a file says, which may be anything.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    if type(value) is not int or value < 1:
+        raise CheckpointError(
+            f"{name} in {where} cannot be used",
+            expected="a number of tokens, or null",
+            got=repr(value),
+            remedy="correct it, or copy the file again",
+        )
+    return value
 
 
 def check_special_ids(

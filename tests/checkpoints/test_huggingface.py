@@ -274,6 +274,15 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_
         "or FSDP's pytorch_model_fsdp*, "
         f"one *.pth, *.pt, *.ckpt or *.pkl, got checkpoint-5{os.sep}, notes.txt; pass one of checkpoint-5{os.sep}."
     )
+    for step in range(7, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "runs").mkdir()
+    names = ", ".join(f"checkpoint-{step}{os.sep}" for step in (10, 11, 5, 7, 8, 9))
+    with pytest.raises(
+        CheckpointError, match=rf"got {names}, notes\.txt, others{os.sep}, \+1 more; pass one of {names}\."
+    ):
+        open_checkpoint(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"there is no checkpoint folder .*: expected a folder, got nothing; pass"
     ):

@@ -19,7 +19,7 @@ from ...weights.torch_model import find_output_width, load_model
 from ..base import TaskSource, build_inputs
 from ..cases import Outputs
 from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
-from ..foreseen import is_sentence_model
+from ..foreseen import check_dense, is_sentence_model
 from ..towers import find_encoder
 from .encoding import Question
 from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
@@ -64,11 +64,13 @@ class FeatureExtraction(TextTask):
         without = ("decoder.",) if encoder else ()
         model, self.unused_tensors = load_model(source.config, source.weights, encoder or AutoModel, without)
         inputs = build_inputs(self.tokenizer, model)
+        width = find_output_width(model)
+        check_dense(source.directory, width)
         blocks = [load_dense(path) for path in self.pooling.dense]
         self.module = SentenceEmbedding(
             model, self.pooling, tuple(tensor.name for tensor in inputs), nn.Sequential(*blocks)
         ).eval()
-        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else find_output_width(model)
+        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else width
         dims = (BATCH, size)
         self.signature = self.build_signature(
             inputs,

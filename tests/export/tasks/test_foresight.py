@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from harness import Finished, run
 from rich.console import Console
+from safetensors.torch import save_file
 from trainers.writers import save_writer
 from transformers import AutoTokenizer, BertConfig
 
@@ -40,6 +42,30 @@ def save(name: str, folder: Path, tokenizer_source: Path, **changes: object) -> 
     return folder
 
 
+def save_sentence_model(folder: Path, tokenizer_source: Path) -> None:
+    """Save a BERT of 16 values a token, and behind its pooling two `Dense` of which the second is for others."""
+    save("BertModel", folder, tokenizer_source)
+    kinds = ("Transformer", "Pooling", "Dense", "Dense")
+    paths = ["", *(f"{index}_{kind}" for index, kind in enumerate(kinds) if index)]
+    modules = [
+        {"idx": index, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    dense = {"activation_function": "torch.nn.modules.linear.Identity"}
+    settings = (
+        {"pooling_mode": "mean"},
+        dense | {"in_features": 16, "out_features": 8},
+        dense | {"in_features": 9, "out_features": 4},
+    )
+    for path, said in zip(paths[1:], settings, strict=True):
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(said))
+        if "in_features" in said:
+            weight = torch.zeros(said["out_features"], said["in_features"])
+            save_file({"linear.weight": weight}, folder / path / "model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def here(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with checkpoints and a repository in which `vectors`, `lean` and `texts` are published."""
@@ -48,6 +74,7 @@ def here(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     save("BertModel", folder / "wider", tiny_checkpoint, hidden_size=32)
     save("BertForSequenceClassification", folder / "classifier", tiny_checkpoint)
     save_writer("gpt2", folder / "writer")
+    save_sentence_model(folder / "misfit", tiny_checkpoint)
     (folder / "model.py").write_text(FACTORY)
     (folder / "inputs.json").write_text(json.dumps(INPUTS))
     (folder / "recipe.json").write_text('{"mode": "exact", "size": [8, 8], "sharpness": 2}')
@@ -118,6 +145,12 @@ REFUSED = {
         "writer",
         "--name x --engine vllm --target 25.09 --max-num-seqs 8",
         "--max-num-seqs has no effect where no text is written",
+    ),
+    "dense": (
+        "misfit",
+        "--name x",
+        "3_Dense does not fit the vectors that it is given: expected in_features 8, as wide as they are, got "
+        "in_features 9; copy the folder again",
     ),
     "lean": ("writer", "--name x --steps lean", "--steps lean has no effect on text-generation"),
     "lengths": ("writer", "--name x --lengths 8 16", "--lengths has no effect on text-generation"),

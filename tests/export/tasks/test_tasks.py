@@ -525,7 +525,7 @@ def test_a_model_of_several_without_a_vector_for_pictures_is_refused_as_such(
     assert str(refused.value) == (
         f"a model of type {kind} as a whole is not served for pictures or sounds: expected one model, of pictures or "
         f"of sounds, got {type(config).__name__}, of several models; save the model of pictures or sounds in it by "
-        "itself and pass that folder."
+        "itself, and pass that folder."
     )
 
 

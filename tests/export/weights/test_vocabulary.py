@@ -252,6 +252,18 @@ def test_the_length_is_read_from_the_file_that_sentence_transformers_reads(check
     assert read_max_length(tmp_path, tokenizer, config) == 200
 
 
+@pytest.mark.parametrize("recorded", ['"x"', '"128"', "0", "-1", "true", "12.5", "[128]"])
+def test_a_recorded_length_that_is_none_is_refused(recorded: str, checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer, config = load_tokenizer(checkpoint), BertConfig(max_position_embeddings=512)
+    (tmp_path / "sentence_bert_config.json").write_text(f'{{"max_seq_length": {recorded}}}')
+    with pytest.raises(
+        CheckpointError, match=f"max_seq_length in what .* recorded in {tmp_path} cannot be used: expected a number of"
+    ):
+        read_max_length(tmp_path, tokenizer, config)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": null}')
+    assert read_max_length(tmp_path, tokenizer, config) == 512
+
+
 def test_the_servers_tokenizer_makes_the_same_ids_as_transformers(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     add_tokens(tokenizer, [START, END])

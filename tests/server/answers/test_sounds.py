@@ -139,7 +139,11 @@ def test_the_client_asks_about_folders(served: Served, files: list[Path], tmp_pa
             client.image([b""])
     assert [[label.label for label in row] for row in found] == [row["LABEL"] for row in rows if "error" not in row]
     shown = run(*infer, "--audio", str(files[0]))
-    assert shown.code == 0 and "1 sounds in" in shown.out and "SCORE  LABEL" in shown.out
+    assert shown.code == 0 and "1 sound in" in shown.out and "SCORE  LABEL" in shown.out
+    shown = run(*infer, "--audio", *map(str, files[:2]), str(tmp_path / "broken.wav"))
+    assert shown.code == 1 and ": 2 of 3 sounds in" in shown.out
+    shown = run(*infer, "--audio", str(tmp_path / "broken.wav"))
+    assert (shown.code, shown.out) == (1, "") and shown.err.startswith(f"error: {tmp_path / 'broken.wav'}: ")
     for wrong, refusal in (
         (["--audio", str(tmp_path / "*.mp3")], "error: there is no sound to send: expected files of .wav, .flac"),
         (["--audio", str(files[0]), "--output", "x.png"], "error: --output draws nothing of a sound: expected --image"),
