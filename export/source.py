@@ -12,9 +12,11 @@ from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
 from .foresight import check_factory, check_layout, refuse_batching
 from .graph.batchings import BATCHINGS
+from .graph.precisions import PRECISIONS
 from .identity import list_asked, list_files
 from .options import ENSEMBLE, LEAN, ExportRequest, list_changed
 from .progress import Progress
+from .proof.tolerances import choose_tolerances
 from .repository.contents import check_owners
 from .repository.names import ModelNames
 from .signature import SEQ_LEN
@@ -23,13 +25,15 @@ from .tasks.building import (
     build_task,
     find_task_name,
     is_ensemble,
+    load_class,
     may_read_text,
     must_read_text,
 )
 from .tasks.foreseen import check_architecture
-from .tasks.own_module import build_factory_task
+from .tasks.own_module import FactoryTask, build_factory_task
 from .tasks.pictures.own import FactoryPictures
 from .tasks.pictures.preparation import read_preparation
+from .tasks.table import TASKS
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
 from .weights.tokenizer_files import has_tokenizer
@@ -93,6 +97,8 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
         if recipe:
             files |= list_asked(request)
             build = partial(FactoryPictures, preparation=read_preparation(recipe), pictures=pictures)
+        else:
+            _check_tolerances(request, FactoryTask)
         task = build_factory_task(entry, spec_file, weights, build=build)
         _lay_out(request, task)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
@@ -112,6 +118,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         check_layout(request, name)
         names = ModelNames(name=request.name, is_ensemble=is_ensemble(name) and request.steps == ENSEMBLE)
         check_owners(request.repository, names.name, names.all)
+        _check_tolerances(request, load_class(TASKS[name]))
     parameters = sum(spec.numel for spec in source.weights.specs().values() if spec.dtype.is_floating_point)
     with progress.step(f"loading {parameters / 1e6:.1f} M parameters"):
         task = build_task(name, source)
@@ -125,6 +132,18 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         adapters=request.adapters,
         missing=checkpoint.facts.missing,
     )
+
+
+def _check_tolerances(request: ExportRequest, task_class: type[Task]) -> None:
+    """Refuse bounds that do not apply, as far as the class of a task tells, before it is built.
+
+    Raises:
+        SettingsError: One does not, or is wider than the usual one without a reason.
+    """
+    exact = task_class.tolerances
+    # Of a module of the user's own that is sent pictures, what it answers with says them.
+    if isinstance(exact, Mapping):
+        choose_tolerances(exact, PRECISIONS[request.precision], request.tolerances, request.accept_worse)
 
 
 def _lay_out(request: ExportRequest, task: Task) -> None:

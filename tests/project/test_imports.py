@@ -91,6 +91,7 @@ FLOORS = {
         "identity",
         "options",
         "progress",
+        "proof",
         "repository",
         "signature",
         "tasks",

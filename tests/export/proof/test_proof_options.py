@@ -1,11 +1,13 @@
 """Targets, precisions and tolerances, from the command line to what is published and served."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from harness import Finished, fingerprint, run
+from safetensors.torch import load_file, save_file
 from trainers.architectures import ARCHITECTURES, save_model
 
 from demo.serving import Addresses, serve
@@ -129,6 +131,43 @@ def test_a_bound_that_is_missed_publishes_nothing_until_it_is_accepted(
     report = json.loads((tmp_path / "models" / "tiny" / "1" / "verification.json").read_text())
     assert report["accepted_worse"]["reason"] == "only a rehearsal"
     assert "only a rehearsal" in (tmp_path / "models" / "tiny" / "1" / "verification.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        (["--tolerance", "foo=1"], "the tolerance foo does not apply here: expected one of max_abs_error, min_cosine"),
+        (
+            ["--tolerance", "max_abs_error=1"],
+            "the tolerance max_abs_error is wider than what fp32 is held to",
+        ),
+        (["--accept-worse", "a demo"], "--accept-worse accepts nothing: expected a --tolerance that is wider"),
+    ],
+)
+def test_bounds_are_judged_before_the_weights_are_read(
+    options: list[str], refusal: str, tiny_checkpoint: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    broken = Path(shutil.copytree(tiny_checkpoint, tmp_path / "broken"))
+    state = load_file(broken / "model.safetensors")
+    save_file({name: value for name, value in state.items() if "LayerNorm" not in name}, broken / "model.safetensors")
+    words = ["run", str(broken), "--name", "tiny", "--repository", str(tmp_path / "models")]
+    done = export_cli(*words, *options)
+    assert done.code == 1 and f"error: {refusal}" in done.err, done.err
+    assert "error: the checkpoint lacks weights of BertModel" in export_cli(*words).err
+
+
+def test_bounds_are_judged_before_the_users_own_code_is_run(
+    tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    (tmp_path / "model.py").write_text("def build():\n    raise SystemExit('it was run')\n")
+    (tmp_path / "inputs.json").write_text('{"inputs": {"x": {"shape": ["batch", 4]}}, "outputs": ["y"]}')
+    factory = ["--factory", str(tmp_path / "model.py:build"), "--inputs", str(tmp_path / "inputs.json")]
+    where = ["--name", "own", "--repository", str(tmp_path / "models")]
+    done = export_cli("run", *factory, *where, "--tolerance", "foo=1")
+    assert (
+        done.code == 1
+        and "error: the tolerance foo does not apply here: expected one of max_relative_error" in done.err
+    )
 
 
 def test_the_same_inputs_give_the_same_lock_and_others_another(
