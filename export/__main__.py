@@ -11,7 +11,6 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from .commands import (
     activate,
@@ -27,6 +26,7 @@ from .commands import (
     verify_repository,
     versions,
 )
+from .commands.parser import Parser
 from .locations import PROGRAM
 
 # In the order of a checkpoint's life.
@@ -45,22 +45,9 @@ _VERBS = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Tells wrong usage in one line: the usage of `run` alone is thirty, in front of the one that matters."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
-
-    def print_help(self, file: Any = None) -> None:
-        # argparse lets it pass that nothing takes the help.
-        standard_streams.write_answer(self.format_help())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = _Parser(
-        prog=PROGRAM, description="From a trained checkpoint to a verified version in a Triton repository."
-    )
+    parser = Parser(prog=PROGRAM, description="From a trained checkpoint to a verified version in a Triton repository.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for module in _VERBS:
         module.add_parser(verbs)

@@ -14,6 +14,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from .errors import GatewayError
 from .keys import Keys, add_key
 from .locations import PROGRAM, REPOSITORY, SERVE
+from .parser import Parser
 
 # As long as the server's own.
 _DRAIN_S = 10
@@ -129,7 +130,7 @@ def _refuse_address(host: str, port: int, reason: str) -> GatewayError:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=PROGRAM,
         description=f"Answer clients of OpenAI's API, and of TEI's, with the models of a running `{SERVE}`.",
         epilog=_EXAMPLES,

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from trainers.writers import save_writer
 
 from export.commands import inspect_checkpoint
+from export.repository.contents import CLAIM_FILE
+from export.repository.names import OWNER_PARAMETER
 
 
 def run_verb(*arguments: object, wrap: tuple[str, ...] = (), **options: object) -> subprocess.CompletedProcess[str]:
@@ -120,7 +122,10 @@ def test_an_answer_that_nothing_takes_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_standard_error_that_takes_nothing_undoes_no_work(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
+    # A model of which no version is there yet.
+    (tmp_path / "models" / "x").mkdir(parents=True)
+    owner = f'parameters {{ key: "{OWNER_PARAMETER}" value {{ string_value: "x" }} }}'
+    (tmp_path / "models" / "x" / CLAIM_FILE).write_text(owner)
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with open("/dev/full", "w") as full:  # noqa: PTH123
         told = run_verb("verify-repository", "--repository", tmp_path / "models", stdout=subprocess.PIPE, stderr=full)

@@ -57,6 +57,49 @@ def test_the_exit_code_tells_which_of_the_streams_took_nothing(words: tuple[str,
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), (word, streams, done.stderr)
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (
+            "run --precison int8",
+            "run: error: there is no option --precison, did you mean --precision; see modelyard run",
+        ),
+        ("run CK --nmae=a", "run: error: there is no option --nmae, did you mean --name; see modelyard run"),
+        ("run CK --name a b", "run: error: unrecognized arguments: b; see modelyard run"),
+        ("run CK --name a -z", "run: error: unrecognized arguments: -z; see modelyard run"),
+        (
+            "versions list --jsn",
+            "versions list: error: there is no option --jsn, did you mean --json; see modelyard ver",
+        ),
+        (
+            "serve --repositry X",
+            "serve: error: there is no option --repositry, did you mean --repository; see modelyard",
+        ),
+        ("serve X", "serve: error: unrecognized arguments: X; see modelyard serve"),
+        ("doctor --http-port x", "doctor: error: argument --http-port: invalid int value: 'x'; see modelyard doctor"),
+        ("infer --txt x", "infer: error: there is no option --txt, did you mean --text; see modelyard infer"),
+        ("parity --frob", "parity: error: there is no option --frob; see modelyard parity"),
+        ("bench --frob", "bench: error: there is no option --frob; see modelyard bench"),
+        ("gateway --prot 1", "gateway: error: there is no option --prot, did you mean --port; see modelyard gateway"),
+    ],
+)
+def test_a_slip_in_an_option_is_one_line_with_the_verb_and_what_was_meant(words: str, refusal: str) -> None:
+    done = run_command(*words.split(), stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"modelyard {refusal}") and done.stderr.endswith(" --help\n")
+
+
+@pytest.mark.parametrize("verb", ["run", "serve", "infer", "gateway"])
+def test_what_begins_like_an_option_and_is_none_is_left_to_the_verb(verb: str) -> None:
+    done = run_command(verb, "--frob", "--help", stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout.startswith(f"usage: modelyard {verb} ")) == (0, True)
+    if verb == "infer":
+        done = run_command(
+            verb, "--url", "localhost:19499", "--time", "1", "--text", "--a text", "-", stdout=subprocess.PIPE
+        )
+        assert done.returncode == 1 and "no server can be reached" in done.stderr
+
+
 @pytest.mark.parametrize("module", ["difflib", "dataclasses", "numpy", "rich", "ctypes"])
 def test_an_interruption_while_a_part_is_loading_is_one_sentence(module: str, tmp_path: Path) -> None:
     # What is loaded from here sends Ctrl-C to the process that loads it.
