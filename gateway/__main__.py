@@ -11,10 +11,11 @@ from pathlib import Path
 # gRPC would write its own account of a failure beside our sentence.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from modelyard.parser import Parser
+
 from .errors import GatewayError
 from .keys import Keys, add_key
 from .locations import PROGRAM, REPOSITORY, SERVE
-from .parser import Parser
 
 # As long as the server's own.
 _DRAIN_S = 10

@@ -1,42 +1,15 @@
-"""The command line of the server: a slip is told in one line, and the help is an answer like any other."""
+"""The command line of the server, whose help is an answer like any other."""
 
-import argparse
-import difflib
-import itertools
-import sys
-from typing import Any, NoReturn
+from typing import Any
+
+from modelyard.parser import Parser as Slips
 
 from .ending import answer
 
 
-class Parser(argparse.ArgumentParser):
-    """Names the verb and the option in what is wrong, and has it told where nothing takes the help."""
+class Parser(Slips):
+    """Has the help told where nothing takes it, which argparse lets pass."""
 
     def print_help(self, file: Any = None) -> None:
         """Print the help; always on standard output, where argparse prints it for `--help`."""
         answer(self.format_help(), end="")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse what is typed behind a verb, of which nothing may be left over; see `argparse`."""
-        words = list(sys.argv[1:] if args is None else args)
-        if self._subparsers is not None or {"-h", "--help"} & {*words}:
-            return super().parse_known_args(words, namespace)
-        # Before argparse tells what is missing, which may be what was mistyped.
-        for word in itertools.takewhile(lambda word: word != "--", words):
-            self._check_option(word)
-        parsed, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return parsed, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """Tell wrong usage in one line: the usage may be thirty, in front of the one that matters."""
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
-
-    def _check_option(self, word: str) -> None:
-        """Refuse an option that is not there, with the one that was probably meant."""
-        name, known = word.partition("=")[0], [each for each in self._option_string_actions if each.startswith("--")]
-        # A word with a blank is a text that begins like an option, and a beginning of an option is short for it.
-        if name.startswith("--") and " " not in word and not any(each.startswith(name) for each in known):
-            near = difflib.get_close_matches(name, known, n=1)
-            self.error(f"there is no option {name}" + (f", did you mean {near[0]}" if near else ""))

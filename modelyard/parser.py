@@ -1,4 +1,4 @@
-"""The command line of the gateway: a slip is told in one line."""
+"""The command line of every part: a slip is told in one line."""
 
 import argparse
 import difflib
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the option in what is wrong."""
+    """Names the verb and the option in what is wrong."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse what is typed behind a verb, of which nothing may be left over; see `argparse`."""
