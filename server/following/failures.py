@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import GoneError, RolloutError
 from .model_text import CONFIG_FILE
-from .published import Published
+from .published import Loaded, Published
 
 # It is tried again after this long, and each time after twice as long.
 FIRST_RETRY_S = 10.0
@@ -31,6 +31,7 @@ class Failure:
         delay_s: How long it waits for that.
         is_cut_off: Whether tritonserver ended meanwhile, and nobody has said yet how.
         crashes: How often it crashed meanwhile.
+        known: What was loaded of that version before, which it is held against; None where it is taken as it comes.
     """
 
     wanted: Published
@@ -39,6 +40,7 @@ class Failure:
     delay_s: float
     is_cut_off: bool = False
     crashes: int = 0
+    known: Loaded | None = None
 
     @property
     def promise(self) -> str:
@@ -62,13 +64,13 @@ class Failures(dict[str, Failure]):
         super().__init__()
         self._repository = repository
 
-    def doubt(self, published: Published, reason: str, delay_s: float) -> None:
+    def doubt(self, published: Published, reason: str, delay_s: float, known: Loaded | None = None) -> None:
         """Take a model that was served for one that cannot be, and that is tried again after `delay_s`."""
         retry_at = time.monotonic() + delay_s
-        failure = Failure(wanted=published, reason=reason, retry_at=retry_at, delay_s=FIRST_RETRY_S)
+        failure = Failure(wanted=published, reason=reason, retry_at=retry_at, delay_s=FIRST_RETRY_S, known=known)
         self[published.name] = failure
 
-    def note(self, wanted: Published, error: RolloutError) -> tuple[Failure, bool]:
+    def note(self, wanted: Published, error: RolloutError, known: Loaded | None) -> tuple[Failure, bool]:
         """Return the failure of a try that led to nothing, and whether it is another than the one before."""
         failure = self.get(wanted.name)
         before = failure if failure and failure.wanted == wanted else None
@@ -81,6 +83,7 @@ class Failures(dict[str, Failure]):
             delay_s=delay,
             is_cut_off=isinstance(error.__cause__, GoneError),
             crashes=before.crashes if before else 0,
+            known=known,
         )
         return self[wanted.name], not (before and wanted.damage)
 

@@ -13,7 +13,7 @@ from .changes import Changes
 from .failures import FIRST_RETRY_S, Failure, Failures
 from .holding import Holdings
 from .model_text import CONFIG_FILE
-from .published import Published, find_fault, find_partial, list_versions, read_repository, take_files
+from .published import Loaded, Published, find_fault, find_partial, list_versions, read_repository, take_files
 from .rollout import Roller
 from .sums import LOCK_FILE, SUMS_FILE, FileSums, Identity
 
@@ -72,7 +72,7 @@ class Follower:
         self._say = say
         self._holdings = Holdings(repository)
         self._changes = Changes(repository)
-        self._served: dict[str, Published] = {}
+        self._served: dict[str, Loaded] = {}
         self._failures = Failures(repository)
         self._seen: Mapping[str, object] | None = None
         # The file system and the folder of the repository.
@@ -88,18 +88,18 @@ class Follower:
     @property
     def models(self) -> list[str]:
         """Names of every model that tritonserver should have loaded."""
-        return [name for published in list(self._served.values()) for name in published.configs]
+        return [name for published in self.published for name in published.configs]
 
     @property
     def published(self) -> list[Published]:
         """Every model that should be asked by clients now, with its steps."""
-        return list(self._served.values())
+        return [loaded.published for loaded in list(self._served.values())]
 
     @property
     def known(self) -> list[Published]:
         """The same with those that cannot be served now."""
         return [
-            *self._served.values(),
+            *self.published,
             *(each.wanted for name, each in self._failures.items() if name not in self._served),
         ]
 
@@ -115,9 +115,9 @@ class Follower:
 
     def doubt(self, name: str, reason: str, *, delay_s: float = FIRST_RETRY_S) -> None:
         """Take a model that a tritonserver was started with for one that cannot be served; it is tried again."""
-        published = self._served[name]
+        published = self._served[name].published
         self._forget(published)
-        self._failures.doubt(replace(published, loaded={}, asked={}), reason, delay_s)
+        self._failures.doubt(published, reason, delay_s)
         self._tell(name, Following(active=published.version, served=0, state="failed", reason=reason))
 
     def tell_end(self, how: str, *, is_crash: bool) -> None:
@@ -142,28 +142,30 @@ class Follower:
             is_loaded: Whether it has loaded them since this was done before. One of which a file was touched meanwhile
                 may be another model, and is loaded once more.
         """
-        for name, published in [*self._served.items()]:
+        for name, loaded in [*self._served.items()]:
+            published = loaded.published
             folders = [self._repository / part / str(published.version) for part in published.steps or (name,)]
             fault = next(filter(None, map(find_fault, folders)), "") if published.version else ""
             touched = self._sums.find_touched(self._marks.get(name, {})) if is_loaded else ""
-            if damage := fault or self._sums.find_changed(published.loaded, since="loaded") or touched:
+            if damage := fault or self._sums.find_changed(loaded.files, since="loaded") or touched:
                 self.doubt(name, damage, delay_s=0.0 if damage == touched else FIRST_RETRY_S)
                 # Looked at again as soon as its files are others.
                 self._failures[name].wanted = replace(published, configs={}, damage=damage)
-        self._marks = {name: self._sums.mark(published.loaded) for name, published in self._served.items()}
+                self._failures[name].known = loaded
+        self._marks = {name: self._sums.mark(loaded.files) for name, loaded in self._served.items()}
 
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen, self._place = self._look(), self._changes.find_place()
         for published in read_repository(self._repository, self._sums, self._variant).values():
             if published.damage:
-                self._fail(published, _refuse_damaged(published, None))
+                self._fail(published, _refuse_damaged(published, None), None)
                 continue
             taken = take_files(self._repository, published, self._sums)
-            self._hold(taken)
+            self._hold(published)
             self._roller.show(taken)
             self._settle(taken)
-            self._marks[taken.name] = self._sums.mark(taken.loaded)
+            self._marks[published.name] = self._sums.mark(taken.files)
 
     def look(self, *, follows: bool) -> None:
         """Begin to follow what has changed, if anything has; returns at once.
@@ -233,7 +235,7 @@ class Follower:
             if name in wanted or self._ended:
                 continue
             # What is removed goes as a whole.
-            if damage := _find_rest(self._repository / name, self._served[name].version):
+            if damage := _find_rest(self._repository / name, self._served[name].published.version):
                 wanted[name] = Published(name=name, version=0, configs={}, damage=damage)
             else:
                 self._remove(name)
@@ -258,7 +260,7 @@ class Follower:
         return all(self._ended or self._bring(published) for published in several)
 
     def _remove(self, name: str) -> None:
-        published = self._served[name]
+        published = self._served[name].published
         self._failures.pop(name, None)
         self._tell(name, Following(active=0, served=published.version, state="rolling"))
         self._forget(published)
@@ -280,43 +282,43 @@ class Follower:
 
     def _try(self, wanted: Published) -> bool:
         """Do the same, and leave it among those that are replaced."""
-        old = self._served.get(wanted.name)
+        loaded = self._served.get(wanted.name)
+        old = loaded.published if loaded else None
         failure = self._failures.get(wanted.name)
         # What could not be loaded once more is held against what it was before.
-        known = old or (failure and failure.wanted)
-        if known and known.version == wanted.version and known.loaded:
-            wanted = self._compare(known, wanted)
-        is_loaded = old is not None and old.loaded == wanted.loaded
-        if old and (old == wanted or (is_loaded and not wanted.damage and old.configs == wanted.configs)):
-            self._settle(wanted)
+        known, held = loaded or (failure.known if failure else None), None
+        if known and known.published.version == wanted.version and (held := self._compare(known, wanted)):
+            wanted = held.published
+        if old and held and not wanted.damage and old.configs == wanted.configs:
+            self._settle(held)
             return True
         if self._failures.is_waiting(wanted):
             return True
         start = time.monotonic()
-        if old and old.version == wanted.version and not is_loaded and not wanted.damage:
+        if old and old.version == wanted.version and not held and not wanted.damage:
             # Side by side the two would answer with each other.
             self._replaced.add(wanted.name)
             self._tell(wanted.name, Following(active=wanted.version, served=0, state="rolling"))
             self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
             self._forget(old)
-            old = None
+            loaded = old = None
         served = old.version if old else 0
         if wanted.damage:
-            self._fail(wanted, _refuse_damaged(wanted, old))
+            self._fail(wanted, _refuse_damaged(wanted, old), held)
             return True
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
-        rest, taken = "", wanted if wanted.loaded else take_files(self._repository, wanted, self._sums)
+        rest, taken = "", held or take_files(self._repository, wanted, self._sums)
         try:
-            if old:
-                rest = self._roller.roll(old, taken)
+            if loaded:
+                rest = self._roller.roll(loaded, taken)
             else:
                 self._roller.add(taken)
         except RolloutError as exc:
             if served != wanted.version:
                 self._holdings.release(wanted)
             if not self._ended:
-                self._fail(wanted, exc)
+                self._fail(wanted, exc, held)
             return not isinstance(exc.__cause__, GoneError)
         if old and served != wanted.version:
             self._holdings.release(old)
@@ -331,41 +333,45 @@ class Follower:
         self._say(f"{wanted.name}: {what}{before}, {time.monotonic() - start:.1f} s")
         return True
 
-    def _compare(self, old: Published, wanted: Published) -> Published:
-        """Return what is wanted of the version that was loaded, with why it cannot be had if that is so.
+    def _compare(self, known: Loaded, wanted: Published) -> Loaded | None:
+        """Return the version that was loaded as it is wanted now, with why it cannot be had if that is so.
 
-        Its configuration may be another. Its files may only be as a whole, as another publication of the same number.
+        Its configuration may be another. Its files may only be as a whole, as another publication of the same number,
+        for which None is returned: that one was not loaded.
         """
-        changed = damage = self._sums.find_changed(old.loaded, since="loaded")
+        changed = damage = self._sums.find_changed(known.files, since="loaded")
+        is_lost = not known.published.sums.keys() <= wanted.sums.keys()
+        # The sums say which publication it is. A file may be another at one look and the right one again at the next.
+        is_other = is_lost or any(known.files.get(path, digest) != digest for path, digest in wanted.sums.items())
+        if changed and wanted.sums:
+            damage = find_partial(self._repository, wanted, self._sums)
         if wanted.damage:
             # What has become of the sums says less than that what is loaded is another.
             damage = (changed if SUMS_FILE in wanted.damage else "") or wanted.damage
-        elif changed and wanted.sums:
-            damage = find_partial(self._repository, wanted, self._sums)
-            if not damage:
-                return wanted
-        elif not changed:
+        elif is_other and changed and not damage:
+            return None
+        elif is_other and not changed:
             sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
-            is_lost = not old.sums.keys() <= wanted.sums.keys()
-            if is_lost or any(old.loaded.get(path, digest) != digest for path, digest in wanted.sums.items()):
-                damage = f"{sums} is {'not the one that it was loaded with' if sums.exists() else 'missing'}"
-            elif old.configs == wanted.configs:
-                # Who starts on other answers, or checks a server, says more of them than that.
-                damage = self._sums.find_changed(old.asked, since="loaded")
-        known = replace(wanted, loaded=old.loaded, asked=old.asked)
-        return replace(known, configs={}, damage=damage) if damage else known
+            damage = f"{sums} is {'not the one that it was loaded with' if sums.exists() else 'missing'}"
+        elif not damage and wanted.name in self._served and known.published.configs == wanted.configs:
+            # Who starts on other answers, or checks a server, says more of them than that.
+            damage = self._sums.find_changed(known.asked, since="loaded")
+        if damage:
+            wanted = replace(wanted, configs={}, damage=damage)
+        return replace(known, published=wanted)
 
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):
             self._say(f"warning: {published.title} cannot be locked: {reason}; `prune` does not see that it is served")
 
-    def _settle(self, published: Published) -> None:
-        self._served[published.name] = published
+    def _settle(self, loaded: Loaded) -> None:
+        published = loaded.published
+        self._served[published.name] = loaded
         self._failures.pop(published.name, None)
         self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
 
-    def _fail(self, wanted: Published, error: RolloutError) -> None:
-        failure, is_new = self._failures.note(wanted, error)
+    def _fail(self, wanted: Published, error: RolloutError, known: Loaded | None) -> None:
+        failure, is_new = self._failures.note(wanted, error, known)
         if is_new:
             # How tritonserver ended says whether it is tried again.
             self._say(f"ERROR: {error}" if failure.is_cut_off else f"ERROR: {error} {failure.promise}")
@@ -373,8 +379,8 @@ class Follower:
 
     def _tell_failure(self, failure: Failure) -> None:
         wanted = failure.wanted
-        old = self._served.get(wanted.name)
-        served = old.version if old else 0
+        loaded = self._served.get(wanted.name)
+        served = loaded.published.version if loaded else 0
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=failure.reason))
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .model_text import (
@@ -50,9 +50,6 @@ class Published:
         configs: Name → text of the `config.pbtxt` of every step, in order, and of the model itself, which comes last.
         sums: Path → SHA-256 of each file that tritonserver loads of it, as they were published; none where that was not
             recorded.
-        loaded: Path → SHA-256 of the same files as they were when they were loaded, whatever is told of them: against
-            these what is served is held. None before that.
-        asked: The same of the recorded answers.
         damage: Why it cannot be served as it stands there; then it has no `configs`, and `version` is 0 where its own
             cannot be read.
     """
@@ -61,8 +58,6 @@ class Published:
     version: int
     configs: Mapping[str, str]
     sums: Mapping[Path, str] = field(default_factory=dict)
-    loaded: Mapping[Path, str] = field(default_factory=dict, compare=False)
-    asked: Mapping[Path, str] = field(default_factory=dict, compare=False)
     damage: str = ""
 
     @property
@@ -74,6 +69,22 @@ class Published:
     def steps(self) -> tuple[str, ...]:
         """Names of the ensemble's steps, in order."""
         return tuple(name for name in self.configs if name != self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """One model as it was loaded: what is served is held against this, whatever its repository tells meanwhile.
+
+    Attributes:
+        published: What the repository tells of it, which may be told anew.
+        files: Path → SHA-256 of each file that tritonserver loads of it, as it was then; none of a model that this
+            project did not write.
+        asked: The same of the recorded answers.
+    """
+
+    published: Published
+    files: Mapping[Path, str]
+    asked: Mapping[Path, str]
 
 
 def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict[str, Published]:
@@ -262,16 +273,16 @@ def _vary(config: str, path: Path) -> str:
     return varied
 
 
-def take_files(repository: Path, published: Published, sums: FileSums) -> Published:
+def take_files(repository: Path, published: Published, sums: FileSums) -> Loaded:
     """Return what is about to be loaded, with what its files are."""
     if not published.version:
-        return published
+        return Loaded(published=published, files={}, asked={})
     folder = Path(os.path.normpath(repository / published.name / str(published.version)))
     parts = _list_parts(repository, published.name, published.version, published.steps)
     files = {path: "" for part in parts for path in list_files(part)}
     told = read_told(folder, parts)
-    loaded = sums.take(select_loaded(folder, files), told)
-    return replace(published, loaded=loaded, asked=sums.take([folder / GOLDEN_FILE], told))
+    taken = sums.take(select_loaded(folder, files), told)
+    return Loaded(published=published, files=taken, asked=sums.take([folder / GOLDEN_FILE], told))
 
 
 def find_partial(repository: Path, published: Published, sums: FileSums) -> str:

@@ -31,7 +31,7 @@ from ..tritonserver.paced_starts import pacing
 from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .published import Published, find_fault, list_versions
+from .published import Loaded, Published, find_fault, list_versions
 from .sums import GOLDEN_FILE, FileSums, Identity
 from .wishes import keeps_answers, limits_rate
 
@@ -140,40 +140,43 @@ class Roller:
         return found
 
     @contextlib.contextmanager
-    def _holding(self, published: Published) -> Iterator[None]:
+    def _holding(self, taken: Loaded) -> Iterator[None]:
         """Refuse at the end what was loaded meanwhile of files that are not, or were not, as they were taken.
 
         Raises:
             ValueError: One has changed, or was touched.
         """
-        if changed := self._sums.find_changed(published.loaded, since="loaded"):
+        if changed := self._sums.find_changed(taken.files, since="loaded"):
             raise ValueError(changed)
-        marks = self._sums.mark(published.loaded)
+        marks = self._sums.mark(taken.files)
         yield
         touched = self._sums.find_touched(marks)
-        if changed := self._sums.find_changed(published.loaded, since="loaded") or touched:
+        if changed := self._sums.find_changed(taken.files, since="loaded") or touched:
             raise ValueError(changed)
 
-    def show(self, published: Published) -> None:
+    def show(self, taken: Loaded) -> None:
         """Show a model to a tritonserver that starts or runs."""
-        self._note(published)
+        published = taken.published
+        self._note(taken)
         for name, config in published.configs.items():
             versions = [published.version] if published.version else list_versions(self._repository / name)
             self._overlay.show(name, config, self._repository / name, versions)
 
-    def _note(self, published: Published) -> None:
-        self._sums_at_load |= {(name, str(published.version)): published.loaded for name in published.configs}
+    def _note(self, taken: Loaded) -> None:
+        published = taken.published
+        self._sums_at_load |= {(name, str(published.version)): taken.files for name in published.configs}
 
-    def add(self, published: Published) -> None:
+    def add(self, taken: Loaded) -> None:
         """Load a model that was not there, its steps first.
 
         Raises:
             RolloutError: It cannot be loaded or does not answer as verified; nothing of it stays loaded.
         """
+        published = taken.published
         try:
             self._check_wishes(published)
-            self.show(published)
-            with self._holding(published), pacing(self._backend):
+            self.show(taken)
+            with self._holding(taken), pacing(self._backend):
                 for name in published.configs:
                     self._control.load(name)
             self._check(published, published.name)
@@ -188,8 +191,8 @@ class Roller:
                 self._control.unload(name)
             self._overlay.hide(name)
 
-    def roll(self, old: Published, new: Published) -> str:
-        """Serve `new` in place of `old`, two versions or two configurations of one model.
+    def roll(self, served: Loaded, taken: Loaded) -> str:
+        """Serve `taken` in place of what is served, two versions or two configurations of one model.
 
         Returns:
             Why something of the old one stays loaded beside the new one, which is served; empty where nothing does.
@@ -197,13 +200,14 @@ class Roller:
         Raises:
             RolloutError: The new one cannot be loaded or does not answer as verified; the old one is served as before.
         """
+        old, new = served.published, taken.published
         # tritonserver would load it anew with the other, and its callers would be answered by it until the switch.
-        if changed := self._sums.find_changed(old.loaded, since="loaded"):
+        if changed := self._sums.find_changed(served.files, since="loaded"):
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
-        self._note(new)
+        self._note(taken)
         try:
             self._check_wishes(new)
-            with self._holding(new), pacing(self._backend):
+            with self._holding(taken), pacing(self._backend):
                 if new.steps and new.version == old.version:
                     self._reconfigure(old, new)
                     return ""
