@@ -14,6 +14,9 @@ from ..errors import ServingError, SettingsError
 _POLL_S = 0.2
 _TIMEOUT_S = 5.0
 
+# Of every model.
+_TOLD = {"active", "served", "state", "reason"}
+
 # A launcher looks twice a second; what it sees of a network file system may be a minute old.
 _NOTICE_S = 90.0
 
@@ -114,16 +117,24 @@ def _add_scheme(url: str) -> str:
 
 
 def _read_versions(url: str, name: str, version: int) -> Any:
+    got = "nothing"
+    cause: Exception | None = None
     try:
         with urllib.request.urlopen(f"{url}/versions", timeout=_TIMEOUT_S) as response:
-            content = json.load(response)
-        content["models"].get(name)
+            answer = response.read()
+        got = f"'{answer[:100].decode(errors='replace')}'" if answer else got
+        content = json.loads(answer)
+        if content["models"].get(name, dict.fromkeys(_TOLD)).keys() >= _TOLD:
+            return content
     # HTTPException: another port of the server answers in another protocol.
-    except (OSError, HTTPException, ValueError, LookupError, AttributeError, TypeError, RecursionError) as exc:
-        raise ServingError(
-            f"version {version} of {name} is active in the repository, and {url}/versions cannot be asked for it",
-            expected="the status port of a running server",
-            got=f"'{exc}'",
-            remedy="pass its address, such as localhost:8003",
-        ) from exc
-    return content
+    except (OSError, HTTPException) as exc:
+        got, cause = f"'{exc}'", exc
+    # Another program answers.
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as exc:
+        cause = exc
+    raise ServingError(
+        f"version {version} of {name} is active in the repository, and {url}/versions cannot be asked for it",
+        expected="the status port of a running server",
+        got=got,
+        remedy="pass its address, such as localhost:8003",
+    ) from cause

@@ -23,7 +23,9 @@ def read_following(status_url: str) -> Mapping[str, Any]:
             models = json.load(response)["models"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return {}
-    return models if isinstance(models, dict) else {}
+    # Another program may listen there.
+    told = models if isinstance(models, dict) else {}
+    return {name: each for name, each in told.items() if isinstance(each, dict)}
 
 
 def find_disagreement(repository: Path, name: str, active: int, served: int, following: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Whether a server serves its repository as verified: the check of a deployment, and of a container's health."""
 
 import http.client
-import json
 import math
 import os
 import urllib.error
@@ -14,6 +13,7 @@ from typing import Any
 
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
+from ..tritonserver.control import pick_from
 from .agreement import find_disagreement, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
@@ -22,6 +22,8 @@ from .recorded import DamagedGoldenError
 from .sums import GOLDEN_FILE, FileSums
 
 _TIMEOUT_S = 5.0
+
+_OTHER_ADDRESS = "correct --host and --http-port"
 
 
 class _DamageError(ValueError):
@@ -63,6 +65,7 @@ def check_ensembles(
     Raises:
         CheckError: One of them does not answer, or otherwise, or another version than the active one for longer than
             a rollout takes, or there is none to ask.
+        StrangerError: Another program answers in the place of a server.
     """
     wanted = _read(repository)
     _reach(url, repository)
@@ -97,7 +100,7 @@ def check_ensembles(
         except OSError as exc:
             # Of one that it could not load, the server knows more than that it is not there.
             failures.append(f"{name}: {reasons.get(name) or exc}")
-        except (ValueError, KeyError) as exc:
+        except ValueError as exc:
             known, reason = following.get(name, {}), reasons.get(name, "").rstrip(".")
             # What it was asked for is not what it was loaded with, which the launcher knows.
             is_other = GOLDEN_FILE in reason and known.get("served") == active
@@ -160,7 +163,7 @@ def _reach(url: str, repository: Path) -> None:
             f"{url} cannot be reached",
             expected=f"the server of {repository}",
             got=f"'{getattr(cause, 'strerror', None) or cause}'",
-            remedy=f"start it with `{start}`, or correct --host and --http-port",
+            remedy=f"start it with `{start}`, or {_OTHER_ADDRESS}",
         ) from exc
 
 
@@ -176,6 +179,7 @@ def _check(
     """Ask one model for its verified answer.
 
     Raises:
+        StrangerError: Another program answers.
         OSError: The server does not answer, or refuses.
         ValueError: It answers something else, or from another version than it should.
     """
@@ -190,19 +194,31 @@ def _check(
 
 
 def _find_served(url: str, name: str) -> int:
-    """Return which version of a model answers that it is ready; 0 where none does."""
+    """Return which version of a model answers that it is ready; 0 where none does.
+
+    Raises:
+        StrangerError: Another program answers.
+    """
     try:
         version = _read_version(url, name)
         ready = f"{url}/v2/models/{urllib.parse.quote(name)}/versions/{version}/ready"
         with urllib.request.urlopen(ready, timeout=_TIMEOUT_S):
             return int(version)
-    except (OSError, ValueError, KeyError, RecursionError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException):
         return 0
 
 
 def _read_version(url: str, name: str) -> str:
+    """Return the newest version of a model that the server has.
+
+    Raises:
+        StrangerError: Another program answers.
+        OSError: The server does not answer, or refuses.
+    """
+    asked = f"{url}/v2/models/{urllib.parse.quote(name)}"
     try:
-        with urllib.request.urlopen(f"{url}/v2/models/{urllib.parse.quote(name)}", timeout=_TIMEOUT_S) as response:
-            return str(max(json.load(response)["versions"], key=int))
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as response:
+            answer = response.read()
+        return pick_from(answer, lambda told: str(max(map(int, told["versions"]))), asked, _OTHER_ADDRESS)
     except http.client.HTTPException as exc:
         raise OSError(f"no HTTP: {exc!r}") from exc

@@ -8,7 +8,7 @@ import struct
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ _TIMEOUT_S = 60.0
 _PATIENCE_S = 4.0
 JUDGING_PATIENCE_S = 30.0
 _PAUSE_S = 0.2
+
+# What an answer is compared by.
+_OF_TENSOR = ("name", "shape", "data")
 
 
 class _BusyError(OSError):
@@ -105,8 +108,8 @@ def _has_changed(path: Path) -> bool:
 def _infer(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tensors that a sample's request is answered with."""
     outputs = [{"name": tensor["name"]} for tensor in sample["outputs"]]
-    answered: list[dict[str, Any]] = _post(f"{url}/infer", _build_request(sample["inputs"], outputs))["outputs"]
-    return answered
+    answer = _post(f"{url}/infer", _build_request(sample["inputs"], outputs))
+    return _pick(answer, lambda told: [{key: tensor[key] for key in _OF_TENSOR} for tensor in told["outputs"]])
 
 
 def _generate(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -116,8 +119,21 @@ def _generate(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     asked = {tensor["name"]: tensor["data"][0] for tensor in sample["inputs"]}
     headers = {"Content-Type": "application/json"}
-    answered = _post(f"{url}/generate", (json.dumps(asked).encode(), headers))
-    return [{**tensor, "data": [answered.get(tensor["name"])]} for tensor in sample["outputs"]]
+    answer = _post(f"{url}/generate", (json.dumps(asked).encode(), headers))
+    return _pick(answer, lambda told: [{**tensor, "data": [told.get(tensor["name"])]} for tensor in sample["outputs"]])
+
+
+def _pick(answer: bytes, pick: Callable[[Any], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return what `pick` takes from an answer in JSON.
+
+    Raises:
+        ValueError: There are no tensors in it: it may be another program's.
+    """
+    try:
+        return pick(json.loads(answer))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+        told = f"'{answer[:100].decode(errors='replace')}'" if answer else "nothing"
+        raise ValueError(f"expected tensors, got {told}") from exc
 
 
 def _build_request(inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> tuple[bytes, dict[str, str]]:
@@ -140,12 +156,13 @@ def _build_request(inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) 
     return header + content, headers
 
 
-def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> Any:
+def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> bytes:
     body, headers = request_parts
     request = urllib.request.Request(url, data=body, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            return json.load(response)
+            answer: bytes = response.read()
+            return answer
     except urllib.error.HTTPError as exc:
         refused = _BusyError if exc.code == http.HTTPStatus.SERVICE_UNAVAILABLE else OSError
         raise refused(f"HTTP {exc.code}: {exc.read(500).decode(errors='replace')}") from exc

@@ -156,18 +156,8 @@ class Control:
         body: dict[str, Any] | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> _Picked:
-        """Return what `pick` takes from an answer in JSON; of what tritonserver never says, nothing can be taken."""
-        answer = self._ask(path, body, timeout_s)
-        try:
-            return pick(json.loads(answer))
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
-            told = f"'{answer[:100].decode(errors='replace')}'" if answer else "nothing"
-            raise StrangerError(
-                f"another program answers on {self.url}{path}",
-                expected="tritonserver",
-                got=told,
-                remedy="stop it or pass another port",
-            ) from exc
+        """Return what `pick` takes from an answer in JSON."""
+        return pick_from(self._ask(path, body, timeout_s), pick, f"{self.url}{path}", "stop it or pass another port")
 
     def _ask(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
         request = urllib.request.Request(
@@ -184,6 +174,21 @@ class Control:
             raise ControlError(path, expected="an answer", got=f"HTTP {exc.code}: {reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
             raise _lose(path, exc, timeout_s) from exc
+
+
+def pick_from(answer: bytes, pick: Callable[[Any], _Picked], url: str, remedy: str) -> _Picked:
+    """Return what `pick` takes from an answer in JSON; of what tritonserver never says, nothing can be taken.
+
+    Raises:
+        StrangerError: It cannot, and `remedy` is what to do about it.
+    """
+    try:
+        return pick(json.loads(answer))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as exc:
+        told = f"'{answer[:100].decode(errors='replace')}'" if answer else "nothing"
+        raise StrangerError(
+            f"another program answers on {url}", expected="tritonserver", got=told, remedy=remedy
+        ) from exc
 
 
 def _read_state(entry: Any) -> ModelState:

@@ -17,6 +17,7 @@ import pytest
 from failing_disk import FAILURES, NEVER, kill, refuse_calls, run_forked
 from harness import Exported, Finished, fingerprint
 from repositories import is_consistent, make_other, publish_files
+from stranger import answering
 
 from export.commands.waiting import wait_until_served
 from export.errors import RepositoryError, ServingError
@@ -114,6 +115,15 @@ def test_a_port_that_answers_in_another_protocol_is_refused_in_a_sentence(models
         with pytest.raises(ServingError, match="cannot be asked for it: expected the status port of a running server"):
             wait_until_served(f"localhost:{listener.getsockname()[1]}", "tickets", 1, print)
         thread.join()
+
+
+@pytest.mark.parametrize("answer", ["", "{}", "[]", '{"models": {"tickets": {}}}', '{"models": {"tickets": 5}}'])
+def test_a_program_that_answers_in_the_place_of_a_status_port_is_refused_in_a_sentence(
+    models: Path, answer: str
+) -> None:
+    with answering(answer) as address, pytest.raises(ServingError, match="cannot be asked for it") as caught:
+        wait_until_served(address, "tickets", 1, print)
+    assert f"a running server, got {repr(answer) if answer else 'nothing'}; pass its address" in str(caught.value)
 
 
 def test_the_next_step_can_be_typed_where_a_path_has_a_space(

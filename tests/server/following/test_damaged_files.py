@@ -23,7 +23,10 @@ from followed import (
 )
 from harness import run
 from launcher import Running, find_ports, running
+from stranger import answering
 
+from server.errors import StrangerError
+from server.following.check import check_ensembles
 from server.following.health import LostServerError, check_answer
 from server.following.recorded import read_golden as read_golden_file
 
@@ -73,6 +76,26 @@ def test_a_server_that_is_gone_is_told_as_such_and_not_as_another_answer(tmp_pat
     with pytest.raises(LostServerError, match="refused") as caught:
         check_answer(f"http://127.0.0.1:{port}", tmp_path, "tiny", "1")
     assert "golden.json" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", ["", "{}", "[]", "5", '{"versions": []}', '{"models": {"tiny": 5}}'])
+def test_a_program_that_answers_in_the_place_of_a_server_is_told_as_such(tmp_path: Path, answer: str) -> None:
+    folder = tmp_path / "tiny" / "1"
+    folder.mkdir(parents=True)
+    (folder / "golden.json").write_text(build_golden())
+    (tmp_path / "tiny" / "config.pbtxt").write_text('name: "tiny"\nversion_policy { specific { versions: 1 } }\n')
+    with answering(answer) as address:
+        url = f"http://{address}"
+        for any_version in (False, True):
+            with pytest.raises(StrangerError) as caught:
+                check_ensembles(url, tmp_path, url, any_version=any_version)
+            assert str(caught.value) == (
+                f"another program answers on {url}/v2/models/tiny: expected tritonserver, "
+                f"got {repr(answer) if answer else 'nothing'}; correct --host and --http-port."
+            )
+        with pytest.raises(ValueError, match="^expected tensors, got ") as refused:
+            check_answer(url, tmp_path, "tiny", "1")
+        assert str(refused.value).endswith(f"; what was verified is in {folder / 'golden.json'}")
 
 
 def change_answer(golden: dict[str, Any]) -> None:
