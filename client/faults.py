@@ -1,8 +1,10 @@
 """Every way in which tritonclient, aiohttp and gRPC fail, as an error of ours."""
 
 import asyncio
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 
 import aiohttp
 from tritonclient.utils import InferenceServerException
@@ -50,6 +52,23 @@ def explain(exc: Exception, options: Options) -> ClientError:
     if isinstance(exc, (OSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)):
         return _explain_unreachable(_read_reason(exc), options)
     # The peer speaks no HTTP, or what it says is no JSON.
+    return _explain_foreign(options)
+
+
+@contextlib.contextmanager
+def reading(options: Options) -> Iterator[None]:
+    """Read an answer in JSON; what KServe's protocol never says is another program's.
+
+    Raises:
+        ForeignError: It cannot be read as KServe's.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError) as exc:
+        raise _explain_foreign(options) from exc
+
+
+def _explain_foreign(options: Options) -> ClientError:
     return _explain_unreachable("another answer than KServe's", options, kind=ForeignError)
 
 

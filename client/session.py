@@ -20,7 +20,7 @@ import tritonclient.http.aio
 from tritonclient.utils import np_to_triton_dtype
 
 from .errors import ClientError, CrashError, GarbledError, ModelError, UnreachableError, UsageError
-from .faults import FAILURES, explain
+from .faults import FAILURES, explain, reading
 from .model import Model, read_model
 from .options import Options
 from .ports import find_wrong_port
@@ -175,8 +175,11 @@ class Session:
         Raises:
             ClientError: The server does not answer.
         """
-        statistics = (await self._describe("get_inference_statistics"))["model_stats"]
-        return {(str(entry["name"]), str(entry["version"])) for entry in statistics}
+        answer = await self._describe("get_inference_statistics")
+        with reading(self.options):
+            # gRPC leaves out an empty list.
+            statistics = answer["model_stats"] if self._protocol.has_json else answer.get("model_stats", [])
+            return {(str(entry["name"]), str(entry["version"])) for entry in statistics}
 
     async def describe(self, name: str) -> Model:
         """Return a model as the server describes it now.
@@ -187,7 +190,8 @@ class Session:
         metadata, config = await gather(
             [self._describe("get_model_metadata", name), self._describe("get_model_config", name)]
         )
-        return read_model(name, metadata, config)
+        with reading(self.options):
+            return read_model(name, metadata, config)
 
     async def infer(
         self,
@@ -230,7 +234,11 @@ class Session:
                 **asked,
                 **self._protocol.infer_options(self.options),
             )
-            return {name: result.as_numpy(name) for name in names}
+            with reading(self.options):
+                arrays = {name: result.as_numpy(name) for name in names}
+                if lacking := [name for name, values in arrays.items() if values is None]:
+                    raise ValueError(f"no {lacking[0]}")
+                return arrays
 
         return await self.repeat(ask)
 
@@ -248,7 +256,8 @@ class Session:
     async def _find_ensemble(self) -> str:
         names = await self.list_models()
         metadata = await gather([self._describe("get_model_metadata", name) for name in names])
-        ensembles = [name for name, one in zip(names, metadata, strict=True) if one["platform"] in _PLATFORMS]
+        with reading(self.options):
+            ensembles = [name for name, one in zip(names, metadata, strict=True) if one["platform"] in _PLATFORMS]
         if len(ensembles) == 1:
             return ensembles[0]
         raise ModelError(

@@ -18,6 +18,7 @@ import pytest
 from harness import CHECKOUT, run
 from launcher import running
 from relay import BUSY, CRASHED, Relay
+from stranger import answering
 
 import client as library
 from client import (
@@ -101,6 +102,20 @@ def test_with_asyncio_many_tasks_share_one_client(server: Addresses, vectors: np
             return await asyncio.gather(*(client.embed([text]) for text in TEXTS[:40]))
 
     assert np.abs(np.concatenate(asyncio.run(ask())) - vectors[:40]).max() < 1e-5
+
+
+@pytest.mark.parametrize("answer", ["", "{}", "[]", '{"versions": []}', '{"model_stats": [{}]}', '{"model_stats": 5}'])
+@pytest.mark.parametrize("model", [None, "tiny"])
+def test_a_program_that_answers_in_the_place_of_a_server_is_no_server(model: str | None, answer: str) -> None:
+    sentence = (
+        "no server can be reached at .* over http: expected one to listen there, got 'another answer than KServe's'"
+    )
+    with (
+        answering(answer) as address,
+        Client(address, model=model) as client,
+        pytest.raises(ForeignError, match=sentence),
+    ):
+        client.embed(["x"])
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
