@@ -56,8 +56,8 @@ def check_ensembles(
         url: Of the server's HTTP port.
         repository: Where the models are published.
         status_url: Of its status port, which tells how far it follows the repository.
-        any_version: Whether a model may answer from another version than the active one for good, and one whose files
-            are damaged may be ready without being asked.
+        any_version: Whether a model may answer from another version than the active one for good, or while its files
+            are damaged.
 
     Returns:
         Name to what came of it.
@@ -90,13 +90,12 @@ def check_ensembles(
             failures.append(f"{name}: {exc.fault}")
             remedy = exc.remedy
         except (_DamageError, DamagedGoldenError) as exc:
-            # A server that has it in memory answers all the same. That its backend processes are lost, the launcher
-            # knows: tritonserver calls it ready.
-            is_lost = following.get(name, {}).get("served") == 0
-            if any_version and not is_lost and (served := _find_served(url, name)):
-                checked[name] = Checked(error=math.nan, served=served, active=active, disagreement=str(exc))
-            else:
-                failures.append(f"{name}: {exc}")
+            try:
+                if not any_version:
+                    raise _DamageError(exc) from exc
+                checked[name] = _check_damaged(url, repository, name, active, following, str(exc))
+            except _DamageError as damage:
+                failures.append(f"{name}: {damage}")
         except OSError as exc:
             # Of one that it could not load, the server knows more than that it is not there.
             failures.append(f"{name}: {reasons.get(name) or exc}")
@@ -191,6 +190,35 @@ def _check(
     if reason and not any_version:
         raise ValueError(reason)
     return Checked(error=error, served=int(version), active=active, disagreement=reason)
+
+
+def _check_damaged(
+    url: str, repository: Path, name: str, active: int, following: Mapping[str, Any], damage: str
+) -> Checked:
+    """Ask a model of which files are damaged: a server that has it in memory answers all the same.
+
+    Raises:
+        _DamageError: It is not answered.
+        StrangerError: Another program answers.
+    """
+    # That its backend processes are lost, the launcher knows: tritonserver calls it ready.
+    is_lost = following.get(name, {}).get("served") == 0
+    served = 0 if is_lost else _find_served(url, name)
+    if not served:
+        raise _DamageError(damage)
+    try:
+        error = check_answer(url, repository, name, str(served))
+    except OSError as exc:
+        # One of several backend processes may be lost, and the others answer as the launcher says.
+        if name not in following:
+            raise _DamageError(f"{damage}; asked all the same: {exc}") from exc
+        error = None
+    except ValueError:
+        # It may be what it is asked for that is damaged, which says nothing of the server.
+        error = None
+    if error is None and name not in following:
+        damage = f"{damage}, and without its status port (--status-port) nobody can tell whether it answers"
+    return Checked(error=math.nan if error is None else error, served=served, active=active, disagreement=damage)
 
 
 def _find_served(url: str, name: str) -> int:

@@ -304,7 +304,8 @@ def test_a_version_whose_folder_is_gone_is_named_at_once_and_serves_on(served: t
             assert str(copy / part / "1") in server.check().err
             # A container is not restarted for it: it might have nothing to answer with.
             lenient = server.check("--any-version")
-            assert lenient.code == 0 and lenient.err.startswith(f"warning: {NAME} is ready, but ")
+            how = "is ready, but " if part == NAME else "answers as verified within "
+            assert lenient.code == 0 and lenient.err.startswith(f"warning: {NAME} {how}")
             shutil.rmtree(copy / part)
             shutil.move(copy.parent / "whole", copy / part)
             wait_for(server, lambda models: models[NAME]["state"] == "served")
@@ -370,7 +371,14 @@ def test_a_damaged_model_that_lost_its_processes_is_healthy_to_nobody(served: tu
     )
     lenient = server.check("--any-version")
     assert lenient.code == 1 and str(graph) in lenient.err
+    # Who has another status port in mind asks the model, which tritonserver calls ready.
+    (port,) = find_ports(1)
+    lenient = server.check("--any-version", "--status-port", str(port))
+    assert lenient.code == 0 and "without its status port (--status-port) nobody can tell whether it" in lenient.err
     golden.write_bytes(whole)
+    lenient = server.check("--any-version", "--status-port", str(port))
+    assert lenient.code == 1 and f"{graph} has changed since it was published; asked all the same" in lenient.err
+    assert "is not healthy" in lenient.err
     graph.write_bytes(bytes_of_graph)
     wait_for(server, lambda models: models[NAME]["state"] == "served" and models[NAME]["served"] == 1)
     assert server.check().code == 0
