@@ -130,7 +130,7 @@ class Follower:
         for failure in self._failures.note_end(how, is_crash=is_crash):
             title = failure.wanted.title
             if failure.is_deadly:
-                self._say(f"ERROR: {title}: {failure.reason}")
+                self._say(f"ERROR: {failure.reason}")
             else:
                 self._say(f"{title}: tritonserver {how} as it was loaded. {failure.promise}")
             self._tell_failure(failure)

@@ -1,6 +1,7 @@
 """What was loaded of a version stays known while that version is told anew, at whatever moment its files are others."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -45,10 +46,11 @@ class Followed:
         (self.version.parent / "config.pbtxt").write_text('name: "tiny"\nversion_policy { specific { versions: 1 } }\n')
         self.sums = TurningSums(self.graph)
         self.told: dict[str, Following] = {}
+        self.said: list[str] = []
         (port,) = find_ports(1)
         control = Control(f"http://127.0.0.1:{port}", open_key(folder / "key"), None)
         roller = Roller(folder / "models", Overlay(folder / "shown"), control, folder, self.sums)
-        self.follower = Follower(folder / "models", roller, self.sums, self.told.__setitem__, lambda line: None)
+        self.follower = Follower(folder / "models", roller, self.sums, self.told.__setitem__, self.said.append)
 
     def write(self, files: dict[str, bytes]) -> None:
         """Write files of the version, and the sums of all of them."""
@@ -58,8 +60,9 @@ class Followed:
         (self.version / "SHA256SUMS").write_text("".join(f"{hash_file(path)}  {path.name}\n" for path in paths))
 
     def follow(self) -> None:
-        """Look at the repository once, as if it had changed."""
-        (self.version.parent / "config.pbtxt").touch()
+        """Look at the repository once, of which a configuration was written anew: another file, whatever the clock."""
+        config = self.version.parent / "config.pbtxt"
+        Path(shutil.copy(config, self.version.parent / "staging-config.pbtxt")).replace(config)
         self.follower._next_look = 0.0
         self.follower.look(follows=True)
         self.follower.wait()
@@ -100,3 +103,15 @@ def test_what_is_told_anew_of_what_is_loaded_is_held_against_the_same_files(foll
     followed.write({"model.onnx": OTHER})
     followed.follow()
     assert "the end of tritonserver" in followed.told["tiny"].reason
+
+
+def test_what_tritonserver_does_not_survive_is_named_once(followed: Followed) -> None:
+    followed.graph.write_bytes(OTHER)
+    followed.follower.leave_out_damaged()
+    followed.graph.write_bytes(RIGHT)
+    # The second look is at those behind it, which it was not the doing of.
+    for _ in range(3):
+        followed.follow()
+        followed.follower.tell_end("was killed by signal 11", is_crash=True)
+    assert followed.said[-1].startswith("ERROR: version 1 of tiny cannot be served: expected it to load ")
+    assert followed.said[-1].endswith(" tritonserver crashed 2 times as it was loaded.")
