@@ -62,8 +62,15 @@ class Start:
             if time.monotonic() - told > _TELLING_S:
                 told = time.monotonic()
                 self._say(f"loading models, {told - start:.0f} s")
-            time.sleep(_INTERVAL_S)
+            self._pause()
         return False
+
+    def _pause(self) -> None:
+        # The first answer ends it: from then on others are answered as well.
+        if self._run.pulse.has_answered:
+            time.sleep(_INTERVAL_S)
+        else:
+            self._run.pulse.wait_for_answer(_INTERVAL_S)
 
     def _look(self) -> bool:
         """Look once; return whether it has started.

@@ -182,9 +182,9 @@ class Supervisor:
                 reason = "did not start"
                 time.sleep(0.25 * 2**attempt)
                 continue
+            # Files may have become others while they were loaded, and it answers from these.
+            self._follower.leave_out_touched()
             self._doubt_what_is_missing()
-            # Files may have become others while they were loaded.
-            self._follower.leave_out_damaged(is_loaded=True)
             self._count_models()
             self._status.ready = True
             self._say(f"tritonserver answers again, {time.monotonic() - start:.1f} s after its end was found")
@@ -219,11 +219,13 @@ class Supervisor:
         Raises:
             StartError: None does.
         """
+        is_any_touched = self._follower.leave_out_touched()
         verdicts = judge_models(self._settings, self._control, self._follower.models)
         for line in render_verdicts(verdicts):
             self._say(line)
         public = {item.name for item in self._follower.published}
-        if not self._loads_each and not any(verdict.answers and verdict.model in public for verdict in verdicts):
+        does_any_answer = any(verdict.answers and verdict.model in public for verdict in verdicts)
+        if not (does_any_answer or is_any_touched or self._loads_each):
             raise StartError(
                 f"no model of {self._settings.repository} can be served",
                 expected=f"at least one of {', '.join(item.name for item in self._follower.known)} to load",
@@ -235,7 +237,6 @@ class Supervisor:
         for published in self._follower.published:
             if reasons := [failed[name] for name in published.configs if name in failed]:
                 self._follower.doubt(published.name, reasons[0].removeprefix(FAILED))
-        self._follower.leave_out_damaged(is_loaded=True)
         self._count_models()
 
     def _doubt_what_is_missing(self) -> None:

@@ -135,24 +135,34 @@ class Follower:
                 self._say(f"{title}: tritonserver {how} as it was loaded. {failure.promise}")
             self._tell_failure(failure)
 
-    def leave_out_damaged(self, *, is_loaded: bool = False) -> None:
-        """Have tritonserver load no model whose files it would wait for, not find, or find changed.
+    def leave_out_touched(self) -> bool:
+        """Unload what was loaded while a file of it was touched, and load it once more; return whether there was any.
 
-        Args:
-            is_loaded: Whether it has loaded them since this was done before. One of which a file was touched meanwhile
-                may be another model, and is loaded once more.
+        It may be another model, and answers already: so this is told without reading a file.
         """
-        for name, loaded in [*self._served.items()]:
+        touched = {name: self._sums.find_touched(marks) for name, marks in self._marks.items() if name in self._served}
+        for name in touched:
+            if touched[name]:
+                self._leave_out(self._served[name], touched[name], delay_s=0.0)
+        return any(touched.values())
+
+    def leave_out_damaged(self) -> None:
+        """Have tritonserver load no model whose files it would wait for, not find, or find changed."""
+        for loaded in [*self._served.values()]:
             published = loaded.published
-            folders = [self._repository / part / str(published.version) for part in published.steps or (name,)]
+            parts = published.steps or (published.name,)
+            folders = [self._repository / part / str(published.version) for part in parts]
             fault = next(filter(None, map(find_fault, folders)), "") if published.version else ""
-            touched = self._sums.find_touched(self._marks.get(name, {})) if is_loaded else ""
-            if damage := fault or self._sums.find_changed(loaded.files, since="loaded") or touched:
-                self.doubt(name, damage, delay_s=0.0 if damage == touched else FIRST_RETRY_S)
-                # Looked at again as soon as its files are others.
-                self._failures[name].wanted = replace(published, configs={}, damage=damage)
-                self._failures[name].known = loaded
+            if damage := fault or self._sums.find_changed(loaded.files, since="loaded"):
+                self._leave_out(loaded, damage, delay_s=FIRST_RETRY_S)
         self._marks = {name: self._sums.mark(loaded.files) for name, loaded in self._served.items()}
+
+    def _leave_out(self, loaded: Loaded, damage: str, delay_s: float) -> None:
+        name = loaded.published.name
+        self.doubt(name, damage, delay_s=delay_s)
+        # Looked at again as soon as its files are others.
+        self._failures[name].wanted = replace(loaded.published, configs={}, damage=damage)
+        self._failures[name].known = loaded
 
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""

@@ -13,7 +13,8 @@ import urllib.parse
 
 from ..shortage import is_shortage
 
-_START_INTERVAL_S = 0.05
+# As it starts, it answers whoever asks before anybody knows that it does.
+_START_INTERVAL_S = 0.01
 _INTERVAL_S = 0.5
 _TIMEOUT_S = 1.0
 
@@ -91,7 +92,7 @@ class Pulse:
     def __init__(self, url: str) -> None:
         self._probe = Probe(url)
         self._ended = threading.Event()
-        self._has_answered = False
+        self._answered = threading.Event()
         self._silent_for_s = 0.0
         self._asked_at: float | None = None
         self._unanswered = 0
@@ -106,7 +107,11 @@ class Pulse:
     @property
     def has_answered(self) -> bool:
         """Whether it has been alive."""
-        return self._has_answered
+        return self._answered.is_set()
+
+    def wait_for_answer(self, timeout_s: float) -> None:
+        """Wait until it has been alive, for so long at most."""
+        self._answered.wait(timeout_s)
 
     @property
     def silent_for_s(self) -> float:
@@ -140,7 +145,8 @@ class Pulse:
     def _ask_again_and_again(self) -> None:
         while not self._ended.wait(_START_INTERVAL_S) and self._probe.ask() is not Answer.ALIVE:
             pass
-        self._has_answered = not self._ended.is_set()
+        if not self._ended.is_set():
+            self._answered.set()
         while not self._ended.wait(_INTERVAL_S):
             asked_at = self._asked_at = time.monotonic()
             answer = self._probe.ask()

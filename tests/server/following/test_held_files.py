@@ -115,3 +115,18 @@ def test_what_tritonserver_does_not_survive_is_named_once(followed: Followed) ->
         followed.follower.tell_end("was killed by signal 11", is_crash=True)
     assert followed.said[-1].startswith("ERROR: version 1 of tiny cannot be served: expected it to load ")
     assert followed.said[-1].endswith(" tritonserver crashed 2 times as it was loaded.")
+
+
+@pytest.mark.parametrize("content", [RIGHT, OTHER])
+def test_what_was_touched_while_it_was_loaded_is_unloaded_before_anything_is_read(
+    followed: Followed, content: bytes
+) -> None:
+    assert not followed.follower.leave_out_touched()
+    followed.graph.unlink()
+    followed.graph.write_bytes(content)
+    assert followed.follower.leave_out_touched()
+    assert followed.follower.published == []
+    assert followed.told["tiny"].reason == f"{followed.graph} was touched while it was loaded"
+    followed.follow()
+    what = "the end of tritonserver" if content == RIGHT else f"{followed.graph} has changed since it was published"
+    assert what in followed.told["tiny"].reason
