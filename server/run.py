@@ -1,7 +1,9 @@
 """One tritonserver from its launch to its end, with what watches and heals it meanwhile."""
 
 import contextlib
+import http.client
 import time
+import urllib.request
 from collections.abc import Callable
 
 from .errors import ControlError, ShortageError, StrangerError
@@ -9,6 +11,7 @@ from .healing.absence import Absences
 from .healing.healer import Healer
 from .healing.work_queue import KNOWN_VERSIONS
 from .log import Log
+from .shortage import is_shortage
 from .status import Status
 from .tritonserver.control import Control
 from .tritonserver.environment_folders import remove_environment_folders
@@ -16,6 +19,8 @@ from .tritonserver.process import TritonServer
 from .tritonserver.processes import read_stat
 from .tritonserver.pulse import Pulse
 from .tritonserver.settings import Settings
+
+_METRICS_TIMEOUT_S = 1.0
 
 
 class Run:
@@ -54,6 +59,7 @@ class Run:
     ) -> None:
         self._control = control
         self._say = log.say
+        self._metrics_url = f"{settings.endpoints.metrics_url}/metrics"
         self._launched_at = time.time()
         self.server = TritonServer(settings, models, options, log)
         try:
@@ -97,6 +103,21 @@ class Run:
                 f"tritonserver {', '.join(KNOWN_VERSIONS)}, got {version}"
             )
         return True
+
+    def tells_metrics(self) -> bool:
+        """Tell whether it answers on its metrics port, the last that it opens: where it cannot, it ends.
+
+        Raises:
+            OSError: This process has not what it takes to ask.
+        """
+        try:
+            with urllib.request.urlopen(self._metrics_url, timeout=_METRICS_TIMEOUT_S) as response:
+                return b"nv_" in response.read()
+        except (OSError, http.client.HTTPException) as exc:
+            cause = getattr(exc, "reason", exc)
+            if isinstance(cause, OSError) and is_shortage(cause):
+                raise cause from exc
+            return False
 
     def is_all_in_stubs(self) -> bool:
         """Tell whether every model that is loaded runs in backend processes, of which we can tell what they are at."""

@@ -14,6 +14,7 @@ from .tritonserver.stillness import STILL_LOOKS, Stillness
 
 # It is looked at this often, ...
 _INTERVAL_S = 0.05
+_LAST_PORT_S = 0.01
 
 # ... this often at whether it gets on with loading, ...
 _LOADING_LOOK_S = 1.0
@@ -66,9 +67,9 @@ class Start:
         return False
 
     def _pause(self) -> None:
-        # The first answer ends it: from then on others are answered as well.
+        # The first answer ends it: from then on others are answered as well, and the last port is there in a moment.
         if self._run.pulse.has_answered:
-            time.sleep(_INTERVAL_S)
+            time.sleep(_LAST_PORT_S)
         else:
             self._run.pulse.wait_for_answer(_INTERVAL_S)
 
@@ -94,7 +95,7 @@ class Start:
                 for told in self._run.healer.table.end_stopped_loads():
                     self._say(told)
                 self._run.healer.table.end_lost_loads()
-        if live and self._run.learn_version():
+        if live and self._run.learn_version() and self._run.tells_metrics():
             return True
         if self._run.is_stopped:
             self._run.server.kill()

@@ -58,9 +58,9 @@ def test_a_taken_port_is_refused_with_its_option(published: Published) -> None:
     )
 
 
-@pytest.mark.parametrize("code", [200, 404])
+@pytest.mark.parametrize(("port", "code"), [("http", 200), ("http", 404), ("metrics", 200)])
 def test_a_port_that_is_taken_while_models_are_loaded_ends_the_start_in_a_sentence(
-    published: Published, code: int
+    published: Published, port: str, code: int
 ) -> None:
     class Stranger(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -74,7 +74,7 @@ def test_a_port_that_is_taken_while_models_are_loaded_ends_the_start_in_a_senten
     with running(published.repository) as server:
         while not list_children(server.process.pid):
             time.sleep(0.01)
-        with ThreadingHTTPServer(("127.0.0.1", server.http), Stranger) as stranger:
+        with ThreadingHTTPServer(("127.0.0.1", getattr(server, port)), Stranger) as stranger:
             threading.Thread(target=stranger.serve_forever, daemon=True).start()
             assert server.finish() == 1
             stranger.shutdown()
