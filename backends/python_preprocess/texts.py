@@ -69,16 +69,17 @@ def check_body(parameters: str) -> None:
     Raises:
         TextError: There was no body, or it was packed or in chunks, and whether anything was in it is unknown.
     """
-    headers = {name.lower(): value for name, value in json.loads(parameters or "{}").items()}
+    headers = {name.lower(): str(value).strip() for name, value in json.loads(parameters or "{}").items()}
+    packings = {name: headers.get(name, "").lower() for name in ("content-encoding", "transfer-encoding")}
+    packed = {name: value for name, value in packings.items() if value not in ("", "identity")}
     # None came over gRPC, which has no such bodies.
-    if headers and "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
+    if headers and "transfer-encoding" not in packed and not headers.get("content-length", "").strip("0"):
         raise TextError("the request has no body: expected JSON with `inputs`, got 0 bytes; send the body as well")
-    for name in ("content-encoding", "transfer-encoding"):
-        if headers.get(name, "identity") != "identity":
-            raise TextError(
-                f"there is no text in what was unpacked: expected a body that is packed as its {name.title()} says, "
-                f"got nothing out of {headers[name]!r}; pack it so, or send it as it is, as an empty text has to be"
-            )
+    for name, value in packed.items():
+        raise TextError(
+            f"there is no text in what was unpacked: expected a body that is packed as its {name.title()} says, "
+            f"got nothing out of {value!r}; pack it so, or send it as it is, as an empty text has to be"
+        )
 
 
 def read_limit(config: Mapping[str, Any], usual: int) -> int:

@@ -235,6 +235,14 @@ def find_fault(version: Path) -> str:
     return ""
 
 
+def find_missing(paths: Iterable[Path], part: Path) -> str:
+    """Return which of the files in the folder `part` is not there; empty where all are."""
+    folder = Path(os.path.normpath(part))
+    meant = (path for path in paths if folder in path.parents)
+    # Whatever keeps it from being seen.
+    return next((f"{path} is missing" for path in meant if not os.path.exists(path)), "")  # noqa: PTH110
+
+
 def _raise(error: OSError) -> None:
     raise error
 

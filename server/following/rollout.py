@@ -31,7 +31,7 @@ from ..tritonserver.paced_starts import pacing
 from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
-from .published import Loaded, Published, find_fault, list_versions
+from .published import Loaded, Published, find_fault, find_missing, list_versions
 from .sums import GOLDEN_FILE, FileSums, Identity
 from .wishes import keeps_answers, limits_rate
 
@@ -127,14 +127,16 @@ class Roller:
             marks: Those from before it was loaded.
 
         Raises:
-            ControlError: One would be waited for, cannot be read, has changed, or was touched since it was marked.
+            ControlError: One would be waited for, cannot be read, is missing, has changed, or was touched since it was
+                marked.
         """
         found: dict[Path, Identity] = {}
         # Told without reading one, for it answers already.
         touched = self._sums.find_touched(marks or {})
         for version in (folder.name for folder in self._overlay.list_versions(model)):
             part, sums = self._repository / model / version, self._sums_at_load.get((model, version), {})
-            if fault := touched or find_fault(part) or self._sums.find_changed(sums, part, since="loaded"):
+            fault = touched or find_fault(part) or find_missing(sums, part)
+            if fault := fault or self._sums.find_changed(sums, part, since="loaded"):
                 raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
             found |= self._sums.mark(path for path in sums if Path(os.path.normpath(part)) in path.parents)
         return found

@@ -35,8 +35,8 @@ _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
 
 # What is another after any change of a file: device, inode, size, and times of the last write and the last change, of
-# which the first alone can be set.
-Identity = tuple[int, int, int, int, int]
+# which the first alone can be set; and how many names it has, whose change is one of the file as well.
+Identity = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,13 @@ class FileSums:
     def find_touched(self, marks: Mapping[Path, Identity]) -> str:
         """Return which file is, or was, another one since it was marked; empty where none is.
 
-        Who reads a file in between may have read other bytes than are there before and after.
+        Who reads a file in between may have read other bytes than are there before and after. One that was only given
+        another name, or has lost one, is not touched: publications share the files that they have in common.
         """
         for path, identity in marks.items():
             with contextlib.suppress(OSError):
-                if _identify(path.stat()) == identity:
+                now = _identify(path.stat())
+                if now == identity or (now[:4] == identity[:4] and now[5] != identity[5]):
                     continue
             return f"{path} was touched while it was loaded"
         return ""
@@ -120,7 +122,7 @@ class FileSums:
 
 
 def _identify(stat: os.stat_result) -> Identity:
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_nlink)
 
 
 def read_sums(version: Path) -> Mapping[Path, str]:

@@ -74,6 +74,10 @@ class ModelHealer:
     def look(self, stubs: list[Stub]) -> None:
         """Find the dead and the hung among `stubs`, and start to bring the model back."""
         if self._worker and self._worker.is_alive():
+            # It may be under way for long: whoever asks what hangs meanwhile is to be refused, not to wait.
+            for stub in stubs:
+                if stub.handled and not stub.is_dead and stub.find_hang():
+                    stub.kill()
             return
         self._retire()
         if self.given_up:

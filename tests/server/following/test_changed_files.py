@@ -357,6 +357,24 @@ def test_a_file_that_was_another_for_a_moment_was_touched(version: Path) -> None
     assert sums.find_touched(sums.mark(told)) == ""
 
 
+def test_a_file_that_is_given_another_name_or_loses_one_was_not_touched(version: Path) -> None:
+    """As a publication, or its removal, does with files that it has in common with the version that is loaded."""
+    sums, path = FileSums(), version / "tokenizer.json"
+    told = read_sums(version)
+    assert sums.find_changed(told) == ""
+    marks = sums.mark(told)
+    os.link(path, version.parent / "another")
+    assert sums.find_touched(marks) == ""
+    assert sums.find_changed(told) == ""
+    marks = sums.mark(told)
+    (version.parent / "another").unlink()
+    assert sums.find_touched(marks) == ""
+    # Written to under either name it is another.
+    os.link(path, version.parent / "another")
+    (version.parent / "another").write_text("[]")
+    assert sums.find_touched(marks) == f"{path} was touched while it was loaded"
+
+
 def test_a_large_file_is_what_was_published_until_it_is_touched(version: Path) -> None:
     sums, path = FileSums(), version / "model.onnx"
     with path.open("wb") as file:

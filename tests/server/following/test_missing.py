@@ -49,6 +49,28 @@ def test_a_model_whose_file_is_away_comes_back_with_it_and_what_still_answers_go
     assert not any("given up" in line for line in server.lines)
 
 
+def test_what_a_signal_stops_while_a_model_cannot_be_loaded_anew_does_not_pass_for_what_answers(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    graph = repository / f"{NAME}_model" / "1" / "model.onnx"
+    away = graph.rename(graph.with_name("away"))
+    first, second = server.find_stubs(f"{NAME}_model")
+    first.kill()
+    # It is refused without a load, in which tritonserver 2.51 now and then crashes.
+    server.wait_for_line("cannot be loaded anew, and is tried again ever more rarely", 60)
+    assert any(f"{graph} is missing" in line for line in server.lines)
+    os.kill(second.pid, signal.SIGSTOP)
+    wait_for(server, lambda models: read_ready(server)[0] == 503)
+    assert second.is_dead or second.pid not in {stub.pid for stub in server.find_stubs(f"{NAME}_model")}
+    away.rename(graph)
+    wait_for(server, lambda models: read_ready(server)[0] == 200)
+    with Callers(server, repository, count=2) as callers:
+        while sum(callers.answers.values()) < 20:
+            time.sleep(0.05)
+    assert callers.failures == []
+
+
 def test_it_is_not_ready_from_the_last_process_of_its_only_model_to_the_next_that_answers(
     repository: Path, tmp_path: Path
 ) -> None:

@@ -126,6 +126,9 @@ def empty_text() -> bytes:
 LOST = {
     "none": (({}, b""), "has no body"),
     "none, under a title": (({"content-LENGTH": "0"}, b""), "has no body"),
+    "none, in many zeros": (({"Content-Length": "000"}, b""), "has no body"),
+    "none, and a blank": (({"Content-Length": "0 "}, b""), "has no body"),
+    "none, as it is": (({"Transfer-Encoding": "identity", "Content-Length": "0"}, b""), "has no body"),
     "none, as the value of the one input": (({"Inference-Header-Content-Length": "0"}, b""), "has no body"),
     "plain, said to be gzip": (packed("gzip", json.dumps(GOOD).encode()), "nothing out of 'gzip'"),
     "plain, said to be deflate": (packed("deflate", json.dumps(GOOD).encode()), "nothing out of 'deflate'"),
@@ -143,9 +146,10 @@ def test_a_body_that_is_lost_on_the_way_is_no_empty_text(server: Running, name: 
     assert (status, reason in answer.decode()) == (400, True), answer
 
 
-def test_no_body_and_no_word_of_one_is_no_empty_text(server: Running) -> None:
+@pytest.mark.parametrize("header", ["", "Content-Length:\r\n", "Transfer-Encoding: identity\r\n"])
+def test_no_body_and_no_word_of_one_is_no_empty_text(server: Running, header: str) -> None:
     with socket.create_connection(("127.0.0.1", server.http), timeout=TIMEOUT_S) as connection:
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n{header}\r\n".encode())
         with connection.makefile("rb") as answer:
             text = answer.read().decode()
     assert text.startswith("HTTP/1.1 400 ")
