@@ -209,6 +209,16 @@ def test_a_base_of_another_model_is_refused(model: GPT2LMHeadModel, tmp_path: Pa
         open_checkpoint(folder, base=base)
 
 
+def test_a_base_with_a_head_of_its_own_is_refused_where_the_checkpoint_is_tied(
+    model: GPT2LMHeadModel, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "run", model, ranks=1, stages=1, core=True)
+    base = save_base(tmp_path / "base", model)
+    (base / "config.json").write_text(json.dumps({**model.config.to_dict(), "tie_word_embeddings": False}))
+    with pytest.raises(CheckpointError, match="not of the checkpoint: expected tie_word_embeddings True, got False; "):
+        consolidate(folder, tmp_path / "out", base=base)
+
+
 def change(path: str, edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         place = folder / "iter_0000500" / path / "model_optim_rng.pt"

@@ -10,6 +10,8 @@ from ...errors import CheckpointError, VocabularyError
 from ..storage.paths import read_json_beside
 from .args import MegatronArgs
 
+_TIED = "tie_word_embeddings"
+
 
 def find_vocab_size(directory: Path, args: MegatronArgs, rows: int, *, base: Path | None = None) -> tuple[int, str]:
     """Return how many rows of the vocabulary are not padding, and what makes that unsure, if anything does.
@@ -125,6 +127,9 @@ def check_config(directory: Path, config: Mapping[str, Any]) -> None:
     found = read_json_beside(directory / "config.json")
     sizes = ("model_type", "n_embd", "n_layer", "n_head", "n_positions")
     wrong = [name for name in sizes if name in found and found[name] != config[name]]
+    # transformers would start the head at random. The other way round, it loads the head that the weights have.
+    if found.get(_TIED) is False and config[_TIED]:
+        wrong.append(_TIED)
     if wrong:
         raise CheckpointError(
             f"{directory / 'config.json'} is not of the checkpoint",
