@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoints import StoredCheckpoint, open_checkpoint
-from ..checkpoints.plain.config_match import match_config
+from ..checkpoints.plain.config_match import ConfigMatch, match_config
 from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
@@ -41,7 +41,8 @@ class Consolidated:
         total_bytes: Bytes of weights.
         files: Paths of every file in the folder, sorted.
         missing: What a whole checkpoint of the format would have and this one lacks or cannot show.
-        warnings: What the reader should know of a vocabulary that was changed, or of its size that was corrected.
+        warnings: What the reader should know of a vocabulary that was changed, of its size that was corrected, or of a
+            head that the weights do not have.
     """
 
     format_name: str
@@ -101,11 +102,11 @@ def consolidate(
         if fit is not None:
             fitted = fit(checkpoint, directory, _make_scratch(staged))
             checkpoint = fitted.checkpoint
-        sizes = _match_config(directory, checkpoint, is_other=base is not None)
+        match = _match_config(directory, checkpoint, is_other=base is not None)
         output = _write_weights(checkpoint, staged, options, target)
         further = carry_over(directory, staged, output.dtype_names)
-        if sizes:
-            set_sizes(staged / "config.json", sizes)
+        if match.sizes:
+            set_sizes(staged / "config.json", match.sizes)
         for folder, place in further.items():
             place.mkdir(exist_ok=True)
             _write_weights(open_checkpoint(folder, allow_non_finite=allow_non_finite), place, options, target)
@@ -122,12 +123,15 @@ def consolidate(
         total_bytes=output.total_bytes,
         files=files,
         missing=checkpoint.facts.missing,
-        warnings=_warn_of_sizes(directory, sizes) if fitted is None else fitted.warnings,
+        warnings=(
+            *(_warn_of_sizes(directory, match.sizes) if fitted is None else fitted.warnings),
+            *_warn_of_head(directory, match),
+        ),
     )
 
 
-def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bool) -> dict[str, int]:
-    """Return the sizes of the vocabulary that `config.json` gets wrong → what the weights say.
+def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bool) -> ConfigMatch:
+    """Return what `config.json` says that the weights know better, and what of it they cannot fill.
 
     The model that it describes takes seconds and some 400 MB to look at, so nobody waits for it where the file comes
     from beside the weights and agrees with their rows.
@@ -136,8 +140,9 @@ def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bo
         CheckpointError: The weights are not of the model that it describes.
     """
     if not is_other and not has_other_rows(directory, checkpoint):
-        return {}
-    return match_config(directory, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
+        return ConfigMatch()
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    return match_config(directory, shapes, checkpoint.tied)
 
 
 def _warn_of_sizes(directory: Path, sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -146,6 +151,20 @@ def _warn_of_sizes(directory: Path, sizes: Mapping[str, int]) -> tuple[str, ...]
     said = ", ".join(f"{key} {size}" for key, size in sizes.items())
     return (
         f"config.json of {directory} has another size than the table of tokens: the one that is written has {said}.",
+    )
+
+
+def _warn_of_head(directory: Path, match: ConfigMatch) -> tuple[str, ...]:
+    """Return what is to be said of a configuration whose head is not trained yet, as that of a pretrained model may be.
+
+    Weights that another head leaves unused are no harm by themselves.
+    """
+    if not match.untrained:
+        return ()
+    unused = f"; it has no place for {list_some(match.unused, 4)}" if match.unused else ""
+    return (
+        f"config.json of {directory} names {match.class_name}, whose {list_some(match.untrained, 4)} the weights do "
+        f"not have: transformers starts them at random{unused}.",
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError, list_some
@@ -31,6 +32,23 @@ _SIZE_KEYS = ("vocab_size", "decoder_vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConfigMatch:
+    """What a configuration says that the weights know better, and what of it the weights cannot fill.
+
+    Attributes:
+        sizes: The sizes of the vocabulary that it gets wrong → what the weights say; empty as a rule.
+        class_name: The model that it describes; empty where that is not known.
+        untrained: Names of that model's head that the weights do not have.
+        unused: Names in the weights that it has no place for.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    class_name: str = ""
+    untrained: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Match:
     """How the names of a checkpoint and of a model go together.
 
@@ -38,11 +56,15 @@ class _Match:
         shapes: Name in the checkpoint → its shape and that of the model.
         beyond: Names in the checkpoint that the model has no place for, though they are of one of its parts.
         missing: Names of the model's that the checkpoint lacks, those of heads left out.
+        untrained: Those of heads.
+        unused: Names in the checkpoint that belong to other heads, those whose bytes have a place or a name left out.
     """
 
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     beyond: tuple[str, ...]
     missing: tuple[str, ...]
+    untrained: tuple[str, ...]
+    unused: tuple[str, ...]
 
     def describe(self) -> str:
         """Return what does not fit, in words; empty where everything does."""
@@ -53,14 +75,15 @@ class _Match:
         return "; ".join(found)
 
 
-def match_config(directory: Path, shapes: Shapes) -> dict[str, int]:
-    """Return the sizes of the vocabulary that `config.json` gets wrong → what the weights say; empty as a rule.
+def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = MappingProxyType({})) -> ConfigMatch:
+    """Return how the configuration in `directory` and the weights go together.
 
     Nothing is said of a configuration that is not there, or whose class transformers does not have or cannot build.
 
     Args:
         directory: The folder with `config.json`.
         shapes: Name → shape of every tensor.
+        tied: Name → the name that holds the same bytes.
 
     Raises:
         CheckpointError: The weights are not of the model that it describes.
@@ -68,25 +91,31 @@ def match_config(directory: Path, shapes: Shapes) -> dict[str, int]:
     config = load_described(directory)
     model = None if config is None else build_described(config)
     if model is None:
-        return {}
+        return ConfigMatch()
     sizes = _find_sizes(config, model, shapes)
     if _is_converted(model):
-        return sizes
-    said = _match(model, shapes).describe()
+        return ConfigMatch(sizes=sizes)
+    match = _match(model, shapes, tied)
+    said = match.describe()
     if not said:
-        return {}
+        return _name_heads(model, match, {})
     if sizes:
         for key, rows in sizes.items():
             setattr(config, key, rows)
         resized = build_described(config)
-        if resized is not None and not _match(resized, shapes).describe():
-            return sizes
+        again = None if resized is None else _match(resized, shapes, tied)
+        if again is not None and not again.describe():
+            return _name_heads(model, again, sizes)
     raise CheckpointError(
         f"{directory / 'config.json'} does not describe the weights",
         expected=f"the names and shapes of {type(model).__name__} as it describes it",
         got=said,
         remedy="pass the folder of the model that the checkpoint was trained from with --base",
     )
+
+
+def _name_heads(model: Any, match: _Match, sizes: Mapping[str, int]) -> ConfigMatch:
+    return ConfigMatch(sizes=sizes, class_name=type(model).__name__, untrained=match.untrained, unused=match.unused)
 
 
 def _is_converted(model: Any) -> bool:
@@ -102,7 +131,7 @@ def _is_converted(model: Any) -> bool:
         return True
 
 
-def _match(model: Any, shapes: Shapes) -> _Match:
+def _match(model: Any, shapes: Shapes, tied: Mapping[str, str]) -> _Match:
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     found: dict[str, str] = {}
@@ -114,20 +143,35 @@ def _match(model: Any, shapes: Shapes) -> _Match:
     own = [name for name in state if name.startswith(prefix)]
     parts = {name.removeprefix(prefix).split(".", 1)[0] for name in own}
     held = {id(state[place]) for place in found.values()}
-    beyond = (
+    beyond = tuple(
         name
         for name in shapes
         if name not in found and name.removeprefix(f"{model.base_model_prefix}.").split(".", 1)[0] in parts
     )
-    parameters = {id(parameter) for parameter in model.parameters()}
-    missing = (name for name in own if id(state[name]) in parameters - held)
+    placed = {tied.get(name, name) for name in found}
+    others = (name for name in shapes if name not in found and name not in tied and name not in placed)
+    parameters = {id(parameter) for parameter in model.parameters()} - held
+    missing = [
+        name
+        for name in _drop(
+            (name for name in state if id(state[name]) in parameters),
+            _NEW_NAMES,
+            model,
+            "_keys_to_ignore_on_load_missing",
+        )
+        if _PARAMETRIZED not in name
+    ]
+    # A pooler counts with the heads, which are computed from it; a model that is none but itself has no use for it.
+    heads = [name for name in missing if not name.startswith(prefix) or name.startswith(f"{prefix}{_POOLER}")]
     return _Match(
         shapes={name: (shapes[name], tuple(state[place].shape)) for name, place in found.items()},
         beyond=tuple(_drop(beyond, _OLD_NAMES, model, "_keys_to_ignore_on_load_unexpected")),
-        missing=tuple(
+        missing=tuple(name for name in missing if name not in heads),
+        untrained=tuple(heads) if prefix else (),
+        unused=tuple(
             name
-            for name in _drop(missing, _NEW_NAMES, model, "_keys_to_ignore_on_load_missing")
-            if not name.removeprefix(prefix).startswith(_POOLER) and _PARAMETRIZED not in name
+            for name in _drop(others, _OLD_NAMES, model, "_keys_to_ignore_on_load_unexpected")
+            if name not in beyond
         ),
     )
 
