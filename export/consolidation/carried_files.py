@@ -126,9 +126,17 @@ def replace_files(fitted: Fitted, staged: Path) -> None:
 
 
 def set_sizes(path: Path, sizes: Mapping[str, Any]) -> None:
-    """Have `config.json` say what the tables have now."""
-    text = json.dumps({**read_json(path), **sizes}, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8")
+    """Have `config.json` say what the tables have now; the key of a part is `text_config.vocab_size`."""
+    config = read_json(path)
+    for key, size in sizes.items():
+        *outer, last = key.split(".")
+        place = config
+        for name in outer:
+            if not isinstance(place.get(name), dict):
+                place[name] = {}
+            place = place[name]
+        place[last] = size
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _set_dtype(config: Any, dtype_name: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import StoredCheckpoint
-from ..checkpoints.plain.model_shapes import INPUT_EMBEDDINGS, read_vocab_size
+from ..checkpoints.plain.model_shapes import ALL_INPUT_EMBEDDINGS, read_vocab_size
 from ..checkpoints.storage.paths import MAX_JSON_BYTES, read_json_beside
 from ..errors import VocabularyError
 
@@ -18,9 +18,6 @@ _USUAL_PADDING = 1024
 
 # Files that hold every token with its id, or one a line, where there is no `tokenizer.json`.
 _VOCABULARIES = ("vocab.json", "gpt2-vocab.json", "vocab.txt")
-
-# Of CLIP's text, and of T5 and BART.
-_EMBEDDINGS = (*INPUT_EMBEDDINGS, "token_embedding.weight", "shared.weight")
 
 
 def refuse_other_ids(
@@ -120,7 +117,7 @@ def _keep_ids(pairs: Iterable[tuple[Any, Any]]) -> dict[str, int]:
 def _find_table(directory: Path, checkpoint: StoredCheckpoint) -> str:
     """Return the name of an input embedding, or of a table as high as `config.json` says; empty where none is plain."""
     tables = {name: tensor.shape[0] for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
-    named = [name for name in tables if f".{name}".endswith(tuple(f".{ending}" for ending in _EMBEDDINGS))]
+    named = [name for name in tables if f".{name}".endswith(tuple(f".{ending}" for ending in ALL_INPUT_EMBEDDINGS))]
     recorded = read_vocab_size(directory)
     found = named or [name for name, rows in tables.items() if rows == recorded]
     # Two vocabularies, of an encoder and a decoder, may have one tokenizer each.

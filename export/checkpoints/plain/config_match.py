@@ -1,20 +1,21 @@
 """Whether the weights are those of the model that a `config.json` describes, and what of it the weights know better.
 
 Judged by names and shapes alone, with the model on the meta device. Where transformers renames or merges tensors of the
-architecture on the way, such as each expert's, the rows of its table of tokens alone are looked at.
+architecture on the way, such as each expert's, its table of tokens is looked at, and whether any name is the same.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from .model_shapes import build_described, load_described
+from .model_shapes import ALL_INPUT_EMBEDDINGS, build_described, load_described
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -27,6 +28,8 @@ _NEW_NAMES = ("LayerNorm.weight", "LayerNorm.bias")
 _PARAMETRIZED = ".parametrizations."
 # Of a model without a head it is not part of what is computed.
 _POOLER = "pooler."
+# Of the ends of a model's names, in weights that hold it beside another.
+_LEAST_SHARE = 0.75
 # Keys of the configuration that say how many rows the table of tokens has.
 _SIZE_KEYS = ("vocab_size", "decoder_vocab_size")
 
@@ -36,7 +39,8 @@ class ConfigMatch:
     """What a configuration says that the weights know better, and what of it the weights cannot fill.
 
     Attributes:
-        sizes: The sizes of the vocabulary that it gets wrong → what the weights say; empty as a rule.
+        sizes: The sizes of the vocabulary that it gets wrong, such as `text_config.vocab_size` → what the weights say;
+            empty as a rule.
         class_name: The model that it describes; empty where that is not known.
         untrained: Names of that model's head that the weights do not have.
         unused: Names in the weights that it has no place for.
@@ -60,11 +64,11 @@ class _Match:
         unused: Names in the checkpoint that belong to other heads, those whose bytes have a place or a name left out.
     """
 
-    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    beyond: tuple[str, ...]
-    missing: tuple[str, ...]
-    untrained: tuple[str, ...]
-    unused: tuple[str, ...]
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    beyond: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return what does not fit, in words; empty where everything does."""
@@ -92,18 +96,19 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
     model = None if config is None else build_described(config)
     if model is None:
         return ConfigMatch()
-    sizes = _find_sizes(config, model, shapes)
-    if _is_converted(model):
+    sizes, converted = _find_sizes(config, model, shapes), _list_conversions(model)
+    if converted is None:
         return ConfigMatch(sizes=sizes)
-    match = _match(model, shapes, tied)
+    match = _match(model, shapes, tied, converted)
     said = match.describe()
     if not said:
         return _name_heads(model, match, {})
     if sizes:
         for key, rows in sizes.items():
-            setattr(config, key, rows)
+            *outer, last = key.split(".")
+            setattr(reduce(getattr, outer, config), last, rows)
         resized = build_described(config)
-        again = None if resized is None else _match(resized, shapes, tied)
+        again = None if resized is None else _match(resized, shapes, tied, converted)
         if again is not None and not again.describe():
             return _name_heads(model, again, sizes)
     raise CheckpointError(
@@ -118,20 +123,44 @@ def _name_heads(model: Any, match: _Match, sizes: Mapping[str, int]) -> ConfigMa
     return ConfigMatch(sizes=sizes, class_name=type(model).__name__, untrained=match.untrained, unused=match.unused)
 
 
-def _is_converted(model: Any) -> bool:
-    """Tell whether transformers changes tensors of this architecture while it loads them, or may do so."""
+def _list_conversions(model: Any) -> list[str] | None:
+    """Return the names, as patterns, to which transformers renames tensors while it loads them; None where unknown."""
     if getattr(model.config, "quantization_config", None) is not None:
-        return True
+        return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        return bool(get_model_conversion_mapping(model, add_legacy=False))
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        return [str(pattern) for conversion in mapping for pattern in conversion.target_patterns]
     # It is transformers' own, and may be another in another release.
     except Exception:
-        return True
+        return None
 
 
-def _match(model: Any, shapes: Shapes, tied: Mapping[str, str]) -> _Match:
+def _match(model: Any, shapes: Shapes, tied: Mapping[str, str], converted: Sequence[str]) -> _Match:
+    return _match_roughly(model, shapes, converted) if converted else _match_names(model, shapes, tied)
+
+
+def _match_roughly(model: Any, shapes: Shapes, converted: Sequence[str]) -> _Match:
+    """Return what does not fit whatever transformers renames: another table of tokens, or not one name in common."""
+    state, ends = model.state_dict(), _list_ends(model)
+    tables = {name: shape for name, shape in shapes.items() if f".{name}".endswith(ends)} if ends else {}
+    if ends and not tables and not any(end.split(".")[1] in pattern for end in ends for pattern in converted):
+        return _Match(missing=tuple(end[1:] for end in ends))
+    expected = tuple(_find_table(model).shape) if ends else ()
+    if tables and expected not in tables.values():
+        name, shape = next(iter(tables.items()))
+        return _Match(shapes={name: (shape, expected)})
+    own, theirs = ({_cut(name) for name in names} for names in (state, shapes))
+    tokens = tuple(f".{name}" for name in ALL_INPUT_EMBEDDINGS)
+    beyond = tuple(name for name in shapes if f".{name}".endswith(tokens))
+    # A model of pictures may be saved with that of texts beside it: then most of its names are there.
+    if beyond and not any(end.endswith(tokens) for end in own) and len(own & theirs) < _LEAST_SHARE * len(own):
+        return _Match(beyond=beyond)
+    return _Match() if own & theirs else _Match(beyond=tuple(shapes))
+
+
+def _match_names(model: Any, shapes: Shapes, tied: Mapping[str, str]) -> _Match:
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     found: dict[str, str] = {}
@@ -189,17 +218,50 @@ def _find_sizes(config: Any, model: Any, shapes: Shapes) -> dict[str, int]:
 
     The table is found by the end of its name, which stays where transformers renames what stands before it.
     """
-    try:
-        table = model.get_input_embeddings().weight
-    # Of sounds and pictures: there is none, or no table.
-    except (AttributeError, NotImplementedError):
+    table, ends = _find_table(model), _list_ends(model)
+    if not ends:
         return {}
-    names = (name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table)
-    ends = tuple("." + ".".join(name.split(".")[-2:]) for name in names)
     tables = [shape for name, shape in shapes.items() if f".{name}".endswith(ends)]
     rows = {shape[0] for shape in tables if shape[1:] == tuple(table.shape[1:])}
-    size = getattr(config, "vocab_size", None)
-    if len(rows) != 1 or type(size) is not int:
+    found = {
+        f"{prefix}{key}": getattr(inner, key, None) for prefix, inner in _list_configs(config) for key in _SIZE_KEYS
+    }
+    # Most tables have the size's rows; where they are padded, the model's own configuration says of what.
+    own = getattr(config, "vocab_size", None)
+    size = own if type(own) is int else table.shape[0]
+    if len(rows) != 1:
         return {}
     more = rows.pop() - table.shape[0]
-    return {key: size + more for key in _SIZE_KEYS if more and getattr(config, key, None) == size}
+    return {key: size + more for key, value in found.items() if more and type(value) is int and value == size}
+
+
+def _list_configs(config: Any) -> list[tuple[str, Any]]:
+    """Return what stands before a key, such as `text_config.`, and the configuration that it is of; its own first."""
+    inner = ((name, getattr(config, name, None)) for name in getattr(config, "sub_configs", {}))
+    return [("", config), *((f"{name}.", part) for name, part in inner if part is not None)]
+
+
+def _find_table(model: Any) -> Any:
+    """Return the parameter with a row for each token; None where there is none."""
+    try:
+        table = model.get_input_embeddings().weight
+    # Of sounds and pictures: there is none, or no table. Of both, transformers may not tell which part has it.
+    except (AttributeError, NotImplementedError):
+        table = None
+    if table is not None and len(table.shape) == 2:
+        return table
+    ends = tuple(f".{name}" for name in ALL_INPUT_EMBEDDINGS)
+    named = [parameter for name, parameter in model.named_parameters() if f".{name}".endswith(ends)]
+    return named[0] if len(named) == 1 else None
+
+
+def _list_ends(model: Any) -> tuple[str, ...]:
+    """Return the ends of the names of the table of tokens, which may be tied; empty where there is none."""
+    table = _find_table(model)
+    names = (name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table)
+    return tuple(dict.fromkeys(_cut(name) for name in names))
+
+
+def _cut(name: str) -> str:
+    """Return the end of a name, which stays where transformers renames what stands before it."""
+    return "." + ".".join(name.split(".")[-2:])

@@ -15,6 +15,8 @@ INPUT_EMBEDDINGS = (
     "tok_embeddings.weight",
     "embed_in.weight",
 )
+# And of CLIP's text, and of T5 and BART.
+ALL_INPUT_EMBEDDINGS = (*INPUT_EMBEDDINGS, "token_embedding.weight", "shared.weight")
 
 
 def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:

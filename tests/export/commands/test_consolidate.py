@@ -19,12 +19,26 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    EsmConfig,
+    EsmForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    SiglipConfig,
+    SiglipModel,
+    ViTConfig,
+    ViTModel,
 )
 
 from export.checkpoints import open_checkpoint
@@ -554,12 +568,86 @@ def test_a_base_with_another_head_is_no_other_model(
     assert fingerprint(tmp_path / "out" / "config.json") == fingerprint(base / "config.json")
 
 
-def test_the_table_alone_is_looked_at_of_a_model_that_transformers_changes_as_it_loads_it(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = CLIPTextModel(CLIPTextConfig(vocab_size=40, eos_token_id=1, bos_token_id=0, **sizes))
-    base = save_base(tmp_path / "base", model, vocab_size=32)
-    consolidate(save_run(tmp_path / "run", model), tmp_path / "out", base=base)
-    _, info = CLIPTextModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+SIZES = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PICTURES = {**SIZES, "image_size": 8, "patch_size": 4}
+TEXTS = {**SIZES, "vocab_size": 40, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+DECODER = {**TEXTS, "num_key_value_heads": 2}
+# transformers renames or merges tensors of all of these while it loads them.
+CONVERTED = {
+    "mixtral": MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=2)),
+    "qwen2_moe": Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **DECODER, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8
+        )
+    ),
+    "vit": ViTModel(ViTConfig(**PICTURES)),
+    "clip": CLIPModel(CLIPConfig(text_config=TEXTS, vision_config=PICTURES, projection_dim=8)),
+    "clip text": CLIPTextModel(CLIPTextConfig(**TEXTS)),
+    "siglip": SiglipModel(SiglipConfig(text_config=TEXTS, vision_config=PICTURES)),
+    "esm": EsmForMaskedLM(EsmConfig(**TEXTS, mask_token_id=4)),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("is_saved", [False, True], ids=["named as the model has them", "as it is saved"])
+def test_models_that_transformers_changes_as_it_loads_them_have_their_base(
+    name: str, is_saved: bool, tmp_path: Path
+) -> None:
+    model = CONVERTED[name]
+    base = save_base(tmp_path / "base", model)
+    if is_saved:
+        model.save_pretrained(tmp_path / "run")
+    else:
+        save_run(tmp_path / "run", model)
+    assert consolidate(tmp_path / "run", tmp_path / "out", base=base).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("trained", "described", "changes", "got"),
+    [
+        ("mixtral", "mixtral", {"hidden_size": 24}, r"model.embed_tokens.weight \[40, 12\] where \[40, 24\] belongs"),
+        ("gpt2", "mixtral", {}, "none for embed_tokens.weight"),
+        ("vit", "mixtral", {}, "none for embed_tokens.weight"),
+        ("mixtral", "vit", {}, "model.embed_tokens.weight beyond it"),
+        ("siglip", "vit", {}, "text_model.embeddings.token_embedding.weight beyond it"),
+    ],
+)
+def test_a_base_of_another_architecture_is_refused_where_transformers_renames(
+    trained: str, described: str, changes: dict[str, object], got: str, tmp_path: Path
+) -> None:
+    models = {**CONVERTED, "gpt2": GPT2LMHeadModel(GPT2)}
+    run_folder = save_run(tmp_path / "run", models[trained])
+    base = save_base(tmp_path / "base", models[described], **changes)
+    with pytest.raises(CheckpointError, match=f"base/config.json does not describe the weights: .*, got {got}; pass"):
+        consolidate(run_folder, tmp_path / "out", base=base)
+
+
+def test_a_model_of_pictures_may_lie_beside_that_of_texts(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", CLIPVisionModel(CLIPVisionConfig(**PICTURES)))
+    consolidate(save_run(tmp_path / "run", CONVERTED["clip"]), tmp_path / "out", base=base)
+
+
+def test_weights_without_a_name_of_the_model_are_of_another(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    torch.save({"conv.kernel": torch.zeros(2, 2)}, tmp_path / "run" / "model.pt")
+    base = save_base(tmp_path / "base", CONVERTED["vit"])
+    with pytest.raises(
+        CheckpointError, match="expected the names and shapes of ViTModel .*, got conv.kernel beyond it"
+    ):
+        consolidate(tmp_path / "run", tmp_path / "out", base=base)
+
+
+@pytest.mark.parametrize("name", ["clip text", "siglip", "clip"])
+def test_the_table_has_its_rows_in_a_model_that_transformers_changes_as_it_loads_it(name: str, tmp_path: Path) -> None:
+    model = CONVERTED[name]
+    sizes = {"vocab_size": 32}
+    is_part = name != "clip text"
+    inner = {"text_config": {**model.config.to_dict()["text_config"], **sizes}} if is_part else sizes
+    base = save_base(tmp_path / "base", model, **inner)
+    done = consolidate(save_run(tmp_path / "run", model), tmp_path / "out", base=base)
+    assert done.warnings[0].endswith(f" has {'text_config.' if is_part else ''}vocab_size 40.")
+    again, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
     assert not any(info.values())
 
 
