@@ -571,6 +571,7 @@ def test_the_key_tables_fit_transformers_model_of_every_size(size: str) -> None:
         pipe_ranks=None,
         vocabulary=None,
         padded_vocabulary=None,
+        vocabulary_step=None,
         activation="gelu_new",
         norm_epsilon=1e-5,
         tied=True,

@@ -193,6 +193,29 @@ def test_the_folder_of_the_base_tells_the_padding(model: GPT2LMHeadModel, tmp_pa
     assert open_checkpoint(folder, base=base).tensors["transformer.wte.weight"].shape == (60, HIDDEN)
 
 
+def test_a_vocabulary_whose_padding_is_not_the_tables_is_doubted(model: GPT2LMHeadModel, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", model, ranks=2, stages=1, core=True)
+    (folder / "vocab.json").unlink()
+    base = save_base(tmp_path / "base", model, 40)
+    (base / "config.json").unlink()
+
+    def doubts(**settings: object) -> list[str]:
+        for rank in ("mp_rank_00", "mp_rank_01"):
+            change(rank, lambda content: vars(content["args"]).update(settings))(folder)
+        missing = open_checkpoint(folder, base=base).facts.missing
+        return [line for line in missing if line.startswith("proof that the vocabulary")]
+
+    # Nothing is known of the padding where the arguments do not tell it.
+    assert doubts() == []
+    assert doubts(make_vocab_size_divisible_by=8) == [
+        "proof that the vocabulary in tokenizer.json is the one that it was trained with: 40 tokens, padded to a "
+        "multiple of 16 as the arguments say, are not 64 rows, of which the last 24 are left out"
+    ]
+    assert doubts(pad_vocab_size_to=64) == [] and doubts(pad_vocab_size_to=None) != []
+    save_base(base, model)
+    assert doubts() == []
+
+
 def test_a_base_of_another_model_is_refused(model: GPT2LMHeadModel, tmp_path: Path) -> None:
     folder = write(tmp_path / "run", model, ranks=1, stages=1, core=True)
     base = save_base(tmp_path / "base", model)

@@ -34,6 +34,9 @@ from deepspeed.utils import safe_get_full_fp32_param
 from ranks import fork_ranks
 from torch import nn
 
+# Megatron's default is 128.
+PADDED_TO = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -64,7 +67,7 @@ class Variant:
     @property
     def padded_vocabulary(self) -> int:
         """As Megatron pads: to a multiple of `make_vocab_size_divisible_by` for each tensor parallel rank."""
-        step = 8 * self.tensor
+        step = PADDED_TO * self.tensor
         return -(-self.vocabulary // step) * step
 
 
@@ -322,6 +325,7 @@ def make_args(variant: Variant) -> Namespace:
         "kv_channels": variant.hidden // variant.heads,
         "max_position_embeddings": variant.positions,
         "padded_vocab_size": variant.padded_vocabulary,
+        "make_vocab_size_divisible_by": PADDED_TO,
         "tensor_model_parallel_size": variant.tensor,
         "pipeline_model_parallel_size": variant.pipe,
         "layernorm_epsilon": 1e-5,

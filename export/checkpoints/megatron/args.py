@@ -64,6 +64,7 @@ class MegatronArgs:
         pipe_ranks: Over how many stages the layers were split; None where not recorded.
         vocabulary: The tokenizer's size, which forks record; None as a rule.
         padded_vocabulary: Rows of the embeddings of all tensor parallel ranks; None where not recorded.
+        vocabulary_step: Their number is the next multiple of this; None where not recorded, or padded otherwise.
         activation: transformers' name of the activation; None where the options do not tell.
         tied: Whether the head is the word embeddings.
     """
@@ -77,6 +78,7 @@ class MegatronArgs:
     pipe_ranks: int | None
     vocabulary: int | None
     padded_vocabulary: int | None
+    vocabulary_step: int | None
     activation: str | None
     norm_epsilon: float
     tied: bool
@@ -112,6 +114,7 @@ def read_args(content: Mapping[Any, Any], path: Path) -> MegatronArgs:
         pipe_ranks=_first(settings, _PIPE_RANKS),
         vocabulary=_number(settings.get("vocab_size")),
         padded_vocabulary=_number(settings.get("padded_vocab_size")),
+        vocabulary_step=_find_step(settings),
         activation=_find_activation(settings),
         norm_epsilon=_read_epsilon(settings.get("layernorm_epsilon", settings.get("norm_epsilon")), path),
         tied=settings.get("untie_embeddings_and_output_weights") is not True,
@@ -192,6 +195,15 @@ def _find_activation(settings: Mapping[str, Any]) -> str | None:
         return None
     fused, openai, _ = flags
     return "gelu_new" if fused or openai else "gelu"
+
+
+def _find_step(settings: Mapping[str, Any]) -> int | None:
+    """Return the number whose next multiple Megatron pads the vocabulary to, equally many rows on each rank."""
+    divisor, ranks = _number(settings.get("make_vocab_size_divisible_by")), _first(settings, _TENSOR_RANKS)
+    # The fork of BLOOM may pad to a size of the user's own.
+    if not divisor or not ranks or settings.get("pad_vocab_size_to") is not None:
+        return None
+    return divisor * ranks
 
 
 def _required(settings: Mapping[str, Any], name: str, path: Path) -> int:

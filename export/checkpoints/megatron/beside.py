@@ -49,11 +49,24 @@ def find_vocab_size(directory: Path, args: MegatronArgs, rows: int, *, base: Pat
                 got=f"{size} in {first}",
                 remedy="use the files that the checkpoint was trained with",
             )
-        return size, ""
+        return size, _doubt_size(first, size, rows, args.vocabulary_step)
     return (
         rows,
         f"the vocabulary's true size: all {rows} rows are kept, padding too; a tokenizer would tell, beside it or in "
         "the folder that --base names",
+    )
+
+
+def _doubt_size(where: str, size: int, rows: int, step: int | None) -> str:
+    """Return what makes unsure that a vocabulary is the one that the rows are of; empty where nothing does.
+
+    No proof: who goes on with another tokenizer may keep the table as it was.
+    """
+    if not step or -(-size // step) * step == rows:
+        return ""
+    return (
+        f"proof that the vocabulary in {where} is the one that it was trained with: {size} tokens, padded to a "
+        f"multiple of {step} as the arguments say, are not {rows} rows, of which the last {rows - size} are left out"
     )
 
 
