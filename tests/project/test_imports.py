@@ -161,7 +161,7 @@ FLOORS = {
     "server/draining": ("endpoints", "healing", "tritonserver"),
     "server/doctor": ("endpoints", "errors", "following", "limits", "locations", "tritonserver"),
     "server/announcement": ("endpoints", "following", "locations"),
-    "server/run": ("errors", "healing", "log", "status", "tritonserver"),
+    "server/run": ("errors", "healing", "log", "shortage", "status", "tritonserver"),
     "server/starting": ("errors", "run", "shortage", "tritonserver"),
     "server/watching": ("limits", "run", "status", "tritonserver"),
     "server/supervisor": (
