@@ -1,6 +1,8 @@
 """`make soak-cluster` in small: three servers behind HAProxy, of which some die, drain and roll; and its simulation."""
 
+import contextlib
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -44,6 +46,21 @@ def test_no_request_fails_while_one_dies_one_drains_and_one_rolls(two_versions: 
     assert {*phases[0].versions} == {1}
     assert {*phases[1].versions} <= {1, 2}
     assert {*phases[2].versions} == {2}
+
+
+@needs_haproxy
+def test_a_body_in_chunks_reaches_no_server(tmp_path: Path) -> None:
+    chunks = b"POST /v2/models/a/infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nHost: b\r\n\r\n"
+    with stand(tmp_path, "a") as cluster:
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                with socket.create_connection(("127.0.0.1", int(cluster.http)), timeout=30) as connection:
+                    connection.sendall(chunks)
+                    assert connection.recv(100).startswith(b"HTTP/1.1 411 ")
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize("use", [0.3, 0.5, 0.8])
