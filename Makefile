@@ -59,14 +59,14 @@ demo: setup ## Fetch a real checkpoint, export, verify, publish, serve, ask, sto
 serve: setup ## Serve model_repository until Ctrl-C
 	@exec $(BIN)/python -m server
 
-# Much of a test is waiting for a server to start or a trainer to end, so two cores keep four processes at work. Each
-# starts servers of its own. Files of tests are taken in the order that tests/conftest.py gives them.
-TEST_PROCESSES ?= 4
+# Much of a test is waiting for a server to start or a trainer to end, so two cores keep three processes at work. Each
+# starts servers of its own.
+TEST_PROCESSES ?= 3
 
 # What failed is run once more, alone, and its second result counts: of 1,800 tests that start servers and kill them, one
 # may meet a machine that has no core for it. What fails twice is told as failed, and what passes then was named before.
 test: setup lint $(VENV)/trainers $(VENV)/kubernetes/installed ## Run the whole test suite
-	@$(BIN)/python -m pytest --cache-clear --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder || \
+	@$(BIN)/python -m pytest --cache-clear --numprocesses $(TEST_PROCESSES) --dist loadfile || \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 UV := .cache/uv/bin/uv

@@ -47,21 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(shared.cleanup)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have files of tests that wait for servers take turns with those that compute, where several processes run them.
-
-    Where each process computes they are in each other's way, and where each waits nobody uses the cores.
-    """
-    if not os.environ.get("PYTEST_XDIST_WORKER"):
-        return
-    servers = config.rootpath / "tests" / "server"
-    kinds: dict[bool, list[Path]] = {True: [], False: []}
-    for path in dict.fromkeys(item.path for item in items):
-        kinds[servers in path.parents].append(path)
-    places = {path: (index + 0.5) / len(paths) for paths in kinds.values() for index, path in enumerate(paths)}
-    items.sort(key=lambda item: places[item.path])
-
-
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Count what is left out by the markers' meanings, which say how it is run."""
     for item in items:
