@@ -11,7 +11,7 @@ from pathlib import Path
 # gRPC would write its own account of a failure beside our sentence.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from modelyard.parser import Parser
+from modelyard.parser import VerbParser
 
 from .errors import GatewayError
 from .keys import Keys, add_key
@@ -131,7 +131,7 @@ def _refuse_address(host: str, port: int, reason: str) -> GatewayError:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = VerbParser(
         prog=PROGRAM,
         description=f"Answer clients of OpenAI's API, and of TEI's, with the models of a running `{SERVE}`.",
         epilog=_EXAMPLES,

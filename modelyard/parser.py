@@ -7,7 +7,7 @@ import sys
 from typing import Any, NoReturn
 
 
-class Parser(argparse.ArgumentParser):
+class VerbParser(argparse.ArgumentParser):
     """Names the verb and the option in what is wrong."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from modelyard.parser import Parser as Slips
+from modelyard.parser import VerbParser
 
 from .standard_streams import write_answer
 
 
-class Parser(Slips):
+class Parser(VerbParser):
     """Has the help told where nothing takes it, which argparse lets pass."""
 
     def print_help(self, file: Any = None) -> None:
