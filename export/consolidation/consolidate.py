@@ -125,7 +125,7 @@ def consolidate(
         missing=checkpoint.facts.missing,
         warnings=(
             *(_warn_of_sizes(directory, match.sizes) if fitted is None else fitted.warnings),
-            *_warn_of_head(directory, match),
+            *_warn_of_model(directory, match),
         ),
     )
 
@@ -154,11 +154,16 @@ def _warn_of_sizes(directory: Path, sizes: Mapping[str, int]) -> tuple[str, ...]
     )
 
 
-def _warn_of_head(directory: Path, match: ConfigMatch) -> tuple[str, ...]:
-    """Return what is to be said of a configuration whose head is not trained yet, as that of a pretrained model may be.
+def _warn_of_model(directory: Path, match: ConfigMatch) -> tuple[str, ...]:
+    """Return what is to be said of a configuration whose model cannot be built, or has a head that is not trained yet.
 
-    Weights that another head leaves unused are no harm by themselves.
+    That of a pretrained model may have one. Weights that another head leaves unused are no harm by themselves.
     """
+    if match.unbuilt:
+        return (
+            f"config.json of {directory} was not compared with the weights: transformers cannot build the "
+            f"{match.unbuilt} that it describes.",
+        )
     if not match.untrained:
         return ()
     unused = f"; it has no place for {list_some(match.unused, 4)}" if match.unused else ""

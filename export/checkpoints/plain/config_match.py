@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from .model_shapes import ALL_INPUT_EMBEDDINGS, build_described, load_described
+from .model_shapes import ALL_INPUT_EMBEDDINGS, build_described, find_class, load_described
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -44,12 +44,14 @@ class ConfigMatch:
         class_name: The model that it describes; empty where that is not known.
         untrained: Names of that model's head that the weights do not have.
         unused: Names in the weights that it has no place for.
+        unbuilt: The model that it describes, where transformers has it and cannot build it: nothing was compared.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     class_name: str = ""
     untrained: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    unbuilt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class _Match:
 def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = MappingProxyType({})) -> ConfigMatch:
     """Return how the configuration in `directory` and the weights go together.
 
-    Nothing is said of a configuration that is not there, or whose class transformers does not have or cannot build.
+    Nothing is said of a configuration that is not there, or whose class transformers does not have.
 
     Args:
         directory: The folder with `config.json`.
@@ -93,9 +95,11 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
         CheckpointError: The weights are not of the model that it describes.
     """
     config = load_described(directory)
-    model = None if config is None else build_described(config)
-    if model is None:
+    if config is None:
         return ConfigMatch()
+    model = build_described(config)
+    if model is None:
+        return ConfigMatch(unbuilt=config.architectures[0] if find_class(config) else "")
     sizes, converted = _find_sizes(config, model, shapes), _list_conversions(model)
     if converted is None:
         return ConfigMatch(sizes=sizes)

@@ -68,13 +68,20 @@ def load_described(directory: Path) -> Any:
         return None
 
 
+def find_class(config: Any) -> Any:
+    """Return transformers' class of a model that a configuration names; None where it has none."""
+    import transformers
+
+    found = getattr(transformers, config.architectures[0], None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
 def build_described(config: Any) -> Any:
     """Return the model of the class that a configuration names, on the meta device; None where that cannot be built."""
     import torch
-    import transformers
 
-    model_class = getattr(transformers, config.architectures[0], None)
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+    model_class = find_class(config)
+    if model_class is None:
         return None
     try:
         with torch.device("meta"):

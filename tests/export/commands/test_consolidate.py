@@ -543,6 +543,17 @@ def test_the_configuration_has_as_many_tokens_as_the_table(is_beside: bool, reco
         consolidate(run_folder, tmp_path / "other", base=None if is_beside else described)
 
 
+def test_a_configuration_of_which_no_model_can_be_built_is_told(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2)
+    run_folder = save_run(tmp_path / "run", model)
+    # No number of heads that the width can be divided by.
+    described = save_base(tmp_path / "base", model, n_head=GPT2.n_embd - 1)
+    assert consolidate(run_folder, tmp_path / "out", base=described).warnings == (
+        f"config.json of {described} was not compared with the weights: transformers cannot build the GPT2LMHeadModel "
+        "that it describes.",
+    )
+
+
 @pytest.mark.parametrize(
     ("trained", "described", "said"),
     [
