@@ -184,6 +184,7 @@ class Supervisor:
                 continue
             # Files may have become others while they were loaded, and it answers from these.
             self._follower.leave_out_touched()
+            self._follower.tell_start()
             self._doubt_what_is_missing()
             self._count_models()
             self._status.ready = True

@@ -19,6 +19,11 @@ _LAST_RETRY_S = 600.0
 # crash may be another's doing.
 _MAX_CRASHES = 2
 
+# A tritonserver that crashes so soon after a model was loaded may do so of that model, and does if it is so once more
+# within this time.
+_SOON_S = 5.0
+_AGAIN_S = 600.0
+
 
 @dataclass(kw_only=True)
 class Failure:
@@ -63,6 +68,15 @@ class Failures(dict[str, Failure]):
     def __init__(self, repository: Path) -> None:
         super().__init__()
         self._repository = repository
+        # What had just been loaded when a tritonserver crashed last, and when that was.
+        self._suspected: tuple[Published, float] | None = None
+
+    @property
+    def suspected(self) -> Published | None:
+        """What had just been loaded when a tritonserver crashed last, if that was not long ago."""
+        if self._suspected is None or time.monotonic() - self._suspected[1] > _AGAIN_S:
+            return None
+        return self._suspected[0]
 
     def doubt(self, published: Published, reason: str, delay_s: float, known: Loaded | None = None) -> None:
         """Take a model that was served for one that cannot be, and that is tried again after `delay_s`."""
@@ -86,6 +100,32 @@ class Failures(dict[str, Failure]):
             known=known,
         )
         return self[wanted.name], not (before and wanted.damage)
+
+    def suspect(self, loaded: Loaded, loaded_at: float) -> bool:
+        """Learn that a tritonserver crashed after it had loaded a model; return whether it is the model's doing.
+
+        If so, the model has failed, and was cut off by that end.
+
+        Args:
+            loaded: The model that was loaded last.
+            loaded_at: When, as `time.monotonic` tells it.
+        """
+        published, now = loaded.published, time.monotonic()
+        if now - loaded_at > _SOON_S:
+            return False
+        before, self._suspected = self.suspected, (published, now)
+        if before != published:
+            return False
+        self[published.name] = Failure(
+            wanted=published,
+            reason=f"{published.title} had just been loaded.",
+            retry_at=math.inf,
+            delay_s=FIRST_RETRY_S,
+            is_cut_off=True,
+            crashes=_MAX_CRASHES - 1,
+            known=loaded,
+        )
+        return True
 
     def note_end(self, how: str, *, is_crash: bool) -> Iterator[Failure]:
         """Yield each that was cut off by the end of a tritonserver, with what that says of it.

@@ -74,6 +74,8 @@ class Follower:
         self._changes = Changes(repository)
         self._served: dict[str, Loaded] = {}
         self._failures = Failures(repository)
+        # What tritonserver has just loaded and may crash of, and when it did.
+        self._newest: tuple[Loaded, float] | None = None
         self._seen: Mapping[str, object] | None = None
         # The file system and the folder of the repository.
         self._place: tuple[int, int] | None = None
@@ -127,6 +129,10 @@ class Follower:
             how: In words that follow its name.
             is_crash: Whether it ended by itself. Who killed it has nothing to say of the model, which is tried again.
         """
+        newest, self._newest = self._newest, None
+        is_served = newest is not None and self._served.get(newest[0].published.name) == newest[0]
+        if newest and is_crash and is_served and self._failures.suspect(*newest):
+            self._forget(newest[0].published)
         for failure in self._failures.note_end(how, is_crash=is_crash):
             title = failure.wanted.title
             if failure.is_deadly:
@@ -134,6 +140,13 @@ class Follower:
             else:
                 self._say(f"{title}: tritonserver {how} as it was loaded. {failure.promise}")
             self._tell_failure(failure)
+
+    def tell_start(self) -> None:
+        """Learn that a tritonserver was started anew: what the last one may have crashed of was loaded once more."""
+        suspected = self._failures.suspected
+        loaded = self._served.get(suspected.name) if suspected else None
+        if loaded and loaded.published == suspected:
+            self._newest = loaded, time.monotonic()
 
     def leave_out_touched(self) -> bool:
         """Unload what was loaded while a file of it was touched, and load it once more; return whether there was any.
@@ -333,6 +346,7 @@ class Follower:
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(taken)
+        self._newest = taken, time.monotonic()
         if rest and not self._ended:
             self._say(
                 f"warning: version {served} of {wanted.name} stays loaded beside version {wanted.version}, which is "

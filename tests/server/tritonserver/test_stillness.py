@@ -69,6 +69,14 @@ class TritonPythonModel:
         os.kill(os.getppid(), signal.{signal})
         time.sleep(5)
 """
+# The end comes when the load has been answered.
+DEADLY_SOON = """
+import os, subprocess
+
+class TritonPythonModel:
+    def initialize(self, args):
+        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -ABRT {os.getppid()}"])
+"""
 HARMLESS = """
 class TritonPythonModel:
     pass
@@ -122,6 +130,33 @@ def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(publish
         wait_for(server, lambda models: "deadly" not in models and read_ready(server) == (200, "ready\n"))
 
 
+@pytest.mark.rarer
+def test_what_tritonserver_does_not_survive_soon_after_its_load_is_left_alone(
+    published: Published, tmp_path: Path
+) -> None:
+    repository = tmp_path / "models"
+    shutil.copytree(published.repository, repository)
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        staged = tmp_path / "deadly"
+        (staged / "1").mkdir(parents=True)
+        (staged / "1" / "model.py").write_text(DEADLY_SOON)
+        (staged / "config.pbtxt").write_text(DEADLY_CONFIG)
+        staged.rename(repository / "deadly")
+        server.wait_for_line("active: tritonserver crashed 2 times as it was loaded", 120)
+        server.wait_for_line("tritonserver answers again", 60)
+        restarts = server.read_metrics()["modelyard_tritonserver_restarts_total"]
+        # Longer than until the next try.
+        signal.sigtimedwait([], 15)
+        assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == restarts
+        known = read_following(server)["deadly"]
+        assert (known["state"], known["served"]) == ("failed", 0)
+        assert read_following(server)["sentence_embedding"]["state"] == "served"
+        assert "had just been loaded." in known["reason"] and "deadly/config.pbtxt` will do" in known["reason"]
+
+
+@pytest.mark.rarer
 def test_a_model_whose_loading_others_cut_off_is_tried_until_it_is_loaded(published: Published, tmp_path: Path) -> None:
     repository, fuse = tmp_path / "models", tmp_path / "fuse"
     shutil.copytree(published.repository, repository)
@@ -146,6 +181,7 @@ def test_a_model_whose_loading_others_cut_off_is_tried_until_it_is_loaded(publis
         assert not any("Not tried again" in line for line in server.lines)
 
 
+@pytest.mark.rarer
 def test_what_tritonserver_does_not_survive_at_its_start_keeps_no_other_model_from_being_served(
     published: Published, tmp_path: Path
 ) -> None:
