@@ -149,6 +149,9 @@ architectures: setup ## Export and prove all 66 architectures and tasks, and wri
 checkpoints: setup $(VENV)/trainers ## Train the rarer variants of ZeRO checkpoints too, and read them bit for bit
 	@$(BIN)/python -m pytest -m 'matrix or not matrix' tests/checkpoints
 
+rarer: setup $(VENV)/trainers ## Try the rarer faults and exports too, which the suite leaves out for their time
+	@$(BIN)/python -m pytest -m rarer
+
 failing-disk: setup ## Fail every single write, rename and sync of a publication, not a sample of them
 	@MODELYARD_DISK_EVERY=1 $(BIN)/python -m pytest tests/export/repository/test_failing_disk.py
 

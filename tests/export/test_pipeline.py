@@ -102,6 +102,7 @@ def test_the_demos_export_is_as_tight_as_promised(published: Published) -> None:
     }
 
 
+@pytest.mark.rarer
 def test_sharded_safetensors_bin_and_sharded_bin_are_published_with_the_same_bytes(
     copy: Path, tmp_path: Path, export_cli: Cli
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_zero_3_training_checkpoint_is_published_with_the_bytes_of_its_live_we
     assert f"missing  {'; '.join(unproven)}" in again.out.replace("\n", " ")
 
 
+@pytest.mark.rarer
 def test_an_adapter_that_only_zero_3_files_hold_is_merged_as_peft_merges_it(
     tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
 ) -> None:

@@ -26,6 +26,7 @@ PAGE = CHECKOUT / "docs" / "checkpoints.md"
 LIMITS = Path("/sys/fs/cgroup/memory")
 
 
+@pytest.mark.rarer
 def test_an_export_and_an_instance_hold_what_was_told(tmp_path: Path) -> None:
     checkpoint = build_checkpoint("4x256", tmp_path / "checkpoint")
     held = measure(checkpoint, "onnxruntime:fp32", tmp_path / "models")

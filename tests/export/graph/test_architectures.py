@@ -39,10 +39,8 @@ EVERY = [(name, LOGITS if name in WITH_PAST else architecture.task) for name, ar
 # One of each kind that no other test exports; the others are run by `make architectures`.
 IN_EVERY_RUN = {
     ("roberta classification", None),
-    ("modernbert classification", None),
     ("llama", LOGITS),
     ("qwen3-moe", PAST),
-    ("t5 encoder", "feature-extraction"),
     ("bart", None),
     ("wav2vec2 speech", None),
 }

@@ -58,7 +58,9 @@ def export_tiny(export_cli: Callable[..., Finished], tiny_checkpoint: Path, tmp_
     return call
 
 
-@pytest.mark.parametrize(("release", "runtime"), [("25.08", "1.23.0"), ("26.07", "1.27.0")])
+@pytest.mark.parametrize(
+    ("release", "runtime"), [pytest.param("25.08", "1.23.0", marks=pytest.mark.rarer), ("26.07", "1.27.0")]
+)
 def test_another_target_is_proven_under_its_own_onnx_runtime(
     release: str, runtime: str, export_tiny: Callable[..., Finished], tmp_path: Path
 ) -> None:

@@ -212,6 +212,7 @@ def test_vectors_of_another_length_or_without_one_are_far_from_equal() -> None:
     assert compare_embeddings(one, one[:, :1])["max_abs_error"] == np.inf
 
 
+@pytest.mark.rarer
 def test_a_graph_that_zeros_break_is_published_without_a_warmup(tmp_path: Path) -> None:
     # Its head looks for the token that ends a text, and zeros have none.
     save_model(ARCHITECTURES["bart classification"], tmp_path / "bart")

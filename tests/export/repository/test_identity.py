@@ -140,7 +140,9 @@ def test_an_older_version_that_is_the_same_becomes_active_again(folder: Path, re
     assert find_active_version(models, "t") == 1
 
 
-@pytest.mark.parametrize("words", [(), ("--no-activate",), ("--again",)])
+@pytest.mark.parametrize(
+    "words", [(), *(pytest.param((word,), marks=pytest.mark.rarer) for word in ("--no-activate", "--again"))]
+)
 def test_a_version_that_cannot_be_served_for_want_of_a_configuration_is_mended(
     words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -382,6 +382,7 @@ def test_lean_json_holds_what_the_contracts_say(served: Served) -> None:
     assert keys == [*json.loads((served.repository / "lean_fill-mask" / "1" / "lean.json").read_text())]
 
 
+@pytest.mark.rarer
 def test_clients_find_a_lone_lean_model(checkpoint: Path, tmp_path: Path) -> None:
     repository = tmp_path / "models"
     exported = run(

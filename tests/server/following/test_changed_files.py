@@ -271,7 +271,7 @@ def test_a_model_whose_sums_lack_a_file_at_the_start_is_served_once_they_do_not(
         assert server.check().code == 0
 
 
-@pytest.mark.parametrize("kept", ["lock", "nothing"])
+@pytest.mark.parametrize("kept", ["lock", pytest.param("nothing", marks=pytest.mark.rarer)])
 def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(
     repository: Path, tmp_path: Path, kept: str
 ) -> None:

@@ -125,6 +125,7 @@ def ask_for_another(golden: dict[str, Any]) -> None:
 CHANGES = (change_answer, ask_for_pieces, bound_labels, count_beyond_floats, ask_for_another)
 
 
+@pytest.mark.rarer
 def test_a_recorded_answer_that_was_changed_is_not_the_models_fault(repository: Path, tmp_path: Path) -> None:
     copy = copy_at_first(repository, tmp_path / "models")
     half = publish_half(copy, tmp_path)
@@ -213,7 +214,7 @@ def test_a_pipe_among_the_files_of_a_version_is_named_and_waited_for_by_nobody(
         assert set(callers.answers) == {1, 2}
 
 
-@pytest.mark.parametrize("takes", ["file", "folder"])
+@pytest.mark.parametrize("takes", ["file", pytest.param("folder", marks=pytest.mark.rarer)])
 def test_a_pipe_that_came_while_it_was_served_is_waited_for_by_nobody_who_loads_it_anew(
     repository: Path, tmp_path: Path, takes: str
 ) -> None:
@@ -259,7 +260,10 @@ WITHOUT_RIGHTS = ("--inh-caps=-dac_override,-dac_read_search", "--bounding-set=-
 
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not installed; `apt-get install util-linux`")
-@pytest.mark.parametrize("closed", [NAME, f"{NAME}_model", f"{NAME}_preprocess/1"])
+@pytest.mark.parametrize(
+    "closed",
+    [NAME, *(pytest.param(each, marks=pytest.mark.rarer) for each in (f"{NAME}_model", f"{NAME}_preprocess/1"))],
+)
 def test_a_folder_that_cannot_be_read_is_named_and_keeps_nobody_else_from_being_served(
     repository: Path, tmp_path: Path, closed: str
 ) -> None:

@@ -25,6 +25,7 @@ from followed import (
 from launcher import Running, running
 
 
+@pytest.mark.rarer
 def test_a_model_whose_file_is_away_comes_back_with_it_and_what_still_answers_goes_on(
     served: tuple[Running, Path],
 ) -> None:
@@ -212,7 +213,10 @@ ANY_DAMAGES = (write_garbage, empty, leave_quote, put_folder, put_pipe, link_to_
 PUBLIC_DAMAGES = (*ANY_DAMAGES, cut_short, borrow_step, name_version_before_all)
 
 
-@pytest.mark.parametrize(("part", "damages"), [(NAME, PUBLIC_DAMAGES), (f"{NAME}_preprocess", ANY_DAMAGES)])
+@pytest.mark.parametrize(
+    ("part", "damages"),
+    [(NAME, PUBLIC_DAMAGES), pytest.param(f"{NAME}_preprocess", ANY_DAMAGES, marks=pytest.mark.rarer)],
+)
 def test_what_cannot_be_read_is_served_as_before(
     served: tuple[Running, Path], tmp_path: Path, part: str, damages: Sequence[Callable[[Path], object]]
 ) -> None:

@@ -41,7 +41,13 @@ def stop_next(server: Running, known: Collection[int], is_meant: Callable[[list[
 
 
 @pytest.mark.parametrize(
-    "is_meant", [is_shell, is_process, lambda arguments: arguments[0] == "sleep"], ids=["shell", "process", "pause"]
+    "is_meant",
+    [
+        is_shell,
+        pytest.param(is_process, marks=pytest.mark.rarer),
+        pytest.param(lambda arguments: arguments[0] == "sleep", marks=pytest.mark.rarer),
+    ],
+    ids=["shell", "process", "pause"],
 )
 def test_a_rollout_goes_on_whatever_of_it_is_stopped(
     served: tuple[Running, Path], is_meant: Callable[[list[str]], bool]

@@ -145,7 +145,9 @@ def test_a_tritonserver_that_can_accept_nobody_more_but_answers_is_left_alone(pu
         assert any("Too many open files" in line and "more lines" in line for line in lines)
 
 
-@pytest.mark.parametrize("port", ["http", "grpc", "metrics"])
+@pytest.mark.parametrize(
+    "port", ["http", pytest.param("grpc", marks=pytest.mark.rarer), pytest.param("metrics", marks=pytest.mark.rarer)]
+)
 def test_idle_connections_to_any_port_that_keep_new_callers_out_are_told_of(published: Published, port: str) -> None:
     few = 400
     with running(published.repository, under=["prlimit", f"--nofile={few}:{few}"]) as server:

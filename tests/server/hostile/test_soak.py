@@ -28,6 +28,7 @@ def repository(published: Published, tmp_path: Path) -> Path:
     return repository
 
 
+@pytest.mark.rarer
 def test_more_than_it_can_answer_is_refused_in_words_and_the_rest_answered_right(repository: Path) -> None:
     with running(repository) as server:
         server.read_until("serving HTTP")

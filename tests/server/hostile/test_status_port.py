@@ -92,6 +92,7 @@ def read_to_end(connection: socket.socket) -> bytes:
     return answer
 
 
+@pytest.mark.rarer
 def test_more_idle_connections_than_files_take_nothing_from_those_who_ask_nor_from_what_serves(server: Running) -> None:
     tritonserver = server.tritonserver
     threads = count_entries(server.process.pid, "task")
