@@ -23,6 +23,9 @@ _INTERVAL_S = 0.5
 # Longer than any order to a tritonserver takes that is no more.
 _LONGEST_ORDER_S = 10.0
 
+# From here on it is said what waits while a model is loaded: a large one takes minutes by right.
+_LONG_S = 10.0
+
 State = Literal["served", "rolling", "failed"]
 
 
@@ -76,6 +79,8 @@ class Follower:
         self._failures = Failures(repository)
         # What tritonserver has just loaded and may crash of, and when it did.
         self._newest: tuple[Loaded, float] | None = None
+        # What tritonserver loads now, and since when.
+        self._loading: tuple[Published, float] | None = None
         self._seen: Mapping[str, object] | None = None
         # The file system and the folder of the repository.
         self._place: tuple[int, int] | None = None
@@ -197,22 +202,45 @@ class Follower:
             follows: Whether to; if not, what failed is tried again all the same.
         """
         now = time.monotonic()
-        if now < self._next_look or (self._worker and self._worker.is_alive()):
+        if now < self._next_look:
             return
         self._next_look = now + _INTERVAL_S
+        if self._worker and self._worker.is_alive():
+            if follows:
+                self._tell_waiting(now)
+            return
         seen = self._look() if follows else self._seen
         if self._failures:
             mended = self._changes.find_mended({name: each.wanted.version for name, each in self._failures.items()})
             self._failures.hurry(mended=mended)
         due = self._failures.are_due()
         if seen != self._seen or due:
-            # Where it is looked at once more, nothing says what has changed.
-            if seen is not None and self._seen is not None:
-                self._failures.hurry({name for name in {*seen, *self._seen} if seen.get(name) != self._seen.get(name)})
+            self._failures.hurry(self._find_changed(seen))
             self._seen = seen
             task = self._follow if follows else self._retry
             self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
             self._worker.start()
+
+    def _find_changed(self, seen: Mapping[str, object] | None) -> set[str]:
+        """Return what is another than when it was looked at last; nothing where that is to be done once more."""
+        if seen is None or self._seen is None:
+            return set()
+        return {name for name in {*seen, *self._seen} if seen.get(name) != self._seen.get(name)}
+
+    def _tell_waiting(self, now: float) -> None:
+        """Say once of what is being loaded for long that what has changed meanwhile waits for it."""
+        loading, since = self._loading or (None, now)
+        if loading is None or now - since < _LONG_S:
+            return
+        # What was served meanwhile is looked at more closely than before, which is no change of it; and Python may
+        # have left what it compiled beside what is loaded.
+        changed = (name for name in self._find_changed(self._look()) if not name.endswith("/"))
+        if waiting := sorted(name for name in changed if name not in loading.configs):
+            self._loading = None
+            self._say(
+                f"{loading.title} has been loading for {now - since:.0f} s; what has changed meanwhile waits until "
+                f"that ends: {', '.join(waiting)}"
+            )
 
     def wait(self) -> None:
         """Wait for what is under way, until its orders have failed at the latest."""
@@ -332,6 +360,7 @@ class Follower:
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
         rest, taken = "", held or take_files(self._repository, wanted, self._sums)
+        self._loading = wanted, start
         try:
             if loaded:
                 rest = self._roller.roll(loaded, taken)
@@ -343,6 +372,8 @@ class Follower:
             if not self._ended:
                 self._fail(wanted, exc, held)
             return not isinstance(exc.__cause__, GoneError)
+        finally:
+            self._loading = None
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(taken)

@@ -220,6 +220,38 @@ def test_a_model_that_was_made_by_hand_and_cannot_be_loaded_is_named_without_a_v
     assert ".;" not in told and ";." not in told
 
 
+def test_what_changes_while_a_model_is_loaded_for_long_is_told_and_brought_after_it(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    go = tmp_path / "go"
+    slow = (
+        "import os, time\n"
+        "class TritonPythonModel:\n"
+        "    def initialize(self, args):\n"
+        f"        while not os.path.exists({str(go)!r}): time.sleep(0.1)\n"
+    )
+    config = (
+        'backend: "python"\ninput { name: "X" data_type: TYPE_FP32 dims: [1] }\n'
+        'output { name: "Y" data_type: TYPE_FP32 dims: [1] }\n'
+    )
+    (repository / "slow.part" / "1").mkdir(parents=True)
+    (repository / "slow.part" / "1" / "model.py").write_text(slow)
+    (repository / "slow.part" / "config.pbtxt").write_text(config)
+    (repository / "slow.part").rename(repository / "slow")
+    while not server.find_stubs("slow"):
+        time.sleep(0.1)
+    activate(repository, 2)
+    server.wait_for_line("what has changed meanwhile waits until that ends", 60)
+    told = server.lines[server.read - 1]
+    assert told.startswith("slow ") and NAME in told.rpartition(": ")[2]
+    assert read_following(server)[NAME]["served"] == 1
+    go.touch()
+    server.wait_for_line("slow: is served", 60)
+    wait_for(server, lambda models: models[NAME]["served"] == 2)
+    assert sum("waits until that ends" in line for line in server.lines) == 1
+
+
 def test_a_tritonserver_that_is_started_anew_serves_what_was_proven_and_not_what_failed(
     served: tuple[Running, Path],
 ) -> None:
