@@ -6,9 +6,11 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
+import re
 import shutil
 import signal
 import tempfile
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +36,9 @@ from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# How often the tritonserver of a session was started anew, as far as it is known.
+_RESTARTS: dict[Addresses, int] = {}
 
 # By the meaning of a marker in pyproject.toml, how many tests `-m` or `-k` left out.
 _LEFT_OUT = pytest.StashKey[Counter[str]]()
@@ -160,6 +165,18 @@ def server(published: Published) -> Iterator[Addresses]:
     """Serve the real checkpoint with the real tritonserver for all tests that only ask it."""
     with serve(published.repository) as addresses:
         yield addresses
+
+
+@pytest.fixture(autouse=True)
+def _restarts_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test during which the tritonserver that many ask ended, and not the one that sees it later."""
+    yield
+    asked = request.node.funcargs.get("server")
+    if isinstance(asked, Addresses):
+        with urllib.request.urlopen(f"http://{asked.status}/metrics", timeout=30) as answer:
+            (count,) = re.findall(rb"^modelyard_tritonserver_restarts_total (\d+)", answer.read(), re.MULTILINE)
+        before, _RESTARTS[asked] = _RESTARTS.get(asked, 0), int(count)
+        assert int(count) == before, "tritonserver was started anew"
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,8 @@ NAME = "followed"
 PARTS = (f"{NAME}_preprocess", f"{NAME}_model", NAME)
 
 
-def publish_two(checkpoint: Path, folder: Path) -> Path:
-    """Return a repository with two versions of one model, whose answers have nothing in common."""
+def publish_two(checkpoint: Path, folder: Path) -> None:
+    """Publish two versions of one model, whose answers have nothing in common, in `models` of a folder."""
     for seed in (1, 2):
         torch.manual_seed(seed)
         config = BertConfig(
@@ -45,7 +45,6 @@ def publish_two(checkpoint: Path, folder: Path) -> Path:
         options = ["--name", NAME, "--repository", str(folder / "models")]
         done = run("-m", "export", "run", str(folder / str(seed)), *options)
         assert done.code == 0, done.err
-    return folder / "models"
 
 
 @contextlib.contextmanager

@@ -32,51 +32,43 @@ class Trained:
     labels: list[str]
 
 
-@pytest.fixture(scope="module")
-def trained(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trained]:
+@pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.rarer)])
+def trained(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Trained:
     out = tmp_path_factory.mktemp("classifier")
     script = CHECKOUT / "tests" / "trainers" / "train_classifier.py"
-    done = subprocess.run([sys.executable, script, checkpoint, out, "3,2"], capture_output=True, text=True, timeout=300)
+    words = [sys.executable, script, checkpoint, out, str(request.param)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = {}
-    for stage in (3, 2):
-        told = json.loads((out / f"zero{stage}.json").read_text())
-        folder = out / f"zero{stage}" / "checkpoint-6"
-        found[stage] = Trained(folder, told["texts"], np.array(told["logits"], np.float32), told["labels"])
-    assert np.ptp(found[3].logits, axis=0).min() > 0.2, "the model has learnt something"
+    told = json.loads((out / f"zero{request.param}.json").read_text())
+    folder = out / f"zero{request.param}" / "checkpoint-6"
+    found = Trained(folder, told["texts"], np.array(told["logits"], np.float32), told["labels"])
+    assert np.ptp(found.logits, axis=0).min() > 0.2, "the model has learnt something"
     return found
 
 
-@pytest.mark.parametrize("stage", [3, 2])
-def test_the_consolidated_classifier_answers_as_its_trainer_did(
-    trained: dict[int, Trained], tmp_path: Path, stage: int
-) -> None:
-    source = trained[stage]
-    consolidate(source.checkpoint, tmp_path / "out")
+def test_the_consolidated_classifier_answers_as_its_trainer_did(trained: Trained, tmp_path: Path) -> None:
+    consolidate(trained.checkpoint, tmp_path / "out")
     model, loading = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading.values()), loading
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        encoded = [tokenizer(text, truncation=True, max_length=128, return_tensors="pt") for text in source.texts]
+        encoded = [tokenizer(text, truncation=True, max_length=128, return_tensors="pt") for text in trained.texts]
         logits = torch.cat([model.eval()(**inputs).logits for inputs in encoded]).numpy()
-    assert np.abs(logits - source.logits).max() < LOGIT_TOLERANCE
-    assert (logits.argmax(1) == source.logits.argmax(1)).all()
-    assert [model.config.id2label[index] for index in range(3)] == source.labels
+    assert np.abs(logits - trained.logits).max() < LOGIT_TOLERANCE
+    assert (logits.argmax(1) == trained.logits.argmax(1)).all()
+    assert [model.config.id2label[index] for index in range(3)] == trained.labels
 
 
-def test_the_published_and_served_classifier_answers_as_its_trainer_did(
-    trained: dict[int, Trained], tmp_path: Path
-) -> None:
-    source = trained[3]
+def test_the_published_and_served_classifier_answers_as_its_trainer_did(trained: Trained, tmp_path: Path) -> None:
     arguments = ("--name", NAME, "--repository", str(tmp_path / "models"), "--json")
-    done = run("-m", "export", "run", str(source.checkpoint), *arguments)
+    done = run("-m", "export", "run", str(trained.checkpoint), *arguments)
     assert done.code == 0, done.err
     assert json.loads(done.out)["task"] == "text-classification"
     with serve(tmp_path / "models") as addresses:
         server = Connection(addresses.http, "http", 60.0)
-        answers = server.infer(server.find_model(NAME), [text.encode() for text in source.texts])
-    scores = np.exp(source.logits) / np.exp(source.logits).sum(axis=1, keepdims=True)
+        answers = server.infer(server.find_model(NAME), [text.encode() for text in trained.texts])
+    scores = np.exp(trained.logits) / np.exp(trained.logits).sum(axis=1, keepdims=True)
     for row, expected in enumerate(scores):
         order = np.argsort(-expected)
-        assert [label.decode() for label in answers["LABEL"][row]] == [source.labels[index] for index in order]
+        assert [label.decode() for label in answers["LABEL"][row]] == [trained.labels[index] for index in order]
         assert np.abs(answers["SCORE"][row] - expected[order]).max() < SCORE_TOLERANCE

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from followed import publish_two, serving_copy
+from harness import make_once
 from launcher import Running
 
 
-@pytest.fixture(scope="module")
-def repository(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return publish_two(checkpoint, tmp_path_factory.mktemp("following"))
+@pytest.fixture(scope="session")
+def repository(checkpoint: Path) -> Path:
+    return make_once("following", lambda folder: publish_two(checkpoint, folder)) / "models"
 
 
 @pytest.fixture
