@@ -41,6 +41,7 @@ class Run:
         healer: Its backend processes.
         absences: The models that it has lost.
         is_version_known: Whether it has told which tritonserver it is.
+        has_ended_loads: Whether loads failed because we ended what a signal had stopped.
 
     Raises:
         ShortageError: This machine has not what it takes.
@@ -70,6 +71,7 @@ class Run:
         self.healer = Healer(self.server.pid, control, status, log.say, revive)
         self.absences = Absences(control, log.say)
         self.is_version_known = False
+        self.has_ended_loads = False
 
     @property
     def is_stopped(self) -> bool:

@@ -93,6 +93,7 @@ class Start:
             if not live:
                 # It is to start without a model whose process died, or was stopped, as it loaded.
                 for told in self._run.healer.table.end_stopped_loads():
+                    self._run.has_ended_loads = True
                     self._say(told)
                 self._run.healer.table.end_lost_loads()
         if live and self._run.learn_version() and self._run.tells_metrics():

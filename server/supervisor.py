@@ -226,7 +226,8 @@ class Supervisor:
             self._say(line)
         public = {item.name for item in self._follower.published}
         does_any_answer = any(verdict.answers and verdict.model in public for verdict in verdicts)
-        if not (does_any_answer or is_any_touched or self._loads_each):
+        is_any_tried_again = is_any_touched or self._loads_each or self._run.has_ended_loads
+        if not (does_any_answer or is_any_tried_again):
             raise StartError(
                 f"no model of {self._settings.repository} can be served",
                 expected=f"at least one of {', '.join(item.name for item in self._follower.known)} to load",

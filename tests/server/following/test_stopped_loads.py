@@ -25,7 +25,9 @@ def is_process(arguments: list[str]) -> bool:
     return arguments[0].endswith(STUB)
 
 
-def stop_next(server: Running, known: Collection[int], is_meant: Callable[[list[str]], bool]) -> None:
+def stop_next(
+    server: Running, known: Collection[int], is_meant: Callable[[list[str]], bool], *, after_s: float = 0.0
+) -> None:
     """Stop the first process of a kind that tritonserver starts, or that such a one waits for."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -35,6 +37,7 @@ def stop_next(server: Running, known: Collection[int], is_meant: Callable[[list[
             several = [*children, *(pid for child in children for pid in list_children(child))]
             for pid in several:
                 if (arguments := read_arguments(pid)) and is_meant(arguments):
+                    time.sleep(after_s)
                     os.kill(pid, signal.SIGSTOP)
                     return
     raise AssertionError("\n".join(server.lines))
@@ -77,7 +80,8 @@ def test_a_process_that_is_stopped_at_the_start_leaves_its_model_to_be_tried_aga
     repository: Path, tmp_path: Path
 ) -> None:
     with running(copy_at_first(repository, tmp_path / "models")) as server:
-        stop_next(server, (), is_process)
+        # Of one that has just begun tritonserver may try whether it can run, and start another.
+        stop_next(server, (), is_process, after_s=0.1)
         server.read_until("serving HTTP")
         server.follow()
         wait_for(server, lambda models: (models[NAME]["state"], models[NAME]["served"]) == ("served", 1))
