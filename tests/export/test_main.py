@@ -146,6 +146,7 @@ def test_with_a_closed_standard_output_it_ends_as_its_work_does(tmp_path: Path) 
     assert sorted(path.name for path in (tmp_path.with_name(f"{tmp_path.name}-out")).iterdir()) == ["model.safetensors"]
 
 
+@pytest.mark.rarer
 def test_a_limit_on_file_sizes_is_named_with_the_place_where_it_was_met(tiny_checkpoint: Path, tmp_path: Path) -> None:
     room = tmp_path / "room"
     room.mkdir()

@@ -353,6 +353,7 @@ def test_auto_proves_and_measures_each_engine_takes_the_fastest_and_keeps_it(
     assert step == steps
 
 
+@pytest.mark.rarer
 def test_auto_leaves_out_what_does_not_serve_the_precision(copy: Path, repository: Path, export_cli: Cli) -> None:
     arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository), "--engine", "auto")
     done = export_cli(*arguments, "--precision", "fp16", "--json")

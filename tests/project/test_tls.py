@@ -181,7 +181,7 @@ def test_the_client_speaks_tls_and_takes_its_token_from_a_file(proxy: Proxy, pro
     assert ask_as_a_client(proxy, protocol, *options, *url).code == 0
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("protocol", ["http", pytest.param("grpc", marks=pytest.mark.rarer)])
 def test_the_client_says_in_one_sentence_why_it_is_kept_out(proxy: Proxy, protocol: str, tmp_path: Path) -> None:
     certificate = ["--ca", str(proxy.folder / "certificate.pem")]
     (tmp_path / "none.pem").write_text("no certificate")

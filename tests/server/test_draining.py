@@ -88,7 +88,9 @@ def test_an_idle_connection_does_not_hold_up_the_stop(published: Published) -> N
         idle.close()
 
 
-@pytest.mark.parametrize("others", [0, 2], ids=["alone", "beside clients that go on asking"])
+@pytest.mark.parametrize(
+    "others", [0, pytest.param(2, marks=pytest.mark.rarer)], ids=["alone", "beside clients that go on asking"]
+)
 def test_a_stream_that_was_answered_and_stays_open_does_not_hold_up_the_stop(published: Published, others: int) -> None:
     name = published.result["publication"]["name"]
     tensor = tritonclient.grpc.InferInput("TEXT", [1, 1], "BYTES")

@@ -207,7 +207,7 @@ def test_an_openvino_json_without_lengths_is_served_as_before(exported: Exported
 @pytest.mark.parametrize(
     "first",
     [
-        "import export.graph.stateful_decoder",
+        pytest.param("import export.graph.stateful_decoder", marks=pytest.mark.rarer),
         "import export.engines.openvino_generation",
         "sys.path.insert(0, 'backends/python_openvino'); import compiled",
         # Which tritonserver alone has; it is only imported here.

@@ -38,7 +38,6 @@ EVERY = [(name, LOGITS if name in WITH_PAST else architecture.task) for name, ar
 
 # One of each kind that no other test exports; the others are run by `make architectures`.
 IN_EVERY_RUN = {
-    ("roberta classification", None),
     ("llama", LOGITS),
     ("qwen3-moe", PAST),
     ("bart", None),
@@ -126,7 +125,7 @@ def test_the_table_names_every_architecture() -> None:
     assert named == [name for name, _ in EVERY]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.rarer)])
 def test_a_text_written_token_by_token_has_the_scores_of_the_whole(name: str, tmp_path: Path) -> None:
     source = load(name, PAST, tmp_path)
     task = source.task

@@ -101,6 +101,7 @@ def test_32_requests_of_14_lengths_run_in_at_most_4_executions(joined: Path) -> 
         assert np.abs(vector - alone[0]).max() <= 1e-5
 
 
+@pytest.mark.rarer
 def test_a_running_server_is_not_moved_to_another_batching_and_says_why(
     joined: Path, tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
 ) -> None:

@@ -105,7 +105,7 @@ def test_a_tensorrt_plan_is_refused_where_there_is_none_with_the_command_that_bu
     assert not (tmp_path / "models").exists()
 
 
-@pytest.mark.parametrize(("precision", "size"), [("fp16", 0.55), ("bf16", 0.6)])
+@pytest.mark.parametrize(("precision", "size"), [pytest.param("fp16", 0.55, marks=pytest.mark.rarer), ("bf16", 0.6)])
 def test_a_16_bit_file_is_half_as_large_and_proven(
     precision: str, size: float, export_tiny: Callable[..., Finished], tmp_path: Path
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_version_that_cannot_be_served_for_want_of_a_configuration_is_mended(
         assert {part: (repository / part / "config.pbtxt").read_text() for part in before} == before
 
 
+@pytest.mark.rarer
 def test_a_step_without_a_configuration_does_not_make_its_files_missing(folder: Path, export_cli: Exporting) -> None:
     (folder / "other").mkdir()
     repository, other = folder / "models", shutil.copytree(folder / "checkpoint", folder / "other" / "checkpoint")

@@ -284,6 +284,7 @@ def test_the_fast_path_of_attention_is_left_out_and_said_so(
     assert list_steps(done) == [(1, 5), (2, 5), (3, 5), (4, 7), (5, 7), (6, 7), (7, 7)]
 
 
+@pytest.mark.rarer
 def test_a_module_that_only_a_trace_exports_rightly_is_published_with_the_reasons(
     export_cli: Callable[..., Finished], module_file: Path
 ) -> None:

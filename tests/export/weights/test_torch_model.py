@@ -115,7 +115,7 @@ OWN_TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.O
     [
         ("run", "config.json", {"model_type": "own", **OWN_MODEL}),
         ("consolidate", "config.json", OWN_MODEL),
-        ("run", "tokenizer_config.json", OWN_TOKENIZER),
+        pytest.param("run", "tokenizer_config.json", OWN_TOKENIZER, marks=pytest.mark.rarer),
     ],
 )
 def test_python_in_a_checkpoint_is_not_run_by_whoever_says_yes(

@@ -117,7 +117,7 @@ def test_a_file_that_is_cut_where_it_lies_is_told_before_anything_dies_of_it(ser
     assert server.check().code == 0
 
 
-@pytest.mark.parametrize("told_by", ["sums", "lock"])
+@pytest.mark.parametrize("told_by", ["sums", pytest.param("lock", marks=pytest.mark.rarer)])
 def test_a_tokenizer_that_was_changed_before_the_start_is_not_served(
     repository: Path, tmp_path: Path, told_by: str
 ) -> None:
@@ -245,7 +245,7 @@ def test_a_file_that_is_changed_with_its_sum_but_not_with_its_lock_replaces_noth
     assert server.check().code == 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "a line"])
+@pytest.mark.parametrize("damage", ["cut", pytest.param("a line", marks=pytest.mark.rarer)])
 def test_a_model_whose_sums_lack_a_file_at_the_start_is_served_once_they_do_not(
     repository: Path, tmp_path: Path, damage: str
 ) -> None:
@@ -271,7 +271,8 @@ def test_a_model_whose_sums_lack_a_file_at_the_start_is_served_once_they_do_not(
         assert server.check().code == 0
 
 
-@pytest.mark.parametrize("kept", ["lock", pytest.param("nothing", marks=pytest.mark.rarer)])
+@pytest.mark.parametrize("kept", ["lock", "nothing"])
+@pytest.mark.rarer
 def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(
     repository: Path, tmp_path: Path, kept: str
 ) -> None:

@@ -214,7 +214,8 @@ def test_a_pipe_among_the_files_of_a_version_is_named_and_waited_for_by_nobody(
         assert set(callers.answers) == {1, 2}
 
 
-@pytest.mark.parametrize("takes", ["file", pytest.param("folder", marks=pytest.mark.rarer)])
+@pytest.mark.parametrize("takes", ["file", "folder"])
+@pytest.mark.rarer
 def test_a_pipe_that_came_while_it_was_served_is_waited_for_by_nobody_who_loads_it_anew(
     repository: Path, tmp_path: Path, takes: str
 ) -> None:
@@ -262,8 +263,9 @@ WITHOUT_RIGHTS = ("--inh-caps=-dac_override,-dac_read_search", "--bounding-set=-
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not installed; `apt-get install util-linux`")
 @pytest.mark.parametrize(
     "closed",
-    [NAME, *(pytest.param(each, marks=pytest.mark.rarer) for each in (f"{NAME}_model", f"{NAME}_preprocess/1"))],
+    [NAME, f"{NAME}_model", f"{NAME}_preprocess/1"],
 )
+@pytest.mark.rarer
 def test_a_folder_that_cannot_be_read_is_named_and_keeps_nobody_else_from_being_served(
     repository: Path, tmp_path: Path, closed: str
 ) -> None:

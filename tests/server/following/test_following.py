@@ -160,7 +160,7 @@ def test_a_version_whose_files_are_damaged_while_it_is_served_is_named_and_serve
     assert callers.answers[0] == 0
 
 
-@pytest.mark.parametrize("part", ["model", "preprocess"])
+@pytest.mark.parametrize("part", ["model", pytest.param("preprocess", marks=pytest.mark.rarer)])
 def test_a_process_killed_while_it_loads_a_new_version_fails_the_rollout_and_nothing_else(
     part: str, served: tuple[Running, Path]
 ) -> None:
@@ -269,6 +269,7 @@ def test_a_tritonserver_that_is_started_anew_serves_what_was_proven_and_not_what
     assert set(callers.answers) == {1}
 
 
+@pytest.mark.rarer
 def test_a_tritonserver_that_is_killed_in_a_rollout_is_followed_by_one_that_serves_the_new_version(
     served: tuple[Running, Path],
 ) -> None:

@@ -103,7 +103,7 @@ def test_it_is_not_ready_from_the_last_process_of_its_only_model_to_the_next_tha
         assert callers.failures == []
 
 
-@pytest.mark.parametrize("follow", ["on", "off"])
+@pytest.mark.parametrize("follow", ["on", pytest.param("off", marks=pytest.mark.rarer)])
 def test_what_a_tritonserver_that_was_started_anew_cannot_load_is_said_and_tried_again(
     repository: Path, tmp_path: Path, follow: str
 ) -> None:
@@ -290,7 +290,14 @@ def test_a_repository_whose_mount_is_gone_takes_nothing_with_it(repository: Path
         assert callers.failures == []
 
 
-@pytest.mark.parametrize("lost", [f"{NAME}/1/golden.json", f"{NAME}_model/1", f"{NAME}_preprocess/config.pbtxt"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        f"{NAME}/1/golden.json",
+        pytest.param(f"{NAME}_model/1", marks=pytest.mark.rarer),
+        pytest.param(f"{NAME}_preprocess/config.pbtxt", marks=pytest.mark.rarer),
+    ],
+)
 def test_what_is_not_whole_at_the_start_is_named_and_served_once_it_is(
     repository: Path, tmp_path: Path, lost: str
 ) -> None:

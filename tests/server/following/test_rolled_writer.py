@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 from launcher import running
 from trainers.writers import build_writer, train_bpe
@@ -53,6 +54,7 @@ def find_crashes(pids: set[int]) -> list[str]:
     return [line for line in done.stdout.splitlines() if any(f"[{pid}]: segfault" in line for pid in pids)]
 
 
+@pytest.mark.rarer
 def test_two_versions_share_the_memory_and_every_text_is_wholly_of_one(tmp_path: Path) -> None:
     repository, tokenizer = tmp_path / "models", train_bpe()
     for version in (1, 2):

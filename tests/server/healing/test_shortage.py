@@ -121,6 +121,7 @@ def test_no_room_for_a_temporary_folder_ends_the_start_in_one_sentence(published
     assert "No space left on device" in line
 
 
+@pytest.mark.rarer
 def test_a_tritonserver_that_can_accept_nobody_more_but_answers_is_left_alone(published: Published) -> None:
     with running(published.repository, under=["prlimit", f"--nofile={FILES}:{FILES}"]) as server:
         server.read_until("serving HTTP")
@@ -180,6 +181,7 @@ def test_idle_connections_to_any_port_that_keep_new_callers_out_are_told_of(publ
         assert sum("new caller" in line for line in server.lines) == 2
 
 
+@pytest.mark.rarer
 def test_a_server_that_lets_nobody_in_ends_when_it_is_told_to(published: Published) -> None:
     few = 400
     with running(published.repository, under=["prlimit", f"--nofile={few}:{few}"]) as server:
@@ -232,6 +234,7 @@ def test_a_tritonserver_that_dies_while_none_can_be_started_comes_back_when_one_
         assert server.check().code == 0
 
 
+@pytest.mark.rarer
 def test_a_start_that_cannot_be_looked_at_comes_to_its_end_once_it_can(published: Published) -> None:
     with running(published.repository) as server:
         server.read_until("serving HTTP")
@@ -264,6 +267,7 @@ def read_command(pid: int) -> bytes:
     return b""
 
 
+@pytest.mark.rarer
 def test_a_launcher_that_was_stopped_takes_its_own_absence_for_nobodys(published: Published) -> None:
     with running(published.repository) as server:
         server.read_until("serving HTTP")
