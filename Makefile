@@ -30,16 +30,16 @@ $(VENV)/installed: $(INSTALLED_FROM)
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "error: $(PYTHON) has no venv: expected the standard module, got none; install it (Debian: apt-get install python3-venv)." >&2; exit 1; }
 	@echo "installing into $(VENV) (torch, transformers, tritonserver, ...)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(LOCKED) requirements/dev.txt
-	@$(PIP) --requirement requirements/torch.txt
+	@$(LOCKED) requirements/dev.txt --no-compile
+	@$(PIP) --requirement requirements/torch.txt --no-compile
 	@$(PIP) --no-build-isolation --no-deps --editable .
 	@# Beside the environment, not in it: a package of stubs alone would pass for an installed TensorRT, and pip would
 	@# want TensorRT itself with it.
 	@$(LOCKED) requirements/stubs.txt --upgrade --target $(VENV)/stubs
 	@$(BIN)/python -c '$(HAS_LIBPYTHON)' || { [ "$$(id -u)" = 0 ] && apt-get update -qq && \
 		apt-get install -y -qq "libpython$$($(BIN)/python -c '$(VERSION)')"; } >&2 || true
-	@# As an installed package would be: an environment that writes no bytecode would parse every module at every start.
-	@$(BIN)/python -m compileall -q modelyard export server client gateway demo || true
+	@# An environment that writes no bytecode would parse every module at every start. pip would use one core for it.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib modelyard export server client gateway demo || true
 	@touch $@
 
 # Only the tests train; its build imports torch, so it comes after everything else.
