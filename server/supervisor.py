@@ -73,6 +73,7 @@ class Supervisor:
         """
         try:
             if self._begin():
+                self._follower.tell_start()
                 self._report_models()
                 self._status.ready = True
                 self._say(announce(self._settings.endpoints, self._settings.repository, self._follower.published))

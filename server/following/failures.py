@@ -19,11 +19,6 @@ _LAST_RETRY_S = 600.0
 # crash may be another's doing.
 _MAX_CRASHES = 2
 
-# A tritonserver that crashes so soon after a model was loaded may do so of that model, and does if it is so once more
-# within this time.
-_SOON_S = 5.0
-_AGAIN_S = 600.0
-
 
 @dataclass(kw_only=True)
 class Failure:
@@ -50,6 +45,8 @@ class Failure:
     @property
     def promise(self) -> str:
         """When it is tried again, as a sentence."""
+        if self.retry_at <= time.monotonic():
+            return "Tried again at once."
         return f"Tried again in {self.delay_s:.0f} s, or once the repository changes."
 
     @property
@@ -68,15 +65,6 @@ class Failures(dict[str, Failure]):
     def __init__(self, repository: Path) -> None:
         super().__init__()
         self._repository = repository
-        # What had just been loaded when a tritonserver crashed last, and when that was.
-        self._suspected: tuple[Published, float] | None = None
-
-    @property
-    def suspected(self) -> Published | None:
-        """What had just been loaded when a tritonserver crashed last, if that was not long ago."""
-        if self._suspected is None or time.monotonic() - self._suspected[1] > _AGAIN_S:
-            return None
-        return self._suspected[0]
 
     def doubt(self, published: Published, reason: str, delay_s: float, known: Loaded | None = None) -> None:
         """Take a model that was served for one that cannot be, and that is tried again after `delay_s`."""
@@ -101,31 +89,23 @@ class Failures(dict[str, Failure]):
         )
         return self[wanted.name], not (before and wanted.damage)
 
-    def suspect(self, loaded: Loaded, loaded_at: float) -> bool:
-        """Learn that a tritonserver crashed after it had loaded a model; return whether it is the model's doing.
-
-        If so, the model has failed, and was cut off by that end.
+    def suspect(self, loaded: Loaded, crashes: int) -> None:
+        """Take a model of which tritonserver may have crashed for one that is tried again at once.
 
         Args:
-            loaded: The model that was loaded last.
-            loaded_at: When, as `time.monotonic` tells it.
+            loaded: What had just been loaded.
+            crashes: Of how many crashes it was the only such model, this one included, which `note_end` counts as one
+                that cut it off; 0 where there were others.
         """
-        published, now = loaded.published, time.monotonic()
-        if now - loaded_at > _SOON_S:
-            return False
-        before, self._suspected = self.suspected, (published, now)
-        if before != published:
-            return False
-        self[published.name] = Failure(
-            wanted=published,
-            reason=f"{published.title} had just been loaded.",
-            retry_at=math.inf,
+        self[loaded.published.name] = Failure(
+            wanted=loaded.published,
+            reason=f"{loaded.published.title} had just been loaded{'' if crashes else ', and so had others'}.",
+            retry_at=time.monotonic(),
             delay_s=FIRST_RETRY_S,
             is_cut_off=True,
-            crashes=_MAX_CRASHES - 1,
+            crashes=max(crashes - 1, 0),
             known=loaded,
         )
-        return True
 
     def note_end(self, how: str, *, is_crash: bool) -> Iterator[Failure]:
         """Yield each that was cut off by the end of a tritonserver, with what that says of it.
@@ -145,7 +125,7 @@ class Failures(dict[str, Failure]):
                 config = shlex.quote(str(self._repository / failure.wanted.name / CONFIG_FILE))
                 failure.reason += (
                     f" Not tried again before a file of it changes (`touch {config}` will do) or another version is "
-                    f"active: tritonserver crashed {failure.crashes} times as it was loaded."
+                    f"active: tritonserver crashed {failure.crashes} times as it was loaded, or soon after."
                 )
             yield failure
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..errors import GoneError, RolloutError
 from .changes import Changes
+from .crashes import Crashes
 from .failures import FIRST_RETRY_S, Failure, Failures
 from .holding import Holdings
 from .model_text import CONFIG_FILE
@@ -77,8 +78,7 @@ class Follower:
         self._changes = Changes(repository)
         self._served: dict[str, Loaded] = {}
         self._failures = Failures(repository)
-        # What tritonserver has just loaded and may crash of, and when it did.
-        self._newest: tuple[Loaded, float] | None = None
+        self._crashes = Crashes()
         # What tritonserver loads now, and since when.
         self._loading: tuple[Published, float] | None = None
         self._seen: Mapping[str, object] | None = None
@@ -134,24 +134,26 @@ class Follower:
             how: In words that follow its name.
             is_crash: Whether it ended by itself. Who killed it has nothing to say of the model, which is tried again.
         """
-        newest, self._newest = self._newest, None
-        is_served = newest is not None and self._served.get(newest[0].published.name) == newest[0]
-        if newest and is_crash and is_served and self._failures.suspect(*newest):
-            self._forget(newest[0].published)
-        for failure in self._failures.note_end(how, is_crash=is_crash):
-            title = failure.wanted.title
+        cut_off = [name for name, failure in self._failures.items() if failure.is_cut_off]
+        suspicion = self._crashes.tell_end(cut_off, is_crash=is_crash)
+        for name in suspicion.names:
+            if loaded := self._served.get(name):
+                self._forget(loaded.published)
+                self._failures.suspect(loaded, suspicion.crashes)
+        for failure in self._failures.note_end(how, is_crash=is_crash and not suspicion.is_open):
+            title, is_suspected = failure.wanted.title, failure.wanted.name in suspicion.names
+            if suspicion.is_open:
+                failure.retry_at = 0.0
             if failure.is_deadly:
                 self._say(f"ERROR: {failure.reason}")
             else:
-                self._say(f"{title}: tritonserver {how} as it was loaded. {failure.promise}")
+                when = "soon after it was loaded" if is_suspected else "as it was loaded"
+                self._say(f"{title}: tritonserver {how} {when}. {failure.promise}")
             self._tell_failure(failure)
 
     def tell_start(self) -> None:
-        """Learn that a tritonserver was started anew: what the last one may have crashed of was loaded once more."""
-        suspected = self._failures.suspected
-        loaded = self._served.get(suspected.name) if suspected else None
-        if loaded and loaded.published == suspected:
-            self._newest = loaded, time.monotonic()
+        """Learn that a tritonserver has started, with all that is served."""
+        self._crashes.tell_loaded(self.published)
 
     def leave_out_touched(self) -> bool:
         """Unload what was loaded while a file of it was touched, and load it once more; return whether there was any.
@@ -345,6 +347,9 @@ class Follower:
             return True
         if self._failures.is_waiting(wanted):
             return True
+        if failure and (pause := self._crashes.find_pause(wanted.name)) > time.monotonic():
+            failure.retry_at = pause
+            return True
         start = time.monotonic()
         if old and old.version == wanted.version and not held and not wanted.damage:
             # Side by side the two would answer with each other.
@@ -377,7 +382,7 @@ class Follower:
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(taken)
-        self._newest = taken, time.monotonic()
+        self._crashes.tell_loaded([taken.published])
         if rest and not self._ended:
             self._say(
                 f"warning: version {served} of {wanted.name} stays loaded beside version {wanted.version}, which is "

@@ -128,30 +128,49 @@ def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(publish
         wait_for(server, lambda models: "deadly" not in models and read_ready(server) == (200, "ready\n"))
 
 
-@pytest.mark.rarer
-def test_what_tritonserver_does_not_survive_soon_after_its_load_is_left_alone(
-    published: Published, tmp_path: Path
+def add(folder: Path, code: str) -> None:
+    """Put a model that was made by hand into a repository, at once."""
+    part = folder.with_name(f".{folder.name}")
+    (part / "1").mkdir(parents=True)
+    (part / "1" / "model.py").write_text(code)
+    (part / "config.pbtxt").write_text(DEADLY_CONFIG.replace('"deadly"', f'"{folder.name}"'))
+    part.rename(folder)
+
+
+@pytest.mark.parametrize("when", ["while it serves", pytest.param("at the start", marks=pytest.mark.rarer)])
+def test_of_several_the_one_that_tritonserver_does_not_survive_for_long_is_found_and_the_rest_served(
+    published: Published, tmp_path: Path, when: str
 ) -> None:
     repository = tmp_path / "models"
     shutil.copytree(published.repository, repository)
+    models = {"deadly": DEADLY_SOON, "harmless": HARMLESS}
+    if when == "at the start":
+        for name, code in models.items():
+            add(repository / name, code)
     with running(repository) as server:
-        server.read_until("serving HTTP")
-        server.follow()
-        staged = tmp_path / "deadly"
-        (staged / "1").mkdir(parents=True)
-        (staged / "1" / "model.py").write_text(DEADLY_SOON)
-        (staged / "config.pbtxt").write_text(DEADLY_CONFIG)
-        staged.rename(repository / "deadly")
-        server.wait_for_line("active: tritonserver crashed 2 times as it was loaded", 120)
+        if when == "at the start":
+            server.follow()
+        else:
+            server.read_until("serving HTTP")
+            server.follow()
+            # Above suspicion by then.
+            signal.sigtimedwait([], 6)
+            for name, code in models.items():
+                add(repository / name, code)
+        server.wait_for_line("active: tritonserver crashed 2 times as it was loaded, or soon after", 120)
+        assert "deadly had just been loaded." in server.lines[server.read - 1]
         server.wait_for_line("tritonserver answers again", 60)
+        if not any("harmless: is served" in line for line in server.lines[server.read :]):
+            wait_for(server, lambda models: read_ready(server) == (200, "ready, 2 of 3 models\n"))
         restarts = server.read_metrics()["modelyard_tritonserver_restarts_total"]
+        assert restarts <= 6
+        known = read_following(server)
+        assert "harmless" not in known and known["deadly"]["state"] == "failed"
+        assert known["sentence_embedding"]["state"] == "served"
+        assert "`touch " in known["deadly"]["reason"] and "deadly/config.pbtxt` will do" in known["deadly"]["reason"]
         # Longer than until the next try.
-        signal.sigtimedwait([], 15)
+        signal.sigtimedwait([], 12)
         assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == restarts
-        known = read_following(server)["deadly"]
-        assert (known["state"], known["served"]) == ("failed", 0)
-        assert read_following(server)["sentence_embedding"]["state"] == "served"
-        assert "had just been loaded." in known["reason"] and "deadly/config.pbtxt` will do" in known["reason"]
 
 
 @pytest.mark.rarer
