@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .published import Published
@@ -50,20 +50,23 @@ class Crashes:
         now = time.monotonic()
         self._loaded |= {published.name: (published, now) for published in several}
 
-    def tell_end(self, cut_off: Collection[str], *, is_crash: bool) -> Suspicion:
-        """Learn that tritonserver ended, and return what that says of the models.
+    def tell_end(self, *, is_crash: bool, is_cut_off: bool) -> Suspicion:
+        """Learn that tritonserver ended, and return what that says of the models that it had loaded.
 
         Args:
-            cut_off: Names of those that were being loaded.
             is_crash: Whether it ended by itself.
+            is_cut_off: Whether it was loading another meanwhile.
         """
         now = time.monotonic()
         self._clear(now)
-        recent = {name: each for name, (each, _) in self._loaded.items() if self._steady.get(name) != each}
+        recent = {name: each for name, (each, _) in self._loaded.items() if not self.is_steady(each)}
         self._loaded.clear()
         if not is_crash or not recent:
             return Suspicion()
-        names = tuple(sorted({*recent, *cut_off}))
+        if is_cut_off:
+            # That is tried again only when these have been loaded for long.
+            return Suspicion(is_open=True)
+        names = tuple(sorted(recent))
         if len(names) == 1:
             self._suspects |= {*names}
             return Suspicion(names=names, crashes=self._count(recent[names[0]], now))
@@ -72,13 +75,20 @@ class Crashes:
             self._suspects |= {*names}
         return Suspicion(names=names if is_again else (), is_open=True)
 
+    def suspect(self, several: Iterable[Published]) -> None:
+        """Have those of them that are not above suspicion loaded one after another."""
+        self._suspects |= {published.name for published in several if not self.is_steady(published)}
+
+    def is_steady(self, published: Published) -> bool:
+        """Tell whether a tritonserver has had it loaded for long."""
+        return self._steady.get(published.name) == published
+
     def find_pause(self, name: str) -> float:
         """Return until when a model is not to be loaded, as `time.monotonic` tells it; 0 where it may be now."""
         self._clear(time.monotonic())
         if name not in self._suspects:
             return 0.0
-        unsteady = (since for other, (each, since) in self._loaded.items() if self._steady.get(other) != each)
-        return max((since + _SOON_S for since in unsteady), default=0.0)
+        return max((since + _SOON_S for each, since in self._loaded.values() if not self.is_steady(each)), default=0.0)
 
     def _clear(self, now: float) -> None:
         """Take what has been loaded for long for steady."""

@@ -117,6 +117,7 @@ class Follower:
 
     def try_each(self, reason: str) -> None:
         """Have a tritonserver that is about to start load nothing, and then one model after another."""
+        self._crashes.suspect(self.published)
         for name in [*self._served]:
             self.doubt(name, reason, delay_s=0.0)
 
@@ -134,16 +135,14 @@ class Follower:
             how: In words that follow its name.
             is_crash: Whether it ended by itself. Who killed it has nothing to say of the model, which is tried again.
         """
-        cut_off = [name for name, failure in self._failures.items() if failure.is_cut_off]
-        suspicion = self._crashes.tell_end(cut_off, is_crash=is_crash)
+        is_cut_off = any(failure.is_cut_off for failure in self._failures.values())
+        suspicion = self._crashes.tell_end(is_crash=is_crash, is_cut_off=is_cut_off)
         for name in suspicion.names:
             if loaded := self._served.get(name):
                 self._forget(loaded.published)
                 self._failures.suspect(loaded, suspicion.crashes)
         for failure in self._failures.note_end(how, is_crash=is_crash and not suspicion.is_open):
             title, is_suspected = failure.wanted.title, failure.wanted.name in suspicion.names
-            if suspicion.is_open:
-                failure.retry_at = 0.0
             if failure.is_deadly:
                 self._say(f"ERROR: {failure.reason}")
             else:
@@ -310,7 +309,9 @@ class Follower:
 
     def _bring_all(self, several: Iterable[Published]) -> bool:
         """Bring one after another; return False if tritonserver ended meanwhile, which is the doing of one of them."""
-        return all(self._ended or self._bring(published) for published in several)
+        # First what is known to do no harm.
+        steady_first = sorted(several, key=lambda published: not self._crashes.is_steady(published))
+        return all(self._ended or self._bring(published) for published in steady_first)
 
     def _remove(self, name: str) -> None:
         published = self._served[name].published

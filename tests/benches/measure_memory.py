@@ -28,7 +28,7 @@ from transformers import AutoConfig, BertConfig, BertModel, GPT2Config, GPT2LMHe
 
 from demo.checkpoint import fetch_checkpoint
 from export.commands.inspect_checkpoint import inspect_checkpoint
-from server.tritonserver.processes import list_children
+from server.tritonserver.processes import list_children, read_arguments
 
 WAYS = (
     "onnxruntime:fp32",
@@ -128,8 +128,13 @@ def find_task(way: str) -> str:
 
 
 def list_tree(pid: int) -> list[int]:
-    """Return a process and all below it."""
-    return [pid, *(below for child in list_children(pid) for below in list_tree(child))]
+    """Return a process and all below it, but for a child that is about to become another program.
+
+    Until then it has its parent's memory for its own, which is there once.
+    """
+    arguments = read_arguments(pid)
+    children = [child for child in list_children(pid) if read_arguments(child) != arguments]
+    return [pid, *(below for child in children for below in list_tree(child))]
 
 
 def read_resident(pid: int) -> int:

@@ -105,6 +105,8 @@ def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(publish
     with running(repository) as server:
         server.read_until("serving HTTP")
         server.follow()
+        # What has been loaded for that long is above suspicion.
+        signal.sigtimedwait([], 6)
         staged = tmp_path / "deadly"
         (staged / "1").mkdir(parents=True)
         (staged / "1" / "model.py").write_text(DEADLY.format(signal="SIGABRT"))
@@ -153,7 +155,7 @@ def test_of_several_the_one_that_tritonserver_does_not_survive_for_long_is_found
         else:
             server.read_until("serving HTTP")
             server.follow()
-            # Above suspicion by then.
+            # What has been loaded for that long is above suspicion.
             signal.sigtimedwait([], 6)
             for name, code in models.items():
                 add(repository / name, code)
@@ -163,7 +165,6 @@ def test_of_several_the_one_that_tritonserver_does_not_survive_for_long_is_found
         if not any("harmless: is served" in line for line in server.lines[server.read :]):
             wait_for(server, lambda models: read_ready(server) == (200, "ready, 2 of 3 models\n"))
         restarts = server.read_metrics()["modelyard_tritonserver_restarts_total"]
-        assert restarts <= 6
         known = read_following(server)
         assert "harmless" not in known and known["deadly"]["state"] == "failed"
         assert known["sentence_embedding"]["state"] == "served"
