@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import escape_controls
 from ..repository.contents import find_active_version, find_owner, list_versions
-from ..repository.facts import find_engine
+from ..repository.facts import find_engine, list_judged
 from ..repository.version import Version
 
 
@@ -34,7 +34,7 @@ def _describe_version(version: Version) -> dict[str, Any]:
         "precision": options.get("precision"),
         "engine": find_engine(report, lock) or None,
         "passed": report.get("passed"),
-        "cases": len(report.get("cases", [])),
+        "cases": len(list_judged(report)),
     }
 
 

@@ -19,7 +19,7 @@ from ..proof.verify import VerificationReport
 from ..repository.publication import Publication
 from ..signature import SEQ_LEN, WINDOWS, ModelSignature
 from ..stages import Stage
-from ..tasks.comparison import describe_bounds, describe_errors, format_error, is_within
+from ..tasks.comparison import describe_bounds, describe_errors, format_error, is_judged
 from ..weights.vocabulary_rows import VocabularyRows
 
 
@@ -42,7 +42,7 @@ def print_report(console: Console, report: VerificationReport, stage: Stage) -> 
         # What no client sends is tried in every precision, and judged in fp32 alone.
         verdict = "[bold red]FAILED[/]"
         if case.passed:
-            verdict = "ok" if is_within(case.errors, report.tolerances) else "not judged"
+            verdict = "ok" if is_judged(case.to_json(), report.tolerances) else "not judged"
         figures = [format_error(key, case.errors[key], report.tolerances[key]) for key in shown]
         # A case may hold a token in brackets, which is not a style.
         counts = [str(case.rows), str(case.seq_len)] if has_tokens else [str(case.rows)]

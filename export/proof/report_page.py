@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment
 
 from ..graph.precisions import COSINE
-from ..tasks.comparison import Bound, choose_worse, format_error, is_bounded_below
+from ..tasks.comparison import Bound, choose_worse, format_error, is_bounded_below, is_judged
 from . import histogram
 from .histogram import Histogram, build_histogram, group_digits
 
@@ -75,7 +75,8 @@ def render_report_page(
         tolerances=tolerances,
         measures=_find_measures(cases, tolerances),
         is_broken=is_broken,
-        worst=_find_worst(cases, tolerances),
+        is_judged=is_judged,
+        worst=_find_worst([case for case in cases if is_judged(case, tolerances)], tolerances),
         outputs=_collect_outputs(cases),
         histograms=build_histograms(_mapping(report, "distribution"), tolerances, cases),
         drawing_size=(histogram.WIDTH, histogram.HEIGHT),

@@ -25,6 +25,7 @@ from ..tasks.comparison import (
     describe_bounds,
     describe_errors,
     is_bounded_below,
+    is_judged,
     is_within,
     measure_outputs,
 )
@@ -113,7 +114,7 @@ class VerificationReport:
     @property
     def judged(self) -> Sequence[CaseResult]:
         """The cases that were judged: in a lossy precision those that no client sends are not, and may be far off."""
-        return [case for case in self.cases if not case.passed or is_within(case.errors, self.tolerances)]
+        return [case for case in self.cases if is_judged(case.to_json(), self.tolerances)]
 
     @property
     def worst_errors(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import list_some
+from ..tasks.comparison import is_judged
 from .contents import find_active_version
 from .version import Version
 
@@ -33,8 +34,8 @@ class Facts:
         precision: Precision of the served file.
         engine: What runs it.
         target: The Triton release.
-        worst: Error → the worst of all cases that were tried; those that were judged come first.
-        cases: How many were tried.
+        worst: Error → the worst of the cases that were judged; errors that have a bound come first.
+        cases: How many were judged.
         size_bytes: Bytes of its files, those included that it shares with another version.
     """
 
@@ -90,7 +91,7 @@ def read_facts(version: Version) -> Facts:
         engine=find_engine(report, lock),
         target=str(report.get("target") or lock.get("target", {}).get("release", "")),
         worst=_find_worst(report),
-        cases=len(report.get("cases", [])),
+        cases=len(list_judged(report)),
         size_bytes=sum(path.stat().st_size for path in version.list_files()),
     )
 
@@ -98,6 +99,11 @@ def read_facts(version: Version) -> Facts:
 def find_engine(report: Mapping[str, Any], lock: Mapping[str, Any]) -> str:
     """Return the engine that was chosen by measurement, else the one that was asked for, empty where none was."""
     return str(report.get("engines", {}).get("chosen") or lock.get("options", {}).get("engine") or "")
+
+
+def list_judged(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the cases of a proof that were judged, which `run` counts: others say nothing of the version."""
+    return [case for case in report.get("cases", []) if is_judged(case, report.get("tolerances", {}))]
 
 
 def compare(one: Version, other: Version) -> list[Difference]:
@@ -136,8 +142,8 @@ def flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _find_worst(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return error → the worst that was measured, those first that were judged, which are others in each precision."""
-    cases = report.get("cases", [])
+    """Return error → the worst in any case that was judged; those first that have a bound, others in each precision."""
+    cases = list_judged(report)
     measured = (key for case in cases for key in case if key.startswith(("min_", "max_")))
     # Of a cosine the smallest is the worst.
     return {

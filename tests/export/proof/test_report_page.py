@@ -248,6 +248,14 @@ def test_a_precision_stands_beside_fp32() -> None:
     assert "quality, at worst 1 NaN" in unknown.text
 
 
+def test_the_largest_error_is_of_the_cases_that_were_judged() -> None:
+    report = copy.deepcopy(REPORT)
+    report["cases"][1]["passed"] = True
+    page = render(report)
+    assert "The largest abs error is 2.4e-07, in the case 3 tokens" in page.text
+    assert page.text.count("not judged") == page.text.count("✓ passed") == 1
+
+
 def test_whatever_is_absent_is_left_out() -> None:
     for key in REPORT:
         render({name: value for name, value in REPORT.items() if name != key})
@@ -261,7 +269,7 @@ def test_whatever_is_absent_is_left_out() -> None:
 
 def test_nan_and_infinity_are_the_worst() -> None:
     report = copy.deepcopy(REPORT)
-    report["cases"][0]["max_abs_error"] = math.nan
+    report["cases"][0] |= {"max_abs_error": math.nan, "passed": False}
     report["cases"][0]["outputs"]["embedding"]["max_abs_error"] = math.nan
     report["cases"][1]["min_cosine"] = -math.inf
     page = render(report)

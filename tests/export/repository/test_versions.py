@@ -369,6 +369,33 @@ def test_of_a_precision_that_is_judged_by_agreement_the_least_is_told(
     assert all(item["after"] != "-" for item in quality if item["what"].startswith("worst"))
 
 
+def test_the_worst_and_the_cases_of_a_version_are_those_that_were_judged(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    path = models / "tickets" / "2" / "verification.json"
+    report = json.loads(path.read_text())
+    # As of int8: what no client sends was tried, and is no reason to refuse it.
+    padded = report["cases"][0] | {"name": "padded left", "min_cosine": 0.9, "max_abs_error": 0.5, "passed": True}
+    path.write_text(json.dumps(report | {"cases": [*report["cases"], padded], "tolerances": {"min_cosine": 0.99}}))
+    worst = {
+        key: (min if key == "min_cosine" else max)(case[key] for case in report["cases"])
+        for key in ("min_cosine", "max_abs_error")
+    }
+    count, told = len(report["cases"]), f"cosine {worst['min_cosine']:.7g}"
+    assert f"{told}  " in export_cli("versions", "list", *here).out.splitlines()[2]
+    shown = export_cli("versions", "show", "tickets", "2", *here).out
+    assert f"{count} cases, at worst {told}\n" in shown
+    for listed in (
+        ask(export_cli, "versions", "list", *here)["versions"][1],
+        ask(export_cli, "versions", "show", "tickets", 2, *here),
+    ):
+        assert listed["cases"] == count and listed["worst"].items() >= worst.items()
+    quality = ask(export_cli, "versions", "diff", "tickets", 1, 2, *here)["differences"]["quality"]
+    assert not {"cases", "worst cosine"} & {item["what"] for item in quality}
+    assert f"{count} cases, all passed" in export_cli("inspect", str(models / "tickets")).out.split("version 2")[1]
+
+
 def test_verify_repository_finds_a_model_that_was_renamed_by_hand_and_its_orphaned_steps(models: Path) -> None:
     (models / "tickets").rename(models / "moved")
     assert [str(finding) for finding in find_damage(models)] == [
