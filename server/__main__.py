@@ -23,7 +23,7 @@ from .command.parser import Parser
 from .doctor import examine, render
 from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError, ShortageError
-from .following.check import check_ensembles
+from .following.check import Checked, check_ensembles
 from .following.models import check_variant, list_models, wait_for_model
 from .limits import check_open_files, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
@@ -167,14 +167,24 @@ def check(arguments: argparse.Namespace) -> int:
         endpoints.http_url, arguments.repository, endpoints.status_url, any_version=arguments.any_version
     )
     for name, checked in found.items():
+        if not checked.served:
+            _say(_describe_absent(name, checked))
+            continue
         is_verified = not math.isnan(checked.error)
         answers = f"{name} answers as verified within {checked.error:.1e}" if is_verified else f"{name} is ready"
         if checked.disagreement:
             _say(f"warning: {answers}, but {checked.disagreement}")
             continue
-        changing = "" if checked.served == checked.active else ", which is being rolled out"
+        changing = f"; {checked.doubt}" if checked.doubt else ", which is being rolled out"
+        changing = "" if checked.served == checked.active else changing
         _say(f"{answers}; version {checked.served} is served, version {checked.active} is active{changing}")
     return 0
+
+
+def _describe_absent(name: str, checked: Checked) -> str:
+    if checked.disagreement:
+        return f"warning: {name} does not answer: {checked.disagreement}"
+    return f"{name} is being loaded; no version is served, version {checked.active} is active"
 
 
 def diagnose(arguments: argparse.Namespace) -> int:
@@ -267,9 +277,10 @@ def _add_check(commands: "_Commands") -> None:
         check,
         help="ask a running server for the answers that were verified",
         description="Ask a running server for the answers that were verified, and whether the active versions answer.",
-        examples=("", "--repository /srv/models --http-port 9000", "--any-version"),
+        examples=("", "--repository /srv/models --http-port 9000 --status-port 9003", "--any-version"),
         exit_codes={
-            0: "every ensemble answers as verified, from its active version or one that is just being replaced",
+            0: "every ensemble answers as verified, from its active version or one that is just being replaced; "
+            "one that is just being loaded need not, if another answers",
             1: "one does not, or stays at another version than the active one without --any-version",
             2: "wrong usage",
         },
@@ -277,8 +288,8 @@ def _add_check(commands: "_Commands") -> None:
     parser.add_argument(
         "--any-version",
         action="store_true",
-        help="only say so where another version than the active one answers: for the health check of a container, "
-        "which is not to be restarted because a rollout failed",
+        help="only say so where another version than the active one answers, or none while other models do: for the "
+        "health check of a container, which is not to be restarted because a rollout failed",
     )
 
 

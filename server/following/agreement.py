@@ -16,16 +16,29 @@ _TIMEOUT_S = 5.0
 _NOTICE_S = 90.0
 
 
-def read_following(status_url: str) -> Mapping[str, Any]:
-    """Return model → how far the launcher follows it, as its status port tells; empty where it cannot be asked."""
+def read_following(status_url: str) -> Mapping[str, Any] | None:
+    """Return model → how far the launcher follows it, as its status port tells; None where it cannot be asked."""
     try:
         with urllib.request.urlopen(f"{status_url}/versions", timeout=_TIMEOUT_S) as response:
             models = json.load(response)["models"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
-        return {}
+        return None
     # Another program may listen there.
     told = models if isinstance(models, dict) else {}
     return {name: each for name, each in told.items() if isinstance(each, dict)}
+
+
+def is_being_loaded(repository: Path, name: str, following: Mapping[str, Any]) -> bool:
+    """Tell whether a model of which no version is served is being loaded, or has only just become one to load.
+
+    Args:
+        repository: The model repository.
+        name: The public model.
+        following: What `read_following` returned, of a launcher that could be asked.
+    """
+    if name in following:
+        return bool(following[name].get("state") == "rolling")
+    return _find_age_s(repository, name) < _NOTICE_S
 
 
 def find_disagreement(repository: Path, name: str, active: int, served: int, following: Mapping[str, Any]) -> str:
@@ -36,7 +49,7 @@ def find_disagreement(repository: Path, name: str, active: int, served: int, fol
         name: The public model.
         active: Its active version; 0 where the repository does not name one.
         served: The version that answers.
-        following: What `read_following` returned.
+        following: What `read_following` returned; empty where nobody could be asked.
     """
     known = following.get(name, {})
     if active in (served, 0):
@@ -47,8 +60,13 @@ def find_disagreement(repository: Path, name: str, active: int, served: int, fol
     what = f"version {served} is served, and version {active} is active in the repository"
     if known.get("state") == "failed":
         return f"{what}: {str(known.get('reason', '')).rstrip('.')}"
-    try:
-        age_s = time.time() - (repository / name / CONFIG_FILE).stat().st_mtime
-    except OSError:
-        age_s = 0.0
+    age_s = _find_age_s(repository, name)
     return "" if age_s < _NOTICE_S else f"{what} for {age_s:.0f} s"
+
+
+def _find_age_s(repository: Path, name: str) -> float:
+    """Return since how many seconds a model's active version is the one."""
+    try:
+        return time.time() - (repository / name / CONFIG_FILE).stat().st_mtime
+    except OSError:
+        return 0.0

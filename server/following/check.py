@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from ..tritonserver.control import pick_from
-from .agreement import find_disagreement, read_following
+from .agreement import find_disagreement, is_being_loaded, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
 from .published import Published, read_repository
@@ -23,11 +23,17 @@ from .sums import GOLDEN_FILE, FileSums
 
 _TIMEOUT_S = 5.0
 
+_LOADING = "it is being loaded"
+
 _OTHER_ADDRESS = "correct --host and --http-port"
 
 
 class _DamageError(ValueError):
     """A model has files that are not as they were published."""
+
+
+class _AbsentError(OSError):
+    """Tritonserver has no version of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +42,17 @@ class Checked:
 
     Attributes:
         error: The largest difference to the verified answer; NaN where none could be asked for, and the model is ready.
-        served: The version that answered.
+        served: The version that answered; 0 where tritonserver has none, and others answer.
         active: The version that is active in the repository.
         disagreement: Why the one is not the other, where it has not just become so.
+        doubt: Why it is not known whether a rollout is in progress; empty where it is.
     """
 
     error: float
     served: int
     active: int
     disagreement: str = ""
+    doubt: str = ""
 
 
 def check_ensembles(
@@ -57,14 +65,14 @@ def check_ensembles(
         repository: Where the models are published.
         status_url: Of its status port, which tells how far it follows the repository.
         any_version: Whether a model may answer from another version than the active one for good, or while its files
-            are damaged.
+            are damaged, and may have none that is served, as long as another answers.
 
     Returns:
         Name to what came of it.
 
     Raises:
         CheckError: One of them does not answer, or otherwise, or another version than the active one for longer than
-            a rollout takes, or there is none to ask.
+            a rollout takes, or there is none to ask. One that is just being loaded need not, if another does.
         StrangerError: Another program answers in the place of a server.
     """
     wanted = _read(repository)
@@ -72,7 +80,8 @@ def check_ensembles(
     published = _list_published(repository)
     # One of which no version is active has no configuration.
     names = sorted(folder.name for folder in published if os.path.lexists(folder / CONFIG_FILE))
-    following = read_following(status_url) if status_url else {}
+    told = read_following(status_url) if status_url else None
+    following, doubt = told or {}, _describe_doubt(status_url) if told is None else ""
     reasons = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
     # Of one without a configuration or a version, which may be there again, the server knows that it was to be served;
     # what this project did not write has no version.
@@ -85,7 +94,7 @@ def check_ensembles(
         try:
             if name in faults:
                 raise _DamageError(faults[name].rstrip("."))
-            checked[name] = _check(url, repository, name, active, following, any_version=any_version)
+            checked[name] = _check(url, repository, name, active, following, doubt, any_version=any_version)
         except GoldenError as exc:
             failures.append(f"{name}: {exc.fault}")
             remedy = exc.remedy
@@ -96,6 +105,14 @@ def check_ensembles(
                 checked[name] = _check_damaged(url, repository, name, active, following, str(exc))
             except _DamageError as damage:
                 failures.append(f"{name}: {damage}")
+        except _AbsentError as exc:
+            reason = reasons.get(name, "").rstrip(".") or str(exc)
+            is_coming = told is not None and is_being_loaded(repository, name, told)
+            if any_version or is_coming:
+                reason = (_LOADING if any_version else "") if is_coming else reason
+                checked[name] = Checked(error=math.nan, served=0, active=active, disagreement=reason)
+            else:
+                failures.append(f"{name}: {reason}{f', and {doubt}' if doubt else ''}")
         except OSError as exc:
             # Of one that it could not load, the server knows more than that it is not there.
             failures.append(f"{name}: {reasons.get(name) or exc}")
@@ -107,7 +124,8 @@ def check_ensembles(
                 checked[name] = Checked(error=math.nan, served=served, active=active, disagreement=reason)
             else:
                 failures.append(f"{name}: {reason if is_other else exc}")
-    if failures or not checked:
+    if failures or not any(each.served for each in checked.values()):
+        failures += [f"{name}: {each.disagreement or _LOADING}" for name, each in checked.items() if not each.served]
         raise CheckError(
             f"{url} does not serve {repository} as verified",
             expected="an answer of every ensemble",
@@ -172,8 +190,14 @@ def _list_published(repository: Path) -> set[Path]:
     return {folder for folder in folders if not folder.name.startswith(".")}
 
 
+def _describe_doubt(status_url: str | None) -> str:
+    """Return in words that nobody tells whether a rollout is in progress."""
+    place = f" could not be asked at {urllib.parse.urlsplit(status_url).netloc}" if status_url else " was not named"
+    return f"whether it is being rolled out is not known: the status port{place}; pass --status-port"
+
+
 def _check(
-    url: str, repository: Path, name: str, active: int, following: Mapping[str, Any], *, any_version: bool
+    url: str, repository: Path, name: str, active: int, following: Mapping[str, Any], doubt: str, *, any_version: bool
 ) -> Checked:
     """Ask one model for its verified answer.
 
@@ -187,9 +211,11 @@ def _check(
     if error is None:
         raise ValueError(f"version {version} has no {GOLDEN_FILE}")
     reason = find_disagreement(repository, name, active, int(version), following)
+    if reason and doubt:
+        reason = f"{reason}, and {doubt}"
     if reason and not any_version:
         raise ValueError(reason)
-    return Checked(error=error, served=int(version), active=active, disagreement=reason)
+    return Checked(error=error, served=int(version), active=active, disagreement=reason, doubt=doubt)
 
 
 def _check_damaged(
@@ -205,6 +231,8 @@ def _check_damaged(
     is_lost = following.get(name, {}).get("served") == 0
     served = 0 if is_lost else _find_served(url, name)
     if not served:
+        if _is_absent(url, name):
+            return Checked(error=math.nan, served=0, active=active, disagreement=damage)
         raise _DamageError(damage)
     try:
         error = check_answer(url, repository, name, str(served))
@@ -236,11 +264,27 @@ def _find_served(url: str, name: str) -> int:
         return 0
 
 
+def _is_absent(url: str, name: str) -> bool:
+    """Tell whether tritonserver says that it has no version of a model.
+
+    Raises:
+        StrangerError: Another program answers.
+    """
+    try:
+        _read_version(url, name)
+    except _AbsentError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _read_version(url: str, name: str) -> str:
     """Return the newest version of a model that the server has.
 
     Raises:
         StrangerError: Another program answers.
+        _AbsentError: It has none.
         OSError: The server does not answer, or refuses.
     """
     asked = f"{url}/v2/models/{urllib.parse.quote(name)}"
@@ -248,5 +292,7 @@ def _read_version(url: str, name: str) -> str:
         with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as response:
             answer = response.read()
         return pick_from(answer, lambda told: str(max(map(int, told["versions"]))), asked, _OTHER_ADDRESS)
+    except urllib.error.HTTPError as exc:
+        raise (_AbsentError if exc.code == http.HTTPStatus.NOT_FOUND else OSError)(str(exc)) from exc
     except http.client.HTTPException as exc:
         raise OSError(f"no HTTP: {exc!r}") from exc

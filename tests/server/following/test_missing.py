@@ -22,7 +22,7 @@ from followed import (
     read_ready,
     wait_for,
 )
-from launcher import Running, running
+from launcher import Running, find_ports, running
 
 
 @pytest.mark.rarer
@@ -137,6 +137,11 @@ def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> 
         assert read_ready(server) == (200, "ready, 1 of 2 models\n")
         assert server.read_metrics()["modelyard_models_served"] == 1
         assert read_following(server)[half]["state"] == "failed"
+        # A container is not restarted for it.
+        judged, lenient = server.check(), server.check("--any-version")
+        assert judged.code == 1 and f"{half}: {graph} has changed since it was published" in judged.err
+        assert lenient.code == 0 and f"warning: {half} does not answer: {graph} has changed" in lenient.err
+        assert f"{NAME} answers as verified within" in lenient.err
         # What it lacked is there again: it is tried by itself.
         graph.write_bytes(content)
         wait_for(server, lambda models: models[half]["state"] == "served")
@@ -147,6 +152,48 @@ def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> 
         wait_for(server, lambda models: not models)
         wait_for(server, lambda models: read_ready(server) == (503, "not ready: none of 0 models is served\n"))
         assert server.read_metrics()["modelyard_ready"] == 0
+
+
+def test_a_new_model_that_cannot_be_loaded_is_no_reason_to_restart_a_container(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, copy = served
+    publish_own(tmp_path / "slow", "import nothing_of_the_kind\n").rename(copy / "slow")
+    # What Python has compiled of it is a change of its folder, for which it is tried once more at once.
+    server.wait_for_line("Tried again in 20 s", 60)
+    judged, lenient = server.check(), server.check("--any-version")
+    assert judged.code == 1 and "slow: version 1 of slow cannot be served: " in judged.err
+    assert lenient.code == 0 and "warning: slow does not answer: version 1 of slow cannot be served: " in lenient.err
+    assert f"{NAME} answers as verified within" in lenient.err
+    # tritonserver says itself that it does not have it.
+    (port,) = find_ports(1)
+    judged, lenient = (server.check("--status-port", str(port), *more) for more in ((), ("--any-version",)))
+    assert judged.code == 1 and f"is not known: the status port could not be asked at 127.0.0.1:{port}" in judged.err
+    assert lenient.code == 0 and "warning: slow does not answer: " in lenient.err
+    assert read_ready(server) == (200, "ready, 1 of 2 models\n")
+
+
+def test_a_new_model_is_told_as_being_loaded_until_it_answers(served: tuple[Running, Path], tmp_path: Path) -> None:
+    server, copy = served
+    go = tmp_path / "go"
+    wait = f"    def initialize(self, args):\n        while not os.path.exists({str(go)!r}): time.sleep(0.1)\n"
+    publish_own(tmp_path / "slow", f"import os, time\n{IDENTITY}{wait}").rename(copy / "slow")
+    while not server.find_stubs("slow"):
+        time.sleep(0.1)
+    judged, lenient = server.check(), server.check("--any-version")
+    assert judged.code == lenient.code == 0
+    assert "slow is being loaded; no version is served, version 1 is active\n" in judged.err
+    assert "warning: slow does not answer: it is being loaded\n" in lenient.err
+    for name in PARTS:
+        (copy / name).rename(tmp_path / name)
+    # Nothing else is asked for that would answer.
+    for done in (server.check(), server.check("--any-version")):
+        assert done.code == 1 and "got slow: it is being loaded; see the server's log" in done.err
+    for name in reversed(PARTS):
+        (tmp_path / name).rename(copy / name)
+    go.touch()
+    server.wait_for_line("slow: version 1 is served", 60)
+    assert "slow answers as verified within 0.0e+00; version 1 is served" in server.check().err
 
 
 def test_a_configuration_that_is_mended_or_removed_is_missed_no_more(repository: Path, tmp_path: Path) -> None:
@@ -335,6 +382,19 @@ OWN_ENSEMBLE = """
 name: "whole" platform: "ensemble" ensemble_scheduling { step { model_name: "part" model_version: -1
 input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } } }
 """
+
+
+def publish_own(folder: Path, code: str) -> Path:
+    """Publish a model of Python that answers with what it is asked, in one version; return its folder."""
+    tensor = {"datatype": "FP32", "shape": [1], "data": [7.0]}
+    sample = {"inputs": [{"name": "X", **tensor}], "outputs": [{"name": "Y", **tensor}]}
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(code)
+    (folder / "1" / "golden.json").write_text(json.dumps({"samples": [sample], "tolerances": {"max_abs_error": 0.0}}))
+    owner = f'parameters {{ key: "modelyard_owner" value {{ string_value: "{folder.name}" }} }}'
+    policy = "version_policy { specific { versions: 1 } }"
+    (folder / "config.pbtxt").write_text(f'name: "{folder.name}" backend: "python" {policy} {owner} {TENSORS}')
+    return folder
 
 
 def test_an_ensemble_that_was_written_by_hand_is_served_with_its_steps(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import Finished, run
-from launcher import running
+from launcher import find_ports, running
 
 from export.commands.waiting import wait_until_served
 from export.errors import ServingError
@@ -62,6 +62,18 @@ def test_a_server_is_waited_for_forth_and_back_and_tells_why_it_cannot_follow(
         assert healthy.code == 0
         assert "warning: tickets answers as verified within" in healthy.err
         assert "version 1 is served, and version 2 is active in the repository: version 2" in healthy.err
+        # Who cannot ask the launcher does not know of a rollout, nor that it has failed.
+        (port,) = find_ports(1)
+        asked = server.check("--status-port", str(port))
+        assert asked.code == 0
+        assert (
+            "version 1 is served, version 2 is active; whether it is being rolled out is not known: the status port "
+            f"could not be asked at 127.0.0.1:{port}; pass --status-port\n"
+        ) in asked.err
+        config = models / "tickets" / "config.pbtxt"
+        os.utime(config, (time.time(), config.stat().st_mtime - 3600))
+        asked = server.check("--status-port", str(port))
+        assert asked.code == 1 and " s, and whether it is being rolled out is not known: " in asked.err
         assert call("activate", "tickets", 1, *wait).code == 0
         assert "version 1 is served, version 1 is active" in server.check().err
         # A model that nobody serves any more is unloaded, and the server stays.
