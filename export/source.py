@@ -8,6 +8,7 @@ from pathlib import Path
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
 from .checkpoints.plain.documents import refuse_irregular_documents
+from .checkpoints.plain.tokenizer_files import has_tokenizer
 from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
 from .foresight import check_factory, check_layout, refuse_batching
@@ -36,7 +37,6 @@ from .tasks.pictures.preparation import read_preparation
 from .tasks.table import TASKS
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
-from .weights.tokenizer_files import has_tokenizer
 from .weights.torch_model import load_config, settle_quantization
 from .weights.transforms import CastToFloat32
 from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary

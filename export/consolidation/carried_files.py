@@ -11,6 +11,7 @@ from typing import Any
 from ..checkpoints.plain import huggingface
 from ..checkpoints.plain.documents import DOCUMENTS, find_documents
 from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
+from ..checkpoints.plain.tokenizer_files import find_renamed
 from ..checkpoints.storage.paths import check_inside, open_regular, read_json
 from ..errors import CheckpointError
 from ..file_limit import writing_to
@@ -36,13 +37,16 @@ def carry_over(directory: Path, staged: Path, dtype_names: set[str]) -> dict[Pat
     Raises:
         CheckpointError: A file leads outside, is not a regular one, or is too large.
     """
+    renamed = find_renamed(directory)
     for pattern in DOCUMENTS:
         for path in find_documents(directory, pattern):
             if path.name == "config.json" and len(dtype_names) == 1:
                 _check_file(path, directory)
                 _write_config(path, staged / path.name, min(dtype_names))
             else:
-                _copy_file(path, directory, staged / path.relative_to(directory))
+                relative = path.relative_to(directory)
+                # Under another name transformers makes a tokenizer of nothing, and does not say so.
+                _copy_file(path, directory, staged / renamed.get(str(relative), relative))
     return _carry_sentence_modules(directory, staged)
 
 

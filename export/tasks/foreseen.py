@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.plain.sentence_modules import find_sentence_home, read_sentence_modules
+from ..checkpoints.plain.tokenizer_files import has_tokenizer
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
-from ..weights.tokenizer_files import has_tokenizer
 from .table import IMAGES, SOUNDS, TASKS, TEXTS
 
 # The types of models that take texts alone, and whose vectors are as wide as `hidden_size` says.

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.sentence_modules import read_transformer_settings
+from ..checkpoints.plain.tokenizer_files import TOKENIZER_FILES, find_renamed, has_tokenizer
 from ..checkpoints.storage.paths import (
     check_inside,
     read_json_beside,
@@ -26,7 +27,6 @@ from ..checkpoints.storage.paths import (
 from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
-from .tokenizer_files import TOKENIZER_FILES, has_tokenizer
 from .vocabulary_options import AddedToken
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
@@ -38,8 +38,6 @@ _MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl",
 _DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
 # What may belong to it and is no tokenizer alone.
 _MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "gpt2-merges.txt")
-# GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
-_MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
 # The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
 _SENTENCEPIECE = "sentencepiece==0.2.1"
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
@@ -191,8 +189,8 @@ def _refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> N
 @contextlib.contextmanager
 def _under_usual_names(directory: Path) -> Iterator[Path]:
     """Yield a folder with the tokenizer under the names that transformers looks for."""
-    renamed = {name: usual for name, usual in _MEGATRON_NAMES.items() if (directory / name).is_file()}
-    if len(renamed) < len(_MEGATRON_NAMES) or any((directory / name).exists() for name in TOKENIZER_FILES[:-1]):
+    renamed = find_renamed(directory)
+    if not renamed:
         yield directory
         return
     with tempfile.TemporaryDirectory(prefix="modelyard-tokenizer-") as folder:

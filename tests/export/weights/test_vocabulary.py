@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordPiece
-from transformers import BertConfig, GPT2Config, GPT2Tokenizer, OPTConfig, OPTForCausalLM
+from transformers import AutoTokenizer, BertConfig, GPT2Config, GPT2Model, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
+from export.consolidation.consolidate import consolidate
 from export.consolidation.vocabulary import refuse_other_ids
 from export.errors import CheckpointError, VocabularyError
 from export.options import ExportRequest
@@ -219,6 +220,16 @@ def test_gpt2s_vocabulary_is_read_under_megatrons_names_as_well(names: tuple[str
     # Nothing tells the class without the model's configuration.
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*, or pass the folder of the model .* with --base"):
         load_tokenizer(tmp_path)
+
+
+def test_what_is_consolidated_has_it_under_the_names_that_transformers_looks_for(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    GPT2Model(GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=16)).save_pretrained(source)
+    write_bpe(source, ["<|endoftext|>"], ("gpt2-vocab.json", "gpt2-merges.txt"))
+    done = consolidate(source, out)
+    assert {"vocab.json", "merges.txt"} <= {*done.files}
+    assert not {"gpt2-vocab.json", "gpt2-merges.txt"} & {*done.files}
+    assert AutoTokenizer.from_pretrained(out)("ab a")["input_ids"] == [10, 11]
 
 
 def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""The files that tokenizers lie in. Needs no torch."""
+
+from pathlib import Path
+
+from ..storage.paths import has_file
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+    "gpt2-vocab.json",
+)
+
+# GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
+_MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Tell whether there is any file of a tokenizer in `directory`.
+
+    Raises:
+        CheckpointError: One of the names is there and no regular file.
+    """
+    return any(has_file(directory / name) for name in TOKENIZER_FILES)
+
+
+def find_renamed(directory: Path) -> dict[str, str]:
+    """Return the name that transformers looks for of each file of the tokenizer that bears another; {} where none does.
+
+    Raises:
+        CheckpointError: One of the names is there and no regular file.
+    """
+    if any(has_file(directory / name) for name in TOKENIZER_FILES[:-1]):
+        return {}
+    return _MEGATRON_NAMES if all(has_file(directory / name) for name in _MEGATRON_NAMES) else {}
