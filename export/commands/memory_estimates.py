@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..checkpoints import StoredCheckpoint
+from ..checkpoints.plain.sentence_modules import TRANSFORMER_FILES
 from ..checkpoints.storage.paths import read_json_beside
 from ..engines.openvino_generation import BLOCK_TOKENS, VALUE_BYTES, measure_block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """Bytes that are held: what every model takes, and a multiple of its weights in fp32."""
+    """Bytes that are held: what every model takes, and multiples of its weights in fp32 and of one row's activations.
+
+    `rows` is 0 where all that was measured took texts of the same length, which stands in `base_mb` and `factor` then.
+    """
 
     base_mb: float
     factor: float
+    rows: float = 0.0
 
-    def at(self, weights_bytes: int) -> int:
-        """Return the bytes for a model with so many bytes of weights in fp32."""
-        return round(self.base_mb * 1e6 + self.factor * weights_bytes)
+    def at(self, weights_bytes: int, row_bytes: int = 0) -> int:
+        """Return the bytes for a model with so many bytes of weights in fp32, and of activations in its longest row."""
+        return round(self.base_mb * 1e6 + self.factor * weights_bytes + self.rows * row_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,7 @@ class Held:
 # not here has not been measured at two sizes.
 GRAPHS: Mapping[str, Mapping[str, Held]] = {
     "onnxruntime": {
-        "fp32": Held(export=Line(base_mb=1087, factor=4.64), instance=Line(base_mb=130, factor=1.0), sizes=6),
+        "fp32": Held(export=Line(base_mb=776, factor=2.13, rows=62), instance=Line(base_mb=130, factor=1.0), sizes=6),
         "int8": Held(export=Line(base_mb=1810, factor=4.01), instance=Line(base_mb=93, factor=0.75), sizes=3),
     },
     "openvino": {
@@ -68,6 +74,11 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KV_HEADS = ("num_key_value_heads", *_HEADS)
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+_INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "hidden_dim", "d_ff")
+# Where a longer text may be cut, beside the positions: file → the key in it.
+_LIMITS = (*((name, "max_seq_length") for name in TRANSFORMER_FILES), ("tokenizer_config.json", "model_max_length"))
+# Where nothing tells how long a text may be.
+_USUAL_LENGTH = 512
 # What the configurations of models of pictures and of sounds have, which may have a vocabulary for what they hear.
 _OF_SIGNALS = ("image_size", "num_channels", "num_mel_bins", "conv_dim")
 # How the names of classes end that write text (transformers 5).
@@ -90,12 +101,13 @@ def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[st
         told = {precision: _estimate_writer(config, precision, weights) for precision in VALUE_BYTES}
         return {"openvino-genai": {precision: held for precision, held in told.items() if held}}
     tables = [4 * each.numel for each in owned if len(each.shape) == 2 and each.shape[0] == config.get("vocab_size")]
+    row = count_row(config, checkpoint.directory)
     # Resident only as texts use its rows.
     table = 0 if any(config.get(key) is not None for key in _OF_SIGNALS) else max(tables, default=0)
     return {
         engine: {
             precision: {
-                "export_bytes": held.export.at(weights),
+                "export_bytes": held.export.at(weights, row),
                 "instance_bytes": held.instance.at(weights - table),
                 **({"instance_used_bytes": held.instance.at(weights - table) + table} if table else {}),
                 "sizes": held.sizes,
@@ -128,6 +140,19 @@ def count_pool(config: Mapping[str, Any], precision: str) -> int:
     head_width = _find_size(config, ("head_dim",)) or width // heads
     block = measure_block([(kv_heads, head_width)] * layers, precision)
     return min(_POOL_BYTES // block, _SEATS * (context // BLOCK_TOKENS + 2)) * block
+
+
+def count_row(config: Mapping[str, Any], directory: Path) -> int:
+    """Return the bytes of the largest activations of the longest text in fp32, which the proof computes with.
+
+    They are those between the two layers of a feed-forward network, `[tokens, intermediate]`, and the scores of
+    attention, `[heads, tokens, tokens]`; 0 where the configuration does not tell their sizes.
+    """
+    heads, width = _find_size(config, _HEADS), _find_size(config, _WIDTH)
+    limits = [read_json_beside(directory / name).get(key) for name, key in _LIMITS]
+    lengths = [_find_size(config, _CONTEXT), *limits]
+    length = min((each for each in lengths if isinstance(each, int) and each > 0), default=_USUAL_LENGTH)
+    return 4 * length * ((_find_size(config, _INTERMEDIATE) or 4 * width) + heads * length)
 
 
 def _find_size(config: Mapping[str, Any], names: tuple[str, ...]) -> int:

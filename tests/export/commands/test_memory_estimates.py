@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import struct
 import sys
@@ -13,7 +14,7 @@ from harness import CHECKOUT, run
 
 from export.commands.free_memory import read_free_memory
 from export.commands.inspect_checkpoint import inspect_checkpoint
-from export.commands.memory_estimates import GRAPHS, WRITERS, count_pool
+from export.commands.memory_estimates import GRAPHS, WRITERS, count_pool, count_row
 from export.engines.openvino_generation import BLOCK_TOKENS, PARAMETERS, PROPERTIES, VALUE_BYTES
 from export.engines.table import ENGINES
 
@@ -62,6 +63,20 @@ def test_the_page_has_what_was_measured_beside_what_is_told() -> None:
         )
         assert told_export == pytest.approx(WRITERS["fp32"].export.at(weights * 10**6) / 1e6, abs=1)
         assert told_instance == pytest.approx(WRITERS["fp32"].instance.at(weights * 10**6) / 1e6, abs=1)
+        assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
+        assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
+    rows = re.findall(r"^\| \d+ x (\d+) \| (\d+) tokens \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    graph = GRAPHS["onnxruntime"]["fp32"]
+    assert len(rows) == graph.sizes
+    sizes["onnxruntime", "fp32"] = {*range(len(rows))}
+    for width, length, rest in rows:
+        weights, table, export, told_export, _, instance, told_instance, _ = (
+            int(number.split()[0].replace(",", "").rstrip("%")) for number in rest.split(" | ")
+        )
+        config = {"hidden_size": int(width), "num_attention_heads": int(width) // 64}
+        row = count_row(config | {"max_position_embeddings": int(length)}, Path("none"))
+        assert told_export == pytest.approx(graph.export.at(weights * 10**6, row) / 1e6, abs=1)
+        assert told_instance == pytest.approx(graph.instance.at((weights - table) * 10**6) / 1e6, abs=1)
         assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
         assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
     counted = {(name, precision): held.sizes for name, held_by in GRAPHS.items() for precision, held in held_by.items()}
