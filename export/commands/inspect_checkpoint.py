@@ -192,7 +192,8 @@ def _format_held(held: dict[str, int]) -> str:
             f"{held['instance_bytes'] / 1e9:.2f} GB an instance",
         ]
     if "instance_used_bytes" in held:
-        parts.append(f"{held['instance_used_bytes'] / 1e9:.2f} GB once texts have used every token, without what they are computed in")
+        used = f"{held['instance_used_bytes'] / 1e9:.2f} GB once texts have used every token"
+        parts.append(f"{used}, without what they are computed in")
     if "kv_pool_bytes" in held:
         parts.append(f"up to {held['kv_pool_bytes'] / 1e9:.2f} GB of keys and values beside the model")
     unchecked = " (drawn through 2 sizes only)" if held.get("sizes") == 2 else ""
