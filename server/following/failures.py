@@ -45,8 +45,6 @@ class Failure:
     @property
     def promise(self) -> str:
         """When it is tried again, as a sentence."""
-        if self.retry_at <= time.monotonic():
-            return "Tried again at once."
         return f"Tried again in {self.delay_s:.0f} s, or once the repository changes."
 
     @property
@@ -89,24 +87,6 @@ class Failures(dict[str, Failure]):
         )
         return self[wanted.name], not (before and wanted.damage)
 
-    def suspect(self, loaded: Loaded, crashes: int) -> None:
-        """Take a model of which tritonserver may have crashed for one that is tried again at once.
-
-        Args:
-            loaded: What had just been loaded.
-            crashes: Of how many crashes it was the only such model, this one included, which `note_end` counts as one
-                that cut it off; 0 where there were others.
-        """
-        self[loaded.published.name] = Failure(
-            wanted=loaded.published,
-            reason=f"{loaded.published.title} had just been loaded{'' if crashes else ', and so had others'}.",
-            retry_at=time.monotonic(),
-            delay_s=FIRST_RETRY_S,
-            is_cut_off=True,
-            crashes=max(crashes - 1, 0),
-            known=loaded,
-        )
-
     def note_end(self, how: str, *, is_crash: bool) -> Iterator[Failure]:
         """Yield each that was cut off by the end of a tritonserver, with what that says of it.
 
@@ -125,7 +105,7 @@ class Failures(dict[str, Failure]):
                 config = shlex.quote(str(self._repository / failure.wanted.name / CONFIG_FILE))
                 failure.reason += (
                     f" Not tried again before a file of it changes (`touch {config}` will do) or another version is "
-                    f"active: tritonserver crashed {failure.crashes} times as it was loaded, or soon after."
+                    f"active: tritonserver crashed {failure.crashes} times as it was loaded."
                 )
             yield failure
 

@@ -278,17 +278,35 @@ def is_running(pid: int) -> bool:
         return False
 
 
+# A program of its own: a signal that meets the tests' own process a moment too early or too late ends all of them.
+INTERRUPTED = """
+import sys
+from pathlib import Path
+import numpy as np
+from export.engines.onnxruntime_process import open_runtime
+from export.targets import find_target
+
+with open_runtime(find_target("25.08")) as runtime:
+    session = runtime.load(Path(sys.argv[1]))
+    worker = runtime._worker
+    try:
+        print("running", flush=True)
+        session.run(["y"], {"x": np.array(2**62)})
+    except KeyboardInterrupt:
+        print("alive" if worker.is_alive or worker._process.poll() is None else "ended", flush=True)
+"""
+
+
 def test_ctrl_c_in_the_middle_of_a_run_ends_the_worker(tmp_path: Path) -> None:
-    with open_runtime(MIDDLE) as runtime:
-        session = runtime.load(save_endless(tmp_path / "model.onnx"))
-        worker = runtime._worker
-        assert worker is not None
-        timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            session.run(["y"], ENDLESS)
-        assert not worker.is_alive
-        assert worker._process.poll() is not None
+    fetch_runtime(MIDDLE)
+    command = [sys.executable, "-c", INTERRUPTED, save_endless(tmp_path / "model.onnx")]
+    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "running\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "ended\n"
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_wheel_that_cannot_be_fetched_is_refused_in_one_sentence(
