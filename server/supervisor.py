@@ -73,7 +73,6 @@ class Supervisor:
         """
         try:
             if self._begin():
-                self._follower.tell_start()
                 self._report_models()
                 self._status.ready = True
                 self._say(announce(self._settings.endpoints, self._settings.repository, self._follower.published))
@@ -185,7 +184,6 @@ class Supervisor:
                 continue
             # Files may have become others while they were loaded, and it answers from these.
             self._follower.leave_out_touched()
-            self._follower.tell_start()
             self._doubt_what_is_missing()
             self._count_models()
             self._status.ready = True

@@ -10,7 +10,6 @@ from typing import Literal
 
 from ..errors import GoneError, RolloutError
 from .changes import Changes
-from .crashes import Crashes
 from .failures import FIRST_RETRY_S, Failure, Failures
 from .holding import Holdings
 from .model_text import CONFIG_FILE
@@ -78,7 +77,6 @@ class Follower:
         self._changes = Changes(repository)
         self._served: dict[str, Loaded] = {}
         self._failures = Failures(repository)
-        self._crashes = Crashes()
         # What tritonserver loads now, and since when.
         self._loading: tuple[Published, float] | None = None
         self._seen: Mapping[str, object] | None = None
@@ -117,7 +115,6 @@ class Follower:
 
     def try_each(self, reason: str) -> None:
         """Have a tritonserver that is about to start load nothing, and then one model after another."""
-        self._crashes.suspect(self.published)
         for name in [*self._served]:
             self.doubt(name, reason, delay_s=0.0)
 
@@ -135,24 +132,13 @@ class Follower:
             how: In words that follow its name.
             is_crash: Whether it ended by itself. Who killed it has nothing to say of the model, which is tried again.
         """
-        is_cut_off = any(failure.is_cut_off for failure in self._failures.values())
-        suspicion = self._crashes.tell_end(is_crash=is_crash, is_cut_off=is_cut_off)
-        for name in suspicion.names:
-            if loaded := self._served.get(name):
-                self._forget(loaded.published)
-                self._failures.suspect(loaded, suspicion.crashes)
-        for failure in self._failures.note_end(how, is_crash=is_crash and not suspicion.is_open):
-            title, is_suspected = failure.wanted.title, failure.wanted.name in suspicion.names
+        for failure in self._failures.note_end(how, is_crash=is_crash):
+            title = failure.wanted.title
             if failure.is_deadly:
                 self._say(f"ERROR: {failure.reason}")
             else:
-                when = "soon after it was loaded" if is_suspected else "as it was loaded"
-                self._say(f"{title}: tritonserver {how} {when}. {failure.promise}")
+                self._say(f"{title}: tritonserver {how} as it was loaded. {failure.promise}")
             self._tell_failure(failure)
-
-    def tell_start(self) -> None:
-        """Learn that a tritonserver has started, with all that is served."""
-        self._crashes.tell_loaded(self.published)
 
     def leave_out_touched(self) -> bool:
         """Unload what was loaded while a file of it was touched, and load it once more; return whether there was any.
@@ -309,9 +295,7 @@ class Follower:
 
     def _bring_all(self, several: Iterable[Published]) -> bool:
         """Bring one after another; return False if tritonserver ended meanwhile, which is the doing of one of them."""
-        # First what is known to do no harm.
-        steady_first = sorted(several, key=lambda published: not self._crashes.is_steady(published))
-        return all(self._ended or self._bring(published) for published in steady_first)
+        return all(self._ended or self._bring(published) for published in several)
 
     def _remove(self, name: str) -> None:
         published = self._served[name].published
@@ -348,9 +332,6 @@ class Follower:
             return True
         if self._failures.is_waiting(wanted):
             return True
-        if failure and (pause := self._crashes.find_pause(wanted.name)) > time.monotonic():
-            failure.retry_at = pause
-            return True
         start = time.monotonic()
         if old and old.version == wanted.version and not held and not wanted.damage:
             # Side by side the two would answer with each other.
@@ -383,7 +364,6 @@ class Follower:
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(taken)
-        self._crashes.tell_loaded([taken.published])
         if rest and not self._ended:
             self._say(
                 f"warning: version {served} of {wanted.name} stays loaded beside version {wanted.version}, which is "
