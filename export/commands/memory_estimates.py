@@ -74,7 +74,10 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _KV_HEADS = ("num_key_value_heads", *_HEADS)
 _WIDTH = ("hidden_size", "n_embd", "d_model")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-_INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "hidden_dim", "d_ff")
+# Of encoders alone, some of which have names of their own (DistilBERT, XLNet, BART).
+_ENCODER_HEADS = (*_HEADS, "n_heads", "encoder_attention_heads")
+_ENCODER_WIDTH = (*_WIDTH, "dim")
+_INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "hidden_dim", "d_ff", "d_inner")
 # Where a longer text may be cut, beside the positions: file → the key in it.
 _LIMITS = (*((name, "max_seq_length") for name in TRANSFORMER_FILES), ("tokenizer_config.json", "model_max_length"))
 # Where nothing tells how long a text may be.
@@ -146,9 +149,11 @@ def count_row(config: Mapping[str, Any], directory: Path) -> int:
     """Return the bytes of the largest activations of the longest text in fp32, which the proof computes with.
 
     They are those between the two layers of a feed-forward network, `[tokens, intermediate]`, and the scores of
-    attention, `[heads, tokens, tokens]`; 0 where the configuration does not tell their sizes.
+    attention, `[heads, tokens, tokens]`; 0 where the configuration does not tell how wide the model is. Of what else it
+    does not tell, it is taken for a BERT: heads of 64, and four times the width between the two layers.
     """
-    heads, width = _find_size(config, _HEADS), _find_size(config, _WIDTH)
+    width = _find_size(config, _ENCODER_WIDTH)
+    heads = _find_size(config, _ENCODER_HEADS) or width // 64
     limits = [read_json_beside(directory / name).get(key) for name, key in _LIMITS]
     lengths = [_find_size(config, _CONTEXT), *limits]
     length = min((each for each in lengths if isinstance(each, int) and each > 0), default=_USUAL_LENGTH)

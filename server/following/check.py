@@ -107,12 +107,12 @@ def check_ensembles(
                 failures.append(f"{name}: {damage}")
         except _AbsentError as exc:
             reason = reasons.get(name, "").rstrip(".") or str(exc)
-            is_coming = told is not None and is_being_loaded(repository, name, told)
-            if any_version or is_coming:
-                reason = (_LOADING if any_version else "") if is_coming else reason
-                checked[name] = Checked(error=math.nan, served=0, active=active, disagreement=reason)
-            else:
+            if told is not None and is_being_loaded(repository, name, told):
+                reason = _LOADING if any_version else ""
+            elif not any_version:
                 failures.append(f"{name}: {reason}{f', and {doubt}' if doubt else ''}")
+                continue
+            checked[name] = Checked(error=math.nan, served=0, active=active, disagreement=reason)
         except OSError as exc:
             # Of one that it could not load, the server knows more than that it is not there.
             failures.append(f"{name}: {reasons.get(name) or exc}")

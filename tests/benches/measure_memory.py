@@ -1,12 +1,12 @@
 """What an export and an instance hold in memory, by engine and precision: `make memory`.
 
-    python -m benches.measure_memory [--sizes 6x384 12x768 24x1024] [--ways onnxruntime:fp32 openvino:int8]
+    python -m benches.measure_memory [--sizes 6x384 12x768@128 24x1024] [--ways onnxruntime:fp32 openvino:int8]
 
-Random BERTs of the layers and widths that are asked for, with the vocabulary of the demo's checkpoint, and GPT-2s for
-the engine that generates. Of an export all
-processes are counted together, at most; of a server the process of the one instance, once it is ready and has answered
-what was verified. Both are resident memory, in MB. At the end stand base and share of the weights in fp32 that fit each
-way best: where that is off by little, it is a formula for `inspect`.
+Random BERTs of the layers, widths and longest texts that are asked for, with the vocabulary of the demo's checkpoint,
+and GPT-2s for the engine that generates. Of an export all processes are counted together, at most; of a server the
+process of the one instance, once it is ready and has answered what was verified. Both are resident memory, in MB. At
+the end stand base and shares that fit each way best, of the weights in fp32 and, where longest texts differ, of the
+largest activations of one: where that is off by little, it is a formula for `inspect`.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from transformers import AutoConfig, BertConfig, BertModel, GPT2Config, GPT2LMHe
 
 from demo.checkpoint import fetch_checkpoint
 from export.commands.inspect_checkpoint import inspect_checkpoint
+from export.commands.memory_estimates import count_row
 from server.tritonserver.processes import list_children, read_arguments
 
 WAYS = (
@@ -54,23 +55,32 @@ class Held:
     Attributes:
         weights: Of the weights in fp32.
         table: Of those, what belongs to the table of tokens.
+        row: Of the largest activations of the longest text.
         export: All processes of the export together, at most.
         instance: One instance, ready.
     """
 
     weights: int
     table: int
+    row: int
     export: int
     instance: int
 
 
+def read_size(size: str) -> tuple[int, int, int]:
+    """Return layers, width and the tokens of the longest text, 512 where that is not said."""
+    shape, _, tokens = size.partition("@")
+    layers, width = map(int, shape.split("x"))
+    return layers, width, int(tokens or 512)
+
+
 def build_checkpoint(size: str, folder: Path) -> Path:
-    """Save a random BERT of `LAYERSxWIDTH` in `folder`."""
-    layers, width = map(int, size.split("x"))
+    """Save a random BERT of `LAYERSxWIDTH` or `LAYERSxWIDTH@TOKENS` in `folder`."""
+    layers, width, tokens = read_size(size)
     source = fetch_checkpoint()
     config = BertConfig.from_pretrained(source)
     config.update({"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 4 * width})
-    config.num_attention_heads = width // 64
+    config.update({"num_attention_heads": width // 64, "max_position_embeddings": tokens})
     torch.manual_seed(0)
     BertModel(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
@@ -81,7 +91,7 @@ def build_checkpoint(size: str, folder: Path) -> Path:
 
 def build_decoder(size: str, folder: Path) -> Path:
     """Save a random GPT-2 of `LAYERSxWIDTH` in `folder`, whose tokenizer has a word for each token."""
-    layers, width = map(int, size.split("x"))
+    layers, width, _ = read_size(size)
     words = 30_522
     config = GPT2Config(
         vocab_size=words, n_layer=layers, n_embd=width, n_head=width // 64, bos_token_id=0, eos_token_id=0
@@ -119,7 +129,8 @@ def measure(checkpoint: Path, way: str, repository: Path) -> Held:
         instance = read_resident(stub.pid)
     weights = inspect_checkpoint(checkpoint).parameters * 4
     config = AutoConfig.from_pretrained(checkpoint)
-    return Held(weights, config.vocab_size * config.hidden_size * 4, most, instance)
+    table, row = config.vocab_size * config.hidden_size * 4, count_row(config.to_dict(), checkpoint)
+    return Held(weights, table, row, most, instance)
 
 
 def find_task(way: str) -> str:
@@ -147,26 +158,28 @@ def read_resident(pid: int) -> int:
 
 def describe(size: str, way: str, held: Held) -> str:
     """Return a line of what was measured."""
-    return f"{way:18} {size:8} {held.weights / 1e6:8.0f} {held.export / 1e6:8.0f} {held.instance / 1e6:8.0f}"
+    return f"{way:18} {size:11} {held.weights / 1e6:8.0f} {held.export / 1e6:8.0f} {held.instance / 1e6:8.0f}"
 
 
-def fit(values: list[tuple[int, int]]) -> str:
-    """Return the line through weights and what was held whose largest error, as a share, is least."""
-    weights, held = np.array(values, dtype=float).T
+def fit(held: list[int], **parts: list[int]) -> str:
+    """Return the sum of a base and shares of parts that is nearest to what was held, by the squares of its errors."""
     # Of relative errors: each equation is divided by what was held.
-    matrix = np.stack([1 / held, weights / held], axis=1)
-    (base, share), *_ = np.linalg.lstsq(matrix, np.ones(len(held)), rcond=None)
-    worst = np.abs(matrix @ [base, share] - 1).max()
-    return f"{base / 1e6:.0f} MB + {share:.2f} x weights, off by at most {worst:.0%}"
+    matrix = np.array([np.ones(len(held)), *parts.values()], dtype=float).T / np.array(held)[:, None]
+    shares, *_ = np.linalg.lstsq(matrix, np.ones(len(held)), rcond=None)
+    worst = np.abs(matrix @ shares - 1).max()
+    told = [f"{share:.2f} x {name}" for name, share in zip(parts, shares[1:], strict=True)]
+    return f"{' + '.join([f'{shares[0] / 1e6:.0f} MB', *told])}, off by at most {worst:.0%}"
 
 
 def main() -> None:
     """Measure, and print as it goes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["6x384", "12x768", "24x1024"], help="layers x width")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["6x384", "12x768", "24x1024"], help="layers x width, @ the longest text"
+    )
     parser.add_argument("--ways", nargs="+", default=WAYS, help="engine:precision")
     args = parser.parse_args()
-    sys.stdout.write(f"{'':27} {'weights':>8} {'export':>8} {'instance':>8}\n")
+    sys.stdout.write(f"{'':30} {'weights':>8} {'export':>8} {'instance':>8}\n")
     found: dict[str, list[Held]] = {way: [] for way in args.ways}
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
@@ -180,9 +193,13 @@ def main() -> None:
                 sys.stdout.flush()
     for way, several in found.items():
         if len(several) > 2:
-            sys.stdout.write(f"{way:18} export   {fit([(held.weights, held.export) for held in several])}\n")
-            rest = [(held.weights - held.table, held.instance) for held in several]
-            sys.stdout.write(f"{'':18} instance {fit(rest)} without the table of tokens\n")
+            parts = {"weights": [held.weights for held in several]}
+            if len({read_size(size)[2] for size in args.sizes}) > 1:
+                parts["row"] = [held.row for held in several]
+            sys.stdout.write(f"{way:18} export   {fit([held.export for held in several], **parts)}\n")
+            rest = [held.weights - held.table for held in several]
+            line = fit([held.instance for held in several], weights=rest)
+            sys.stdout.write(f"{'':18} instance {line} without the table of tokens\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from benches.measure_memory import build_checkpoint, build_decoder, measure
 from harness import CHECKOUT, run
+from transformers import BartConfig, BertConfig, DistilBertConfig, PretrainedConfig, T5Config, XLNetConfig
 
 from export.commands.free_memory import read_free_memory
 from export.commands.inspect_checkpoint import inspect_checkpoint
@@ -81,6 +82,32 @@ def test_the_page_has_what_was_measured_beside_what_is_told() -> None:
         assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
     counted = {(name, precision): held.sizes for name, held_by in GRAPHS.items() for precision, held in held_by.items()}
     assert {way: len(each) for way, each in sizes.items()} == counted
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "intermediate", "heads"),
+    [
+        (BertConfig(), 512, 3072, 12),
+        (DistilBertConfig(), 512, 3072, 12),
+        (BartConfig(), 1024, 4096, 16),
+        (T5Config(), 512, 2048, 8),
+        (XLNetConfig(), 512, 4096, 16),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_the_largest_activations_are_counted_by_the_names_of_each_architecture(
+    config: PretrainedConfig, length: int, intermediate: int, heads: int
+) -> None:
+    assert count_row(config.to_dict(), Path("none")) == 4 * length * (intermediate + heads * length)
+
+
+def test_the_longest_text_is_the_shortest_that_any_file_allows(checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert count_row(config, checkpoint) == 4 * 256 * (1536 + 12 * 256)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert count_row(config, tmp_path) == 4 * 512 * (1536 + 12 * 512)
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 100}')
+    assert count_row(config, tmp_path) == 4 * 100 * (1536 + 12 * 100)
 
 
 def test_a_model_that_writes_text_is_told_its_pool(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(publish
         server.wait_for_line("tritonserver answers again", 60)
         assert not any("Tried again in" in line for line in server.lines[seen:])
         assert "sentence_embedding answers as verified" in server.check().err
+        # Longer than until the next try.
+        signal.sigtimedwait([], 25)
         assert server.read_metrics()["modelyard_tritonserver_restarts_total"] == 2
         config = repository / "deadly" / "config.pbtxt"
         known = read_following(server)["deadly"]
