@@ -40,6 +40,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How often the tritonserver of a session was started anew, as far as it is known.
 _RESTARTS: dict[Addresses, int] = {}
 
+# How a process of xdist ended, if before its time, so that tests were not run.
+_CRASHED = pytest.StashKey[str]()
+
 # By the meaning of a marker in pyproject.toml, how many tests `-m` or `-k` left out.
 _LEFT_OUT = pytest.StashKey[Counter[str]]()
 
@@ -62,14 +65,21 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the counts to the process that prints the summary, where several run the tests."""
+    """Hand the counts to the process that prints the summary, where several run the tests.
+
+    A run of which tests are missing does not end like one in which some failed: to run those again proves nothing.
+    """
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left out"] = dict(session.config.stash.get(_LEFT_OUT, Counter()))
+    if _CRASHED in session.config.stash:
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take the counts of one of them: each has collected all tests."""
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take the counts of one of them: each has collected all tests. Note if it ended before its time."""
+    if error:
+        node.config.stash[_CRASHED] = str(error)
     if counts := getattr(node, "workeroutput", {}).get("left out"):
         node.config.stash[_LEFT_OUT] = Counter(counts)
 
@@ -85,6 +95,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("not run here")
     for meaning, count in left_out.most_common():
         terminalreporter.line(f"{count:>5}  {meaning}")
+    if error := config.stash.get(_CRASHED, ""):
+        terminalreporter.line(f"A process that runs tests ended ({error}), and tests after it were not run.")
 
 
 @pytest.fixture(scope="session")
