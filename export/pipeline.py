@@ -1,8 +1,9 @@
 """The one straight line: checkpoint, vocabulary, torch model, ONNX file, proof, published version."""
 
+import hashlib
 import resource
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
 from .file_limit import locating
 from .graph.batchings import BATCHINGS
 from .graph.conversion import PrecisionReport
+from .graph.onnx_export import PROVENANCE_PREFIX
 from .graph.precisions import PRECISIONS, Precision
 from .identity import describe_options, hash_files, list_tools
 from .options import ExportRequest
@@ -23,7 +25,7 @@ from .proof.tolerances import choose_tolerances
 from .proof.verify import VerificationReport, require_passed
 from .repository.intent import check_effect
 from .repository.lock import check_destination
-from .repository.lockfile import LOCK_FILE, build_lock, render_lock
+from .repository.lockfile import LOCK_FILE, SourceHash, build_lock, render_lock
 from .repository.model_config import name_models
 from .repository.publication import Publication, check_contract, publish
 from .repository.version import PUBLICATION_FILE, render_publication
@@ -113,7 +115,15 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     progress.expect(_count_steps(request, kept) - _count_steps(request, routes))
     routes = kept
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
-    job = Job(task=task, target=target, precision=precision, tolerances=tolerances)
+    with progress.step("hashing what was read"):
+        sources = hash_files(source.files)
+    job = Job(
+        task=task,
+        target=target,
+        precision=precision,
+        tolerances=tolerances,
+        provenance=_describe_provenance(task, sources),
+    )
     with (
         restored_fast_path(),
         tempfile.TemporaryDirectory(prefix="modelyard-") as folder,
@@ -125,7 +135,8 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         engine, draft = proven.engine, proven.draft
         report = replace(proven.report, engines=choice.to_json() if choice else None)
         notes = (*draft.notes, *_judge_warmup(request, task, report))
-        publication = _publish(request, source, target, engine, draft, report, progress)
+        lock = _build_lock(request, sources, target, report)
+        publication = _publish(request, source, target, engine, draft, report, lock, progress)
         model_bytes = sum(path.stat().st_size for path in draft.files.model)
     return ExportResult(
         source=source,
@@ -296,10 +307,9 @@ def _publish(
     engine: Engine,
     draft: Draft,
     report: VerificationReport,
+    lock: Mapping[str, object],
     progress: Progress,
 ) -> Publication:
-    with progress.step("hashing what was read"):
-        lock = _build_lock(request, source, target, report)
     with progress.step("publishing"):
         return publish(
             repository=request.repository,
@@ -362,13 +372,22 @@ def _name_source(request: ExportRequest) -> str:
     return str(request.checkpoint.absolute()) if request.checkpoint else str(request.factory)
 
 
+def _describe_provenance(task: Task, sources: Mapping[str, SourceHash]) -> dict[str, str]:
+    """Return what a graph says of itself, wherever the file goes: nothing of this machine, this folder or this day."""
+    facts = {"task": task.name, "served_as": task.description}
+    facts |= {f"{what}.sha256": source.sha256 for what, source in sources.items()}
+    for contents in task.step_files.values():
+        facts |= {f"{name}.sha256": hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {f"{PROVENANCE_PREFIX}{name}": fact for name, fact in facts.items()}
+
+
 def _build_lock(
-    request: ExportRequest, source: Source, target: Target, report: VerificationReport
+    request: ExportRequest, sources: Mapping[str, SourceHash], target: Target, report: VerificationReport
 ) -> dict[str, object]:
     return build_lock(
         target=target,
         versions=report.versions | list_tools(),
-        sources=hash_files(source.files),
+        sources=sources,
         options=describe_options(request),
         seeds={"vocabulary": request.vocabulary.seed},
         artefacts=report.sha256,

@@ -38,7 +38,9 @@ class Progress:
             self._say(label)
         with self._console.status(label) as status:
             yield lambda detail: status.update(f"{label}: {detail}")
-        self._say(f"{label}: {time.monotonic() - start:.1f} s")
+        taken = f"{time.monotonic() - start:.1f} s"
+        # Elsewhere than on a terminal the label stands there already.
+        self._say(f"{label}: {taken}" if self._console.is_terminal else f"      {taken}")
 
     def _say(self, line: str) -> None:
         # Labels have brackets of their own, which must not be read as styles.

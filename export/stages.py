@@ -44,12 +44,14 @@ class Job:
         target: Triton release that is to serve the files.
         precision: Precision of the published files.
         tolerances: Bounds that files of this precision are held to.
+        provenance: What a graph says of itself.
     """
 
     task: Task
     target: Target
     precision: Precision
     tolerances: Tolerances
+    provenance: Mapping[str, str] = field(default_factory=dict)
 
     def find_tolerances(self, precision: Precision) -> Tolerances:
         """Return what files are held to: what was asked for those to be published, the usual for those on the way."""
@@ -240,7 +242,8 @@ def _export(
     if not has_fast_path:
         # It stays off to the end: the rest of the export is then compared with the module without it.
         torch.backends.mha.set_fastpath_enabled(False)
-    files = write_files(job.task, directory, job.target, export=partial(export_onnx, is_traced=is_traced))
+    export = partial(export_onnx, is_traced=is_traced, provenance=job.provenance)
+    files = write_files(job.task, directory, job.target, export=export)
     return Draft(files=files, graph_sha256={path.name: hash_file(path) for path in files.model})
 
 
@@ -262,7 +265,8 @@ _EXPORTS = (
 
 
 def _export_padding_free(job: Job, draft: Draft, directory: Path, tell: Detail) -> Draft:
-    files = write_files(job.task, directory, job.target, export=export_padding_free)
+    export = partial(export_padding_free, provenance=job.provenance)
+    files = write_files(job.task, directory, job.target, export=export)
     return Draft(files=files, graph_sha256={path.name: hash_file(path) for path in files.model})
 
 

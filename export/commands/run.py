@@ -25,7 +25,7 @@ from ..tasks.table import TASKS
 from .free_memory import read_free_memory
 from .memory_estimates import estimate_memory
 from .standard_streams import write_answer
-from .verb import Verbs, add_verb, open_console
+from .verb import Verbs, add_verb, choose_next, open_console
 
 if TYPE_CHECKING:
     from ..identity import SameVersion
@@ -196,7 +196,9 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         "report": str(version.folder / PAGE_FILE),
     }
     lines = [f"{label:>11}  {text}" for label, text in facts.items() if text]
-    then = ("serve",) if is_active else ("activate", version.name, version.number)
+    then = (
+        (choose_next(version.repository, version.folder),) if is_active else ("activate", version.name, version.number)
+    )
     lines += [line for warning in warnings for line in ("", f"Warning: {warning}")]
     lines += ["", f"Next: {name_command(*then, '--repository', version.repository)}"]
     write_answer("".join(escape_controls(line) + "\n" for line in lines), done)

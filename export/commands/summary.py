@@ -21,6 +21,7 @@ from ..signature import SEQ_LEN, WINDOWS, ModelSignature
 from ..stages import Stage
 from ..tasks.comparison import describe_bounds, describe_errors, format_error, is_judged
 from ..weights.vocabulary_rows import VocabularyRows
+from .verb import choose_next
 
 
 def print_report(console: Console, report: VerificationReport, stage: Stage) -> None:
@@ -154,7 +155,7 @@ def _name_next(publication: Publication, repository: Path, elsewhere: str) -> st
     if publication.active == publication.version:
         if elsewhere:
             return elsewhere.replace("NAME", publication.name)
-        return name_command("serve", "--repository", repository)
+        return name_command(choose_next(repository, publication.report_file.parent), "--repository", repository)
     return name_command("activate", publication.name, publication.version, "--repository", repository)
 
 

@@ -15,6 +15,7 @@ from .. import interruption
 from ..errors import ExportError, ServingError, UnansweredError, escape_controls
 from ..file_limit import advise
 from ..locations import REPOSITORY, name_command
+from ..repository.use import is_served
 from .standard_streams import drop_answer, write_answer
 
 Verbs = argparse._SubParsersAction  # what `add_subparsers` returns, which has no public name
@@ -158,3 +159,8 @@ def _refuse(console: Console, sentence: str) -> int:
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     # The same way out as Ctrl-C, so that what was begun is undone.
     raise KeyboardInterrupt
+
+
+def choose_next(repository: Path, folder: Path) -> str:
+    """Return the verb that is of use once the version in `folder` is active: a server may follow the repository."""
+    return "check" if is_served(repository, folder) else "serve"

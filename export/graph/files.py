@@ -12,7 +12,7 @@ import onnxruntime
 from onnx_ir.passes import common
 
 from ..errors import PrecisionError
-from .onnx_export import EXTERNAL_ABOVE_BYTES
+from .onnx_export import EXTERNAL_ABOVE_BYTES, PROVENANCE_PREFIX
 
 # Input name → values, as ONNX Runtime takes them.
 Feed = Mapping[str, npt.NDArray[Any]]
@@ -44,14 +44,15 @@ def load_graph(path: Path) -> ir.Model:
 
 
 def save_graph(model: ir.Model, path: Path, *, external_above_bytes: int = EXTERNAL_ABOVE_BYTES) -> None:
-    """Write a graph without metadata to `path`, its weights to `path` + `.data` where they are many.
+    """Write a graph to `path`, with no metadata but what it was made of, its weights to `path` + `.data` if many.
 
     One tensor at a time is in memory where they go into a file of their own.
     """
     common.TopologicalSortPass()(model)
     # Such as the quantizer's remarks, which are not part of the model.
     common.ClearMetadataAndDocStringPass()(model)
-    model.metadata_props.clear()
+    for name in [name for name in model.metadata_props if not name.startswith(PROVENANCE_PREFIX)]:
+        del model.metadata_props[name]
     model.producer_name = model.producer_version = None
     tensors = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
     if sum(tensor.nbytes for tensor in tensors if tensor is not None) > external_above_bytes:

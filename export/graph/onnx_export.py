@@ -6,7 +6,7 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import onnx
@@ -27,6 +27,9 @@ OPSET = 18
 # took 8.9 GB to write and check, where 2.1 GB in a file of their own took 2.8.
 EXTERNAL_ABOVE_BYTES = 128 << 20
 
+# How the names begin under which a file says what it was made of.
+PROVENANCE_PREFIX = "modelyard."
+
 # The names under which outputs are traced. A name that one of the model's own values has as well would be used twice,
 # which the exporter does not notice and ONNX Runtime refuses.
 _OUTPUT_PREFIX = "modelyard_output_"
@@ -40,6 +43,7 @@ def export_onnx(
     target: Target,
     *,
     is_traced: bool = False,
+    provenance: Mapping[str, str] | None = None,
 ) -> None:
     """Write `module` as ONNX to `path`, and check that the file is what the signature and the target ask for.
 
@@ -51,18 +55,20 @@ def export_onnx(
         target: Triton release whose ONNX Runtime must load the file.
         is_traced: Whether the module is run once and what it did is recorded, which exports more modules and turns
             whatever depends on sizes or values into constants. Only a full verification can tell whether that is right.
+        provenance: What it was made of, which the file says of itself (`metadata_props`).
 
     Raises:
         GraphError: The exporter fails, or the file has other axes, names, opset or IR version than asked for.
     """
     if is_traced:
-        _write_traced(module, signature, example, path)
+        _write_traced(module, signature, example, path, provenance or {})
         check_graph(path, signature, target)
         return
     program = _export(module, signature, example)
     # The traced source lines and module names are not part of the model, and would carry paths of this machine.
     ClearMetadataAndDocStringPass()(program.model)
     program.model.graph.name = "main"
+    program.model.metadata_props.update(provenance or {})
     _name_outputs(program.model.graph, signature)
     weights = (value.const_value for value in program.model.graph.initializers.values())
     size = sum(tensor.nbytes for tensor in weights if tensor is not None)
@@ -70,7 +76,13 @@ def export_onnx(
     check_graph(path, signature, target)
 
 
-def _write_traced(module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...], path: Path) -> None:
+def _write_traced(
+    module: nn.Module,
+    signature: ModelSignature,
+    example: tuple[Tensor, ...],
+    path: Path,
+    provenance: Mapping[str, str],
+) -> None:
     with _quiet():
         try:
             torch.onnx.export(
@@ -85,6 +97,10 @@ def _write_traced(module: nn.Module, signature: ModelSignature, example: tuple[T
             )
         except Exception as exc:
             raise GraphError("the model cannot be traced", got=_find_reason(exc)) from exc
+    # Weights in files of their own stay there.
+    model = onnx.load(path, load_external_data=False)
+    onnx.helper.set_model_props(model, dict(provenance))
+    onnx.save(model, path)
 
 
 def _export(module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...]) -> torch.onnx.ONNXProgram:

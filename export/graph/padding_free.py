@@ -6,7 +6,7 @@ torch, and puts them behind one another again. What stands before and after the 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -149,7 +149,13 @@ class PaddingFree(nn.Module):
 
 
 def export_padding_free(
-    module: nn.Module, signature: ModelSignature, example: tuple[Tensor, ...], path: Path, target: Target
+    module: nn.Module,
+    signature: ModelSignature,
+    example: tuple[Tensor, ...],
+    path: Path,
+    target: Target,
+    *,
+    provenance: Mapping[str, str] | None = None,
 ) -> None:
     """Write `module` as ONNX to `path`, with the inputs and outputs of the signature, computing no padding.
 
@@ -159,6 +165,7 @@ def export_padding_free(
         example: Inputs to trace, in the order of the signature.
         path: Where the file goes; large weights go into a second one beside it.
         target: Triton release whose ONNX Runtime must load the file.
+        provenance: See `export_onnx`.
 
     Raises:
         GraphError: The model's layers cannot be computed so, or the exporter fails.
@@ -171,7 +178,7 @@ def export_padding_free(
     with TemporaryDirectory(prefix=".traced-", dir=path.parent) as folder:
         plain = Path(folder) / path.name
         with free.installed():
-            export_onnx(free, traced, (*example, *locate_tokens(mask)), plain, target)
+            export_onnx(free, traced, (*example, *locate_tokens(mask)), plain, target, provenance=provenance)
         model = ir.load(plain)
         _compute_places(model.graph)
         save_graph(model, path)

@@ -132,6 +132,9 @@ def _replace_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> None:
 def _stage_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> Path:
     staged = folder / STAGED_CONFIG
     undo.add_litter(partial(staged.unlink, missing_ok=True))
+    # A link there would have another file written.
+    if staged.is_symlink():
+        staged.unlink()
     write(staged, render_config(config))
     return staged
 

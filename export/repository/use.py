@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from .contents import list_models, list_versions
+
 
 @contextlib.contextmanager
 def use(folder: Path) -> Iterator[None]:
@@ -33,6 +35,24 @@ def seize(folder: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
+
+
+def is_served(repository: Path, new: Path) -> bool:
+    """Tell whether somebody uses a version in a repository, as a server does that then follows what is published.
+
+    Args:
+        repository: The model repository.
+        new: The folder of a version that a server may begin to use just now: it is not looked at, for while it is, it
+            could not be held.
+    """
+    for name in list_models(repository):
+        folders = (repository / name / str(number) for number in list_versions(repository / name))
+        for folder in (each for each in folders if each != new):
+            # One that is just being removed is used by nobody.
+            with contextlib.suppress(OSError), seize(folder) as is_free:
+                if not is_free:
+                    return True
+    return False
 
 
 @contextlib.contextmanager

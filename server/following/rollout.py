@@ -226,7 +226,8 @@ class Roller:
         except Exception as exc:
             self._restore(old, new)
             before = f"version {old.version}" if old.version else "what was loaded"
-            raise _refuse(new, exc, f"{before} is served as before") from exc
+            then = "again once tritonserver runs" if isinstance(exc, GoneError) else "as before"
+            raise _refuse(new, exc, f"{before} is served {then}") from exc
         return self._finish(old, new)
 
     def _check_wishes(self, published: Published) -> None:

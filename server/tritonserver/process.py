@@ -49,6 +49,9 @@ _SIGNAL = re.compile(rb"Signal \((\d{1,2})\) received\.\s*")
 # Those of which it hangs up on whoever connects, answers what is in flight, and ends.
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+# How tritonserver begins to list its options, where it was given one that it does not know.
+_USAGE = b"Usage: tritonserver [options]\n"
+
 # What it gets to end of a deadly signal by itself.
 _DYING_S = 1.0
 
@@ -174,6 +177,10 @@ class TritonServer:
     def _relay_log(self) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
         for line in self._process.stdout:
+            # Hundreds of lines follow before it ends, and the one that matters is above them.
+            if line == _USAGE and not self._is_verbose:
+                self._process.stdout.read()
+                return
             if received := _SIGNAL.fullmatch(line):
                 self._note(int(received[1]))
             if self._is_verbose or not _is_noise(line):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from harness import CHECKOUT, Finished, Published, fingerprint, run
@@ -40,19 +41,34 @@ def test_it_tells_each_step_the_proof_and_the_next_command(copy: Path, repositor
         [
             "reading checkpoint and vocabulary",
             "loading 0.5 M parameters",
+            "hashing what was read",
             "exporting to ONNX",
             "verifying",
-            "hashing what was read",
             "publishing",
         ]
     ):
-        assert f"[{step + 1}/6] {what}" in done.err
+        assert done.err.count(f"[{step + 1}/6] {what}") == 1
     assert "mixed lengths in one batch" in " ".join(done.err.replace("│", " ").split())
     assert "published  tiny in" in done.out
     assert "version 1, new" in done.out
     assert f"Next: python -m server --repository {repository}" in done.out
     # Nothing in this folder says how its token vectors become one.
     assert "\nWarning: the pooling is a guess (mean, normalised (default, because there is no modules.json" in done.out
+
+
+def test_a_published_graph_says_what_it_was_made_of(copy: Path, repository: Path, export_cli: Cli) -> None:
+    done = export_cli("run", str(copy), "--name", "tiny", "--repository", str(repository), "--precision", "bf16")
+    assert done.code == 0, done.err
+    lock = json.loads((repository / "tiny" / "1" / "modelyard.lock.json").read_text())
+    graph = onnx.load(repository / "tiny_model" / "1" / "model.onnx", load_external_data=False)
+    said = {item.key: item.value for item in graph.metadata_props}
+    assert said.pop("modelyard.served_as").startswith("pooling mean, normalised")
+    assert said == {
+        "modelyard.task": "feature-extraction",
+        "modelyard.checkpoint.sha256": lock["sources"]["checkpoint"]["sha256"],
+        "modelyard.configuration.sha256": lock["sources"]["configuration"]["sha256"],
+        "modelyard.tokenizer.json.sha256": lock["artefacts"]["tokenizer.json"],
+    }
 
 
 def test_a_longest_sequence_without_room_for_a_text_is_refused(copy: Path, repository: Path, export_cli: Cli) -> None:

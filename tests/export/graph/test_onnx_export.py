@@ -91,6 +91,13 @@ def test_an_output_that_differs_from_the_signature_is_refused(tmp_path: Path) ->
         check_graph(path, SIGNATURE, DEFAULT_TARGET)
 
 
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_file_says_what_it_was_made_of(tmp_path: Path, is_traced: bool) -> None:
+    path, provenance = tmp_path / "model.onnx", {"modelyard.task": "feature-extraction", "modelyard.a": "ä"}
+    export_onnx(StarForward(), SIGNATURE, EXAMPLE, path, DEFAULT_TARGET, is_traced=is_traced, provenance=provenance)
+    assert {item.key: item.value for item in onnx.load(path).metadata_props} == provenance
+
+
 def test_a_stock_architecture_that_cannot_be_exported_is_one_sentence_with_a_remedy(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -265,6 +265,19 @@ def test_what_a_killed_publication_left_is_cleared_away(exported: Exported, tmp_
     assert fingerprint(tmp_path) == before
 
 
+def test_a_link_in_the_place_of_what_is_written_is_taken_away(
+    exported: Exported, other: Exported, tmp_path: Path
+) -> None:
+    repository, elsewhere = tmp_path / "models", tmp_path / "elsewhere"
+    elsewhere.write_text("somebody's")
+    publish_files(exported, repository)
+    (repository / "sentence_embedding" / "staging-config.pbtxt").symlink_to(elsewhere)
+    publish_files(other, repository)
+    assert not (repository / "sentence_embedding" / "config.pbtxt").is_symlink()
+    assert is_consistent(repository)
+    assert elsewhere.read_text() == "somebody's"
+
+
 def test_what_no_publication_left_stays(exported: Exported, other: Exported, tmp_path: Path) -> None:
     repository = tmp_path / "models"
     publish_files(exported, repository)

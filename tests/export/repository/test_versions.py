@@ -19,6 +19,7 @@ from harness import Exported, Finished, fingerprint
 from repositories import is_consistent, make_other, publish_files
 from stranger import answering
 
+from export.commands.verb import choose_next
 from export.commands.waiting import wait_until_served
 from export.errors import RepositoryError, ServingError
 from export.repository.activation import activate
@@ -487,6 +488,14 @@ def test_prune_keeps_the_active_version_and_one_that_is_used(models: Path, expor
     assert ask(export_cli, "verify-repository", *here)["findings"] == []
     assert ask(export_cli, "remove", "tickets", *here)["versions"] == [1]
     assert list(models.iterdir()) == []
+
+
+def test_the_next_step_is_to_check_where_a_server_follows_the_repository(models: Path) -> None:
+    new, other = (models / "tickets" / number for number in ("2", "1"))
+    assert choose_next(models, new) == "serve"
+    with use(new):
+        assert choose_next(models, new) == "serve", "a server that comes to use it is not in the way"
+        assert choose_next(models, other) == "check"
 
 
 def test_promotion_copies_the_proof_keeps_the_number_and_is_done_once(

@@ -60,3 +60,11 @@ def test_a_refused_option_is_wrong_usage_and_a_word_alone_is_not_handed_on(publi
     done = run("-m", "server", "serve", "--", "mode=opentelemetry")
     assert done.code == 2
     assert "got 'mode=opentelemetry'" in done.err
+
+
+def test_an_option_that_tritonserver_does_not_know_is_named_without_the_list_of_all(published: Published) -> None:
+    with running(published.repository, "--", "--no-such-option") as server:
+        assert server.process.wait(30) == 1
+        server.read_until("error: tritonserver could not start: ")
+    assert any("unrecognized option '--no-such-option'" in line for line in server.lines)
+    assert len(server.lines) < 10
