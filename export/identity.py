@@ -20,6 +20,9 @@ from .repository.lockfile import SourceHash, hash_source, make_plain, record_sou
 from .repository.version import Version
 from .targets import find_target
 
+# What is read of a checkpoint besides its weights.
+CONFIGURATION = "configuration"
+
 # What stands beside the weights and is read as well: configuration, tokenizer, the index of shards, adapters' settings.
 _CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.jinja", "*/config.json", ".metadata")
 
@@ -83,7 +86,7 @@ def list_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[str
     directory = request.base or checkpoint.directory
     files: dict[str, Sequence[Path]] = {
         "checkpoint": checkpoint.files,
-        "configuration": sorted({*_list_configuration(directory), *_list_configuration(checkpoint.directory)}),
+        CONFIGURATION: sorted({*_list_configuration(directory), *_list_configuration(checkpoint.directory)}),
     }
     for index, folder in enumerate(request.adapters):
         files[f"adapter {index + 1}"] = [item for item in folder.iterdir() if item.is_file()]

@@ -16,7 +16,7 @@ from .graph.batchings import BATCHINGS
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import PROVENANCE_PREFIX
 from .graph.precisions import PRECISIONS, Precision
-from .identity import describe_options, hash_files, list_tools
+from .identity import CONFIGURATION, describe_options, hash_files, list_tools
 from .options import ExportRequest
 from .progress import Progress
 from .proof.quality import list_single_feeds
@@ -375,7 +375,8 @@ def _name_source(request: ExportRequest) -> str:
 def _describe_provenance(task: Task, sources: Mapping[str, SourceHash]) -> dict[str, str]:
     """Return what a graph says of itself, wherever the file goes: nothing of this machine, this folder or this day."""
     facts = {"task": task.name, "served_as": task.description}
-    facts |= {f"{what}.sha256": source.sha256 for what, source in sources.items()}
+    # Another file beside the weights makes no other model of them.
+    facts |= {f"{what}.sha256": source.sha256 for what, source in sources.items() if what != CONFIGURATION}
     for contents in task.step_files.values():
         facts |= {f"{name}.sha256": hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     return {f"{PROVENANCE_PREFIX}{name}": fact for name, fact in facts.items()}
