@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from .following.follower import Following
@@ -46,14 +46,17 @@ class Status:
             ("modelyard_tritonserver_restarts_total", ""): 0,
         }
 
-    def expect(self, models: list[str]) -> None:
-        """Begin to count for these models, from zero: what is not there yet cannot be seen to rise."""
+    def expect(self, models: Iterable[str]) -> None:
+        """Begin to count for these models, from zero: what is not there yet cannot be seen to rise.
+
+        What has been counted of one already stays.
+        """
         with self._lock:
             for model in models:
                 for reason in ("died", "hung"):
-                    self._values["modelyard_backend_deaths_total", _label(model=model, reason=reason)] = 0
-                self._values["modelyard_model_revivals_total", _label(model=model)] = 0
-                self._values["modelyard_model_given_up", _label(model=model)] = 0
+                    self._values.setdefault(("modelyard_backend_deaths_total", _label(model=model, reason=reason)), 0)
+                self._values.setdefault(("modelyard_model_revivals_total", _label(model=model)), 0)
+                self._values.setdefault(("modelyard_model_given_up", _label(model=model)), 0)
 
     @property
     def ready(self) -> bool:
@@ -152,7 +155,11 @@ class Status:
             else:
                 for metric in (active, served):
                     self._values.pop((metric, _label(model=model)), None)
-        if before and before.state == "rolling" and following.state != "rolling":
+        # What the repository has in place of what is served may be known to fail before it is loaded.
+        is_refused = following.state == "failed" and following.active != following.served
+        is_new = before is not None and before.active != following.active
+        has_ended = before is not None and before.state == "rolling" and following.state != "rolling"
+        if has_ended or (is_refused and is_new):
             outcome = "failed" if following.state == "failed" else "done"
             self._add("modelyard_rollouts_total", _label(model=model, outcome=outcome))
 

@@ -135,6 +135,7 @@ class Supervisor:
                 self._run.learn_version()
             self._follower.look(follows=self._settings.follows)
             healer = self._run.healer
+            self._status.expect(self._follower.models)
             healer.look(self._follower.models)
             # What was given up was said of louder.
             self._run.absences.look(name for name in self._follower.models if name not in healer.down)

@@ -17,7 +17,7 @@ from ..errors import escape_controls
 from ..fetching import fetch_all
 from .memory_estimates import estimate_memory
 from .standard_streams import write_answer
-from .verb import Verbs, add_verb, say
+from .verb import Verbs, add_verb, count, say
 
 # Measured on two cores with a warm page cache, see `tests/bench_consolidate.py`: what it stays below, the start, and
 # the bytes of weights and of their second copies.
@@ -156,7 +156,7 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
             + ("" if lists_tensors else " (--tensors lists them)"),
         ),
         ("parameters", f"{found.parameters:,}"),
-        ("weights", f"{found.total_bytes / 1e9:.3f} GB in {len(found.files)} files"),
+        ("weights", f"{found.total_bytes / 1e9:.3f} GB in {count(len(found.files), 'file')}"),
         ("tied", "; ".join(" = ".join(group) for group in found.tied) or found.tied_by or "none in the files"),
         ("missing", "; ".join(found.missing) or "nothing"),
         (

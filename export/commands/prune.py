@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(removed: Removed) -> str:
     """Return in a line what was removed, and what stays."""
-    freed = f"{removed.freed_bytes / 1e6:.1f} MB"
+    # Files that another version shares stay.
+    freed = f"{removed.freed_bytes / 1e6:.1f} MB freed"
     gone = f"removed {_list(removed.versions)}, {freed}" if removed.versions else "removed nothing"
     in_use = f", {_list(removed.in_use)} only because a server still serves it" if removed.in_use else ""
     return f"{removed.name}: {gone}; kept {_list(removed.kept) if removed.kept else 'nothing'}{in_use}"

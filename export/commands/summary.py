@@ -77,6 +77,7 @@ def print_summary(result: ExportResult, repository: Path, console: Console) -> N
         "beside fp32": _describe_precision(result.conversion) if result.conversion else "",
         "equal to": f"the checkpoint in {len(report.judged)} cases, at worst "
         f"{describe_errors(report.worst_errors, report.tolerances)}",
+        "accepted": (report.accepted_worse or {}).get("reason", ""),
         "published": f"{publication.name} in {repository}, {written}",
         "active": _describe_active(publication),
         "report": str(publication.report_file.with_name(PAGE_FILE)),
@@ -176,7 +177,9 @@ def _describe_choice(choice: EngineChoice) -> str:
 def _describe_memory(result: ExportResult) -> str:
     own, child = result.peak_bytes
     weights = 4 * result.source.parameters
-    text = f"{own / 1e6:.0f} MB at most, and {child / 1e6:.0f} MB in ONNX Runtime's process beside it"
+    text = f"{own / 1e6:.0f} MB at most"
+    # OpenVINO runs in the process of the export.
+    text += f", and {child / 1e6:.0f} MB in ONNX Runtime's process beside it" if child else ""
     # Of a small model, nearly all of it is torch and transformers themselves.
     return f"{text}; {(own + child) / weights:.1f} times the fp32 weights" if weights > 1e9 else text
 

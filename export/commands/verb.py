@@ -118,6 +118,11 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def carry_out(run: Callable[[], int]) -> int:
     """Carry a verb out; return its exit code, and tell in one sentence why it has done nothing if it has not."""
     console = open_console()

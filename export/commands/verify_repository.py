@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ..repository.integrity import find_damage
 from ..repository.version import Version
-from .verb import Verbs, add_repository, add_verb, answer, open_console
+from .verb import Verbs, add_repository, add_verb, answer, count, open_console
 
 _EXAMPLES = (
     "--repository /srv/models",
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         findings = list(find_damage(arguments.repository, tell))
     damaged = {(finding.name, finding.version) for finding in findings}
-    verdict = f"{len(findings)} findings" if findings else "every file is as it was published"
+    verdict = count(len(findings), "finding") if findings else "every file is as it was published"
     content = {
         "repository": str(arguments.repository),
         "versions": [
@@ -49,5 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
         ],
         "findings": [asdict(finding) | {"path": str(finding.path)} for finding in findings],
     }
-    answer(arguments, content, [*map(str, findings), f"{len(seen)} versions: {verdict}"])
+    answer(arguments, content, [*map(str, findings), f"{count(len(seen), 'version')}: {verdict}"])
     return int(bool(findings))

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers.models import BPE
+
 from ..checkpoints import StoredCheckpoint
 from ..checkpoints.plain.model_shapes import ALL_INPUT_EMBEDDINGS, read_vocab_size
+from ..checkpoints.plain.tokenizer_files import find_renamed
 from ..checkpoints.storage.paths import MAX_JSON_BYTES, read_json_beside
 from ..errors import VocabularyError
 
@@ -65,10 +68,31 @@ def check_carried_tokenizer(directory: Path, checkpoint: StoredCheckpoint, *, al
     Raises:
         VocabularyError: It cannot be.
     """
+    _check_merges(directory)
     ids, table = _read_ids(directory), _find_table(directory, checkpoint)
     if ids and table:
         rows = checkpoint.tensors[table].shape[0]
         refuse_other_ids(ids, rows, table, directory=directory, allow_other_tokenizer=allow_other_tokenizer)
+
+
+def _check_merges(directory: Path) -> None:
+    """Refuse GPT-2's two files under Megatron's names where they are not of one tokenizer.
+
+    Under other names they may be of a kind that is read otherwise.
+    """
+    if not (renamed := find_renamed(directory)):
+        return
+    vocabulary, merges = (directory / name for name in renamed)
+    try:
+        BPE.from_file(str(vocabulary), str(merges))
+    # The library raises what its parts raise.
+    except Exception as exc:
+        raise VocabularyError(
+            f"the tokenizer in {directory} cannot be read",
+            expected=f"merges in {merges.name} of tokens that {vocabulary.name} has",
+            got=f"'{exc}'",
+            remedy="copy both files of the tokenizer that the checkpoint was trained with",
+        ) from exc
 
 
 def has_other_rows(directory: Path, checkpoint: StoredCheckpoint) -> bool:

@@ -71,6 +71,7 @@ def render_report_page(
         folded=ordered[_find_shown(ordered) :],
         subject=subject or Subject(),
         failed=sum(not case.get("passed") for case in cases),
+        unjudged=sum(not is_judged(case, tolerances) for case in cases),
         accepted=_mapping(report, "accepted_worse"),
         tolerances=tolerances,
         measures=_find_measures(cases, tolerances),

@@ -231,7 +231,14 @@ def test_the_vocabularys_padding_is_kept_and_told_where_nothing_tells_its_size(t
     assert found.tensors["transformer.wte.weight"].shape == (64, 24)
     assert "the vocabulary's true size: all 64 rows are kept" in found.facts.missing[0]
     (folder / "gpt2-vocab.json").write_text(json.dumps({f"t{index}": index for index in range(40)}))
-    assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (40, 24)
+    found = open_checkpoint(folder)
+    assert found.tensors["transformer.wte.weight"].shape == (40, 24)
+    assert found.config and found.config["eos_token_id"] is None
+    # Megatron's tokenizer ends texts with it.
+    (folder / "gpt2-vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1}))
+    config = open_checkpoint(folder).config
+    assert config and (config["eos_token_id"], config["bos_token_id"]) == (0, 0)
+    (folder / "gpt2-vocab.json").write_text(json.dumps({f"t{index}": index for index in range(40)}))
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 50}}, "added_tokens": [{"id": 51}]}')
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (52, 24)
     pieces = [[f"p{index}", -1.0] for index in range(54)]
@@ -578,7 +585,9 @@ def test_the_key_tables_fit_transformers_model_of_every_size(size: str) -> None:
     )
     megatron = {name: store_nothing(shape) for name, shape in expected_shapes(args, rows, 1024).items()}
     converted = convert_to_gpt2(megatron, heads=heads, vocab_size=50257)
-    config = GPT2Config(**build_gpt2_config(args, vocab_size=50257, positions=1024, dtype_name="float32"))
+    config = GPT2Config(
+        **build_gpt2_config(args, vocab_size=50257, positions=1024, dtype_name="float32", end_of_text=None)
+    )
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

@@ -12,6 +12,10 @@ from .args import MegatronArgs
 
 _TIED = "tie_word_embeddings"
 
+# GPT-2's vocabulary as Megatron-LM's README names it, and what its tokenizer ends texts with (`GPT2BPETokenizer.eod`).
+_VOCABULARY = "gpt2-vocab.json"
+_END_OF_TEXT = "<|endoftext|>"
+
 
 def find_vocab_size(directory: Path, args: MegatronArgs, rows: int, *, base: Path | None = None) -> tuple[int, str]:
     """Return how many rows of the vocabulary are not padding, and what makes that unsure, if anything does.
@@ -57,6 +61,19 @@ def find_vocab_size(directory: Path, args: MegatronArgs, rows: int, *, base: Pat
     )
 
 
+def find_end_of_text(directory: Path, *, base: Path | None = None) -> int | None:
+    """Return the id with which texts end in Megatron's vocabulary of GPT-2's kind; None where there is none.
+
+    Args:
+        directory: The checkpoint's folder.
+        base: The folder with configuration and tokenizer, which is looked into first.
+    """
+    if base is not None and _read_sizes(base):
+        directory = base
+    found = read_json_beside(directory / _VOCABULARY).get(_END_OF_TEXT)
+    return found if type(found) is int else None
+
+
 def _doubt_size(where: str, size: int, rows: int, step: int | None) -> str:
     """Return what makes unsure that a vocabulary is the one that the rows are of; empty where nothing does.
 
@@ -76,7 +93,7 @@ def _read_sizes(directory: Path) -> dict[str, int]:
         "config.json": read_json_beside(directory / "config.json").get("vocab_size"),
         "tokenizer.json": _count_tokenizer(directory / "tokenizer.json"),
         "vocab.json": _count_vocabulary(directory / "vocab.json"),
-        "gpt2-vocab.json": _count_vocabulary(directory / "gpt2-vocab.json"),
+        _VOCABULARY: _count_vocabulary(directory / _VOCABULARY),
     }
     return {where: size for where, size in sizes.items() if type(size) is int and size > 0}
 

@@ -24,7 +24,7 @@ from ..storage.paths import check_inside, read_small, refuse_broken_links, refus
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
-from .beside import check_config, find_vocab_size
+from .beside import check_config, find_end_of_text, find_vocab_size
 from .checks import describe_unproven, refuse_doubles
 from .parts import Tensors, canonical_name, flatten, join_tensor_ranks, list_replicas
 from .reader import check_shapes
@@ -116,7 +116,13 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     copies = [convert(join_tensor_ranks(second, source))] if len(second) == tensor_ranks else []
     copies += [convert(replicas) for replicas in list_replicas(parts) if replicas]
     dtype_name = merged[_TABLE].dtype.name
-    config = build_gpt2_config(args, vocab_size=vocab_size, positions=positions, dtype_name=dtype_name)
+    config = build_gpt2_config(
+        args,
+        vocab_size=vocab_size,
+        positions=positions,
+        dtype_name=dtype_name,
+        end_of_text=find_end_of_text(directory, base=base),
+    )
     check_config(base or directory, config)
     iteration = next(iter(read.values())).iteration
     return StoredCheckpoint(

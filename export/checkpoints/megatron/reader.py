@@ -31,7 +31,7 @@ from ..remedies import LOST_RANKS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
-from .beside import check_config, find_vocab_size
+from .beside import check_config, find_end_of_text, find_vocab_size
 from .checks import describe_unproven, refuse_doubles
 from .parts import (
     Tensors,
@@ -122,7 +122,13 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     layer_files = args.layers if files.pipeline_layers else 0
     unproven = (unsure, *describe_unproven(tensor_ranks=tensor_ranks, layer_files=layer_files, numbered=numbered))
     dtype_name = merged["word_embeddings.weight"].dtype.name
-    config = build_gpt2_config(args, vocab_size=vocab_size, positions=positions, dtype_name=dtype_name)
+    config = build_gpt2_config(
+        args,
+        vocab_size=vocab_size,
+        positions=positions,
+        dtype_name=dtype_name,
+        end_of_text=find_end_of_text(files.directory, base=base),
+    )
     check_config(base or files.directory, config)
     return StoredCheckpoint(
         directory=files.directory,

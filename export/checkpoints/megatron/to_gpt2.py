@@ -77,10 +77,21 @@ def expected_shapes(args: MegatronArgs, padded_vocab_size: int, positions: int) 
     return shapes
 
 
-def build_gpt2_config(args: MegatronArgs, *, vocab_size: int, positions: int, dtype_name: str) -> dict[str, Any]:
-    """Return the content of `config.json` for the converted model."""
-    # GPT-2's own vocabulary ends with <|endoftext|>, which begins and ends texts; of another one nothing is known.
-    end_of_text = vocab_size - 1 if vocab_size == 50257 else None
+def build_gpt2_config(
+    args: MegatronArgs, *, vocab_size: int, positions: int, dtype_name: str, end_of_text: int | None
+) -> dict[str, Any]:
+    """Return the content of `config.json` for the converted model.
+
+    Args:
+        args: Those of the run.
+        vocab_size: Rows of the embeddings without padding.
+        positions: Rows of the positions.
+        dtype_name: Type of the weights.
+        end_of_text: Id of <|endoftext|>, as far as a vocabulary tells.
+    """
+    # GPT-2's own vocabulary ends with it; of another one nothing is known.
+    if end_of_text is None and vocab_size == 50257:
+        end_of_text = vocab_size - 1
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],

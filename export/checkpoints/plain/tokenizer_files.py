@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ...errors import CheckpointError
 from ..storage.paths import has_file
 
 TOKENIZER_FILES = (
@@ -31,8 +32,17 @@ def find_renamed(directory: Path) -> dict[str, str]:
     """Return the name that transformers looks for of each file of the tokenizer that bears another; {} where none does.
 
     Raises:
-        CheckpointError: One of the names is there and no regular file.
+        CheckpointError: One of the names is there and no regular file, or the vocabulary has no merges.
     """
-    if any(has_file(directory / name) for name in TOKENIZER_FILES[:-1]):
+    vocabulary, merges = _MEGATRON_NAMES
+    if any(has_file(directory / name) for name in TOKENIZER_FILES[:-1]) or not has_file(directory / vocabulary):
         return {}
-    return _MEGATRON_NAMES if all(has_file(directory / name) for name in _MEGATRON_NAMES) else {}
+    # transformers would make a tokenizer of one token of it.
+    if not has_file(directory / merges):
+        raise CheckpointError(
+            f"{directory} has one half of GPT-2's tokenizer",
+            expected=f"{merges} beside {vocabulary}",
+            got="none",
+            remedy=f"copy it there as well, or take {vocabulary} away and pass the tokenizer's folder with --base",
+        )
+    return _MEGATRON_NAMES

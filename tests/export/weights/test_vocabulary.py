@@ -232,6 +232,21 @@ def test_what_is_consolidated_has_it_under_the_names_that_transformers_looks_for
     assert AutoTokenizer.from_pretrained(out)("ab a")["input_ids"] == [10, 11]
 
 
+def test_half_of_gpt2s_tokenizer_and_merges_of_another_are_refused(tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    GPT2Model(GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=16)).save_pretrained(source)
+    write_bpe(source, ["<|endoftext|>"], ("gpt2-vocab.json", "gpt2-merges.txt"))
+    merges = source / "gpt2-merges.txt"
+    merges.write_text(merges.read_text() + "zq zq\n")
+    with pytest.raises(VocabularyError, match="merges in gpt2-merges.txt of tokens that gpt2-vocab.json has, got .*zq"):
+        consolidate(source, out)
+    merges.unlink()
+    for read in (lambda: consolidate(source, out), lambda: load_tokenizer(source, GPT2Config())):
+        with pytest.raises(CheckpointError, match="one half of GPT-2's tokenizer: expected gpt2-merges.txt beside"):
+            read()
+    assert not out.exists()
+
+
 def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))

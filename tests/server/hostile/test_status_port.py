@@ -48,6 +48,26 @@ def test_what_could_not_be_served_is_told_of_while_it_is_tried_again() -> None:
     assert json.loads(status.render_versions())["models"] == {}
 
 
+def test_a_version_that_is_refused_before_it_is_loaded_is_a_rollout_that_failed() -> None:
+    status = Status()
+    status.follow("a", Following(active=1, served=1, state="served"))
+    # What is served has changed: nothing is rolled out.
+    status.follow("a", Following(active=1, served=1, state="failed", reason="touched"))
+    assert 'modelyard_rollouts_total{model="a",outcome="failed"} 0\n' in status.render()
+    for _ in range(2):
+        status.follow("a", Following(active=2, served=1, state="failed", reason="damaged"))
+        assert 'modelyard_rollouts_total{model="a",outcome="failed"} 1\n' in status.render()
+
+
+def test_what_is_served_later_is_counted_from_zero_and_what_was_counted_stays() -> None:
+    status = Status()
+    status.expect(["a"])
+    status.count_death("a", "died")
+    status.expect(["a", "b"])
+    assert 'modelyard_backend_deaths_total{model="a",reason="died"} 1\n' in status.render()
+    assert 'modelyard_backend_deaths_total{model="b",reason="died"} 0\n' in status.render()
+
+
 @pytest.fixture(scope="module")
 def server(published: Published) -> Iterator[Running]:
     with running(published.repository, under=["prlimit", f"--nofile={FILES}:{FILES}"]) as server:
