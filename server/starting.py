@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 from .errors import AbortedStartError, StartError
 from .run import Run
@@ -10,7 +11,7 @@ from .shortage import ShortageNotice, is_shortage
 from .tritonserver.control_key import hide_key
 from .tritonserver.processes import end_children, list_children
 from .tritonserver.settings import Settings
-from .tritonserver.stillness import STILL_LOOKS, Stillness
+from .tritonserver.stillness import STILL_LOOKS, Stillness, list_server
 
 # It is looked at this often, ...
 _INTERVAL_S = 0.05
@@ -38,7 +39,7 @@ class Start:
         self._settings = settings
         self._notice = notice
         self._say = say
-        self._stillness = Stillness(run.server.pid)
+        self._stillness = Stillness(partial(list_server, run.server.pid))
         self._is_key_hidden = False
 
     def wait(self, stops: Callable[[], int]) -> bool:

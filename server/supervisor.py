@@ -57,7 +57,8 @@ class Supervisor:
         self._control = Control(settings.endpoints.http_url, settings.key, grpc_address)
         overlay = Overlay(settings.overlay)
         sums = FileSums()
-        self._roller = Roller(settings.repository, overlay, self._control, settings.backends / "python", sums)
+        backend = settings.backends / "python"
+        self._roller = Roller(settings.repository, overlay, self._control, backend, sums, lambda: self._run.server.pid)
         # Whether those that it could not start with are loaded one after another.
         self._loads_each = False
         self._follower = Follower(settings.repository, self._roller, sums, status.follow, log.say, settings.variant)

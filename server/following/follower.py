@@ -172,15 +172,15 @@ class Follower:
     def start(self) -> None:
         """Show all that is active to a tritonserver that is about to start."""
         self._seen, self._place = self._look(), self._changes.find_place()
-        for published in read_repository(self._repository, self._sums, self._variant).values():
-            if published.damage:
-                self._fail(published, _refuse_damaged(published, None), None)
-                continue
+        found = read_repository(self._repository, self._sums, self._variant).values()
+        for published in (each for each in found if not each.damage):
             taken = take_files(self._repository, published, self._sums)
             self._hold(published)
             self._roller.show(taken)
             self._settle(taken)
             self._marks[published.name] = self._sums.mark(taken.files)
+        for published in (each for each in found if each.damage):
+            self._fail(published, _refuse_damaged(published, None), None)
 
     def look(self, *, follows: bool) -> None:
         """Begin to follow what has changed, if anything has; returns at once.
@@ -414,8 +414,9 @@ class Follower:
     def _fail(self, wanted: Published, error: RolloutError, known: Loaded | None) -> None:
         failure, is_new = self._failures.note(wanted, error, known)
         if is_new:
-            # How tritonserver ended says whether it is tried again.
-            self._say(f"ERROR: {error}" if failure.is_cut_off else f"ERROR: {error} {failure.promise}")
+            # How tritonserver ended says whether it is tried again; where nothing is served, nobody is there to do it.
+            is_open = failure.is_cut_off or not (self._served or self._worker)
+            self._say(f"ERROR: {error}" if is_open else f"ERROR: {error} {failure.promise}")
         self._tell_failure(failure)
 
     def _tell_failure(self, failure: Failure) -> None:

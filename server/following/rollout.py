@@ -21,13 +21,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
+from ..tritonserver.stillness import LoadWatch
 from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
@@ -58,9 +59,19 @@ class Roller:
         control: Orders to that tritonserver.
         backend: Folder of its Python backend.
         sums: Tells which files have changed since they were published.
+        find_pid: Returns the id of that tritonserver's process.
     """
 
-    def __init__(self, repository: Path, overlay: Overlay, control: Control, backend: Path, sums: FileSums) -> None:
+    def __init__(
+        self,
+        repository: Path,
+        overlay: Overlay,
+        control: Control,
+        backend: Path,
+        sums: FileSums,
+        find_pid: Callable[[], int],
+    ) -> None:
+        self._find_pid = find_pid
         self._repository = repository
         self._overlay = overlay
         self._control = control
@@ -68,8 +79,8 @@ class Roller:
         self._sums = sums
         # Model and version → the sums of all that was loaded with it.
         self._sums_at_load: dict[tuple[str, str], Mapping[Path, str]] = {}
-        # A model is revived by another thread than the one that rolls it.
-        self._changing = threading.RLock()
+        # Triton model → held while it is changed: it is revived by another thread than the one that rolls it.
+        self._changing: dict[str, threading.RLock] = {}
         self._limits_rate = False
         # Model and version → what it was, of those whose answers may lie in the response cache.
         self._cached: dict[tuple[str, int], bytes] = {}
@@ -98,7 +109,7 @@ class Roller:
         Raises:
             ControlError: It cannot be loaded.
         """
-        with self._changing:
+        with self._change(model):
             if versions and not any(self._overlay.shows(model, version) for version in versions):
                 return
             marks = self._check_files(model)
@@ -110,7 +121,7 @@ class Roller:
                 raise ControlError(
                     f"{model} cannot be shown to tritonserver", expected="room for its configuration", got=f"'{exc}'"
                 ) from exc
-            self._control.load(model)
+            self._order(model)
             try:
                 self._check_files(model, marks)
             except ControlError:
@@ -118,6 +129,13 @@ class Roller:
                 with contextlib.suppress(ControlError):
                     self._control.unload(model)
                 raise
+
+    def _change(self, model: str) -> threading.RLock:
+        """Return what is held while a model is changed; another one may be loaded meanwhile, for minutes perhaps."""
+        return self._changing.setdefault(model, threading.RLock())
+
+    def _order(self, model: str) -> None:
+        self._control.load(model, LoadWatch(self._find_pid()).has_stopped)
 
     def _check_files(self, model: str, marks: Mapping[Path, Identity] | None = None) -> Mapping[Path, Identity]:
         """Refuse to load files that are not as they were published; return marks of them.
@@ -180,7 +198,7 @@ class Roller:
             self.show(taken)
             with self._holding(taken), pacing(self._backend):
                 for name in published.configs:
-                    self._control.load(name)
+                    self._order(name)
             self._check(published, published.name)
         except Exception as exc:
             self.remove(published)
@@ -320,9 +338,9 @@ class Roller:
             self._show_and_load(name, published.configs[name], source, shown)
 
     def _show_and_load(self, name: str, config: str, source: Path, versions: Iterable[int]) -> None:
-        with self._changing:
+        with self._change(name):
             self._overlay.show(name, config, source, versions)
-            self._control.load(name)
+            self._order(name)
 
     def _finish(self, old: Published, new: Published) -> str:
         """Unload the old version once nothing is in flight on it; return why that cannot be, if so.

@@ -6,6 +6,7 @@ and all other connections of that thread would wait for as long as a model takes
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,8 +17,8 @@ from typing import Any, TypeVar
 from ..errors import ControlError, GoneError, StrangerError
 from .control_key import ControlKey
 
-# Loading a model may have to wait for a warmup or a cold disk.
-_LOAD_TIMEOUT_S = 120.0
+# A large model from a cold disk may take minutes; what does nothing meanwhile is given up sooner.
+_LOAD_TIMEOUT_S = 3600.0
 _TIMEOUT_S = 5.0
 
 _Picked = TypeVar("_Picked")
@@ -74,8 +75,12 @@ class Control:
         """
         return self._read("/v2/repository/index", lambda answer: [_read_state(entry) for entry in answer], {})
 
-    def load(self, model: str) -> None:
+    def load(self, model: str, gives_up: Callable[[], bool] = lambda: False) -> None:
         """Load `model` as its configuration says now; what was loaded of it before answers until then.
+
+        Args:
+            model: Its name.
+            gives_up: Asked once a second whether there is nothing to wait for; not where gRPC is encrypted.
 
         Raises:
             ControlError: It cannot be loaded; what was loaded before stays.
@@ -87,8 +92,16 @@ class Control:
         # Here and not above: what refuses to start, and says what is missing, runs where no package is installed.
         from .grpc_call import GrpcError, call
 
+        begun = time.monotonic()
         try:
-            call(self._grpc_address, _LOAD, _name_model(model), self._key.grpc_headers, _LOAD_TIMEOUT_S)
+            headers = self._key.grpc_headers
+            call(self._grpc_address, _LOAD, _name_model(model), headers, _LOAD_TIMEOUT_S, gives_up=gives_up)
+        except TimeoutError as exc:
+            raise ControlError(
+                path,
+                expected="an answer, or a process that computes or reads",
+                got=f"neither, {time.monotonic() - begun:.0f} s after the order",
+            ) from exc
         except GrpcError as exc:
             raise ControlError(path, expected="an answer", got=str(exc)) from exc
         except OSError as exc:

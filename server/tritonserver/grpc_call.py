@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -24,13 +24,23 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 
 _PIECE_BYTES = 1 << 16
+_PAUSE_S = 1.0
+_CONNECT_S = 10.0
 
 
 class GrpcError(Exception):
     """The server answered that the call failed, with its reason."""
 
 
-def call(address: tuple[str, int], method: str, message: bytes, headers: Mapping[str, str], timeout_s: float) -> None:
+def call(
+    address: tuple[str, int],
+    method: str,
+    message: bytes,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    *,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> None:
     """Call a method whose answer says nothing but that it is done.
 
     Args:
@@ -39,6 +49,7 @@ def call(address: tuple[str, int], method: str, message: bytes, headers: Mapping
         message: The request, a protobuf message.
         headers: Metadata of the call; names in lower case.
         timeout_s: Seconds that it may take in all.
+        gives_up: Asked once a second, until it says that there is nothing to wait for.
 
     Raises:
         GrpcError: The server says why it failed.
@@ -53,11 +64,17 @@ def call(address: tuple[str, int], method: str, message: bytes, headers: Mapping
     http2.send_headers(stream, list(fields.items()))
     http2.send_data(stream, struct.pack(">BI", 0, len(message)) + message, end_stream=True)
     told: dict[str, str] = {}
-    with socket.create_connection(address, timeout=timeout_s) as connection:
+    with socket.create_connection(address, timeout=min(timeout_s, _CONNECT_S)) as connection:
         while True:
             connection.sendall(http2.data_to_send())
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            for event in _receive(connection, http2):
+            connection.settimeout(min(_PAUSE_S, max(0.001, deadline - time.monotonic())))
+            try:
+                events = _receive(connection, http2)
+            except TimeoutError:
+                if time.monotonic() >= deadline or gives_up():
+                    raise
+                continue
+            for event in events:
                 if isinstance(event, ResponseReceived | TrailersReceived):
                     told |= {str(name): str(value) for name, value in event.headers}
                 elif isinstance(event, DataReceived):

@@ -5,7 +5,8 @@ served, nothing ends, and nothing is said.
 """
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from .processes import list_children, read_bytes_read, read_stat, wants_core
 
@@ -16,17 +17,22 @@ _IDLE_TICKS = 1
 STILL_LOOKS = 60
 
 
+# The same of a model that is loaded beside others, whose loading holds up nobody who is served.
+_STILL_LOAD_LOOKS = 300
+_LOAD_LOOK_S = 1.0
+
+
 class Stillness:
-    """How long a tritonserver and its backend processes did nothing: no thread computed, and none read a byte.
+    """How long processes did nothing: no thread computed, and none read a byte.
 
     Looks are counted, not seconds: while the whole machine sleeps, we look at nothing either.
 
     Args:
-        pid: Id of tritonserver's process.
+        list_processes: Returns the ids of the processes.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, list_processes: Callable[[], Iterable[int]]) -> None:
+        self._list_processes = list_processes
         self._done = (0, 0)
         self._looks = 0
 
@@ -50,12 +56,53 @@ class Stillness:
     @property
     def is_over(self) -> bool:
         """Whether nothing was done for so long that nothing will be."""
-        return self._looks >= STILL_LOOKS
+        return self.lasts(STILL_LOOKS)
 
-    def _list_processes(self) -> Iterator[int]:
-        yield self._pid
-        for child in list_children(self._pid):
-            # What a backend process starts works for it.
-            yield child
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                yield from list_children(child)
+    def lasts(self, looks: int) -> bool:
+        """Tell whether so many looks in a row found nothing done."""
+        return self._looks >= looks
+
+
+class LoadWatch:
+    """Whether a tritonserver that serves others gets on with loading a model, however long that takes.
+
+    What it has started since the watch began is looked at; where that is nothing, as with a backend that loads in
+    tritonserver itself, it is what serves the others as well, and is never still while it answers them.
+
+    Args:
+        pid: Id of tritonserver's process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._before = {*list_children(pid)}
+        self._stillness = Stillness(self._list_new)
+        self._next_look = 0.0
+
+    def has_stopped(self) -> bool:
+        """Look, if a second has passed since the last look; return whether nothing has been done for long."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOAD_LOOK_S
+            # That we cannot look is not that it stands still.
+            with contextlib.suppress(OSError, MemoryError):
+                self._stillness.look()
+        return self._stillness.lasts(_STILL_LOAD_LOOKS)
+
+    def _list_new(self) -> list[int]:
+        new = [child for child in list_children(self._pid) if child not in self._before]
+        return [*_list_with_children(new)] or [self._pid]
+
+
+def list_server(pid: int) -> Iterator[int]:
+    """Yield the processes of a tritonserver: itself, its backend processes, and what these have started."""
+    yield pid
+    yield from _list_with_children(list_children(pid))
+
+
+def _list_with_children(pids: Iterable[int]) -> Iterator[int]:
+    for pid in pids:
+        # What a backend process starts works for it.
+        yield pid
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield from list_children(pid)

@@ -1,6 +1,7 @@
 """What was loaded of a version stays known while that version is told anew, at whatever moment its files are others."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ class Followed:
         self.said: list[str] = []
         (port,) = find_ports(1)
         control = Control(f"http://127.0.0.1:{port}", open_key(folder / "key"), None)
-        roller = Roller(folder / "models", Overlay(folder / "shown"), control, folder, self.sums)
+        roller = Roller(folder / "models", Overlay(folder / "shown"), control, folder, self.sums, os.getpid)
         self.follower = Follower(folder / "models", roller, self.sums, self.told.__setitem__, self.said.append)
 
     def write(self, files: dict[str, bytes]) -> None:

@@ -339,7 +339,8 @@ def test_what_a_rollout_has_put_in_the_place_of_the_dead_is_not_loaded_again(
     (shown,) = [word for word in read_arguments(server.tritonserver) if word.startswith("--model-repository=")]
     overlay = Overlay(Path(shown.partition("=")[2]))
     control = Control(f"http://127.0.0.1:{server.http}", open_key(key_file), None)
-    roller = Roller(repository, overlay, control, overlay.directory.parent / "backends" / "python", FileSums())
+    backend = overlay.directory.parent / "backends" / "python"
+    roller = Roller(repository, overlay, control, backend, FileSums(), lambda: server.tritonserver)
     before = find_settled(server, repository, model)
     roller.revive(model, {"7"})
     assert find_settled(server, repository, model) == before

@@ -99,3 +99,15 @@ def test_what_is_no_answer_of_grpc_is_an_error_of_the_system(answer: bytes) -> N
 def test_a_server_that_says_nothing_is_waited_for_no_longer_than_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError):
         call(("127.0.0.1", listener.getsockname()[1]), METHOD, b"", {}, 0.2)
+
+
+def test_a_call_without_an_answer_ends_once_there_is_nothing_to_wait_for() -> None:
+    asked: list[bool] = []
+
+    def gives_up() -> bool:
+        asked.append(len(asked) == 2)
+        return asked[-1]
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
+        call(silent.getsockname()[:2], METHOD, b"", {}, 300, gives_up=gives_up)
+    assert asked == [False, False, True]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from followed import read_following, read_ready, wait_for
 from harness import Published
 from launcher import running
 
+from server.tritonserver import stillness
 from server.tritonserver.processes import is_handling, list_children, read_stat
-from server.tritonserver.stillness import STILL_LOOKS, Stillness
+from server.tritonserver.stillness import STILL_LOOKS, LoadWatch, Stillness, list_server
 
 READS = "import sys, time\nfile = open('/dev/zero', 'rb', 0)\nwhile True:\n    file.read(1)\n    time.sleep(0.001)"
 COMPUTES = "while True: pass"
@@ -42,11 +44,11 @@ def child_that(does: str) -> Iterator[int]:
 
 
 def look(pid: int, pause_s: float) -> Stillness:
-    stillness = Stillness(pid)
+    found = Stillness(partial(list_server, pid))
     for _ in range(STILL_LOOKS + 1):
-        stillness.look()
+        found.look()
         signal.sigtimedwait([], pause_s)
-    return stillness
+    return found
 
 
 def test_one_whose_processes_all_wait_stands_still() -> None:
@@ -58,6 +60,21 @@ def test_one_whose_processes_all_wait_stands_still() -> None:
 def test_one_whose_child_gets_on_does_not(does: str) -> None:
     with child_that(does) as pid:
         assert not look(pid, 0.02).is_over
+
+
+@pytest.mark.parametrize(("does", "stops"), [(WAITS, True), (COMPUTES, False), (READS, False)])
+def test_a_load_is_waited_for_as_long_as_what_it_started_gets_on(
+    does: str, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stillness, "_LOAD_LOOK_S", 0)
+    # What was there before does what it does.
+    with child_that(COMPUTES):
+        watch = LoadWatch(os.getpid())
+        with child_that(does):
+            for _ in range(400):
+                stopped = watch.has_stopped()
+                signal.sigtimedwait([], 0 if stops else 0.005)
+    assert stopped == stops
 
 
 # Ends the tritonserver that loads it.
@@ -145,6 +162,43 @@ def test_a_model_whose_loading_others_cut_off_is_tried_until_it_is_loaded(publis
         fuse.unlink()
         wait_for(server, lambda models: "slow" not in models and read_ready(server) == (200, "ready\n"))
         assert not any("Not tried again" in line for line in server.lines)
+
+
+def test_a_neighbour_is_healed_while_a_version_of_another_is_loaded_for_long(
+    published: Published, tmp_path: Path
+) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    shutil.copytree(published.repository, repository)
+    folder = repository / "slow"
+    for version, text in (("1", HARMLESS), ("2", WAITING.format(fuse=str(fuse)))):
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.py").write_text(text)
+    config = DEADLY_CONFIG.replace("deadly", "slow") + "version_policy { specific { versions: 1 } }\n"
+    (folder / "config.pbtxt").write_text(config)
+    fuse.touch()
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        processes = len(server.find_stubs("slow"))
+        (folder / "config.pbtxt").write_text(config.replace("versions: 1", "versions: 2"))
+        while len(server.find_stubs("slow")) == processes:
+            time.sleep(0.05)
+        server.find_stubs("sentence_embedding_model")[0].kill()
+        server.wait_for_line("sentence_embedding_model: answers again", 60)
+        assert "slow_model: answers" not in "".join(server.lines) and fuse.exists()
+        fuse.unlink()
+        wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
+
+
+def test_where_nothing_can_be_served_no_further_try_is_promised(published: Published, tmp_path: Path) -> None:
+    repository = tmp_path / "models"
+    shutil.copytree(published.repository, repository)
+    (repository / "sentence_embedding_model" / "1" / "model.onnx").write_bytes(b"cut")
+    with running(repository) as server:
+        server.read_until("can be served: expected at least one of sentence_embedding to load, got none")
+        assert server.process.wait(30) == 1
+    assert any("ERROR: version 1 of sentence_embedding cannot be served: " in line for line in server.lines)
+    assert not any("Tried again" in line for line in server.lines)
 
 
 @pytest.mark.rarer
