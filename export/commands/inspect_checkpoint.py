@@ -64,7 +64,7 @@ class Inspection:
     missing: list[str]
     files: list[str]
     estimates: dict[str, float]
-    memory: dict[str, dict[str, dict[str, int]]]
+    memory: dict[str, dict[str, dict[str, Any]]]
     tensors: dict[str, dict[str, object]]
 
 
@@ -174,7 +174,7 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
     return "\n".join(map(escape_controls, lines)) + "\n"
 
 
-def _format_memory(memory: dict[str, dict[str, dict[str, int]]]) -> list[str]:
+def _format_memory(memory: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """Return a line for each engine and precision."""
     return [
         f"{engine} {precision}: {_format_held(held)}"
@@ -183,7 +183,7 @@ def _format_memory(memory: dict[str, dict[str, dict[str, int]]]) -> list[str]:
     ] + ["other engines and precisions have not been measured, nor has TensorRT's workspace"]
 
 
-def _format_held(held: dict[str, int]) -> str:
+def _format_held(held: dict[str, Any]) -> str:
     """Return what is known of one engine and precision, in a line."""
     parts = []
     if "export_bytes" in held:
@@ -196,8 +196,9 @@ def _format_held(held: dict[str, int]) -> str:
         parts.append(f"{used}, without what they are computed in")
     if "kv_pool_bytes" in held:
         parts.append(f"up to {held['kv_pool_bytes'] / 1e9:.2f} GB of keys and values beside the model")
-    unchecked = " (drawn through 2 sizes only)" if held.get("sizes") == 2 else ""
-    return f"{'; '.join(parts)}{unchecked}"
+    doubts = ["drawn through 2 sizes only"] if held.get("sizes") == 2 else []
+    doubts += [f"as of a {held['as_of']}: none of this architecture has been measured"] if "as_of" in held else []
+    return "; ".join(parts) + (f" ({'; '.join(doubts)})" if doubts else "")
 
 
 def _or_unknown(value: int | None) -> str:

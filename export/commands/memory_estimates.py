@@ -59,6 +59,23 @@ GRAPHS: Mapping[str, Mapping[str, Held]] = {
     },
 }
 
+# What is exported to ONNX Runtime in fp32 of encoders that differ from BERT in what their attention holds, by
+# `model_type`, through three models each: scores by relative positions several times, or none that are kept.
+FAMILIES: Mapping[str, Held] = {
+    "deberta-v2": Held(
+        export=Line(base_mb=707, factor=2.66, rows=189.5),
+        instance=Line(base_mb=163, factor=1.01, rows=9.0),
+        sizes=3,
+    ),
+    "t5": Held(export=Line(base_mb=892, factor=1.84, rows=19.9), instance=Line(base_mb=175, factor=0.70), sizes=3),
+    "distilbert": Held(
+        export=Line(base_mb=864, factor=2.03, rows=30.3), instance=Line(base_mb=173, factor=0.72), sizes=3
+    ),
+}
+_MEASURED_BY_FAMILY = ("onnxruntime", "fp32")
+# Of these some sizes were measured, and BERT's lines tell them.
+_LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+
 # Precision → the same of random GPT-2s in the engine that writes text, without its pool of keys and values.
 WRITERS: Mapping[str, Held] = {
     "fp32": Held(export=Line(base_mb=1722, factor=3.41), instance=Line(base_mb=146, factor=2.01), sizes=3)
@@ -88,11 +105,11 @@ _OF_SIGNALS = ("image_size", "num_channels", "num_mel_bins", "conv_dim")
 _WRITERS = ("ForCausalLM", "LMHeadModel")
 
 
-def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[str, int]]]:
+def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[str, Any]]]:
     """Return engine → precision → what is held, in bytes; only of what was measured.
 
-    Each has `export_bytes`, `instance_bytes` (ready), `instance_used_bytes` (once texts have used every token) and
-    `sizes`, the number of models that were measured. A model without texts has no tokens to use, and has no
+    Each has `export_bytes`, `instance_bytes` (ready), `instance_used_bytes` (once texts have used every token),
+    `sizes`, the number of models that were measured, and `as_of` where these were of another family than this one. A model without texts has no tokens to use, and has no
     `instance_used_bytes`. Of text generation it is, in place of `instance_used_bytes`,
     `kv_pool_bytes`: what keys and values take beside the model when the pool is full, where the configuration tells
     their sizes, also in precisions of which nothing else was measured.
@@ -107,22 +124,25 @@ def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[st
     row = count_row(config, checkpoint.directory)
     # Resident only as texts use its rows.
     table = 0 if any(config.get(key) is not None for key in _OF_SIGNALS) else max(tables, default=0)
-    return {
-        engine: {
-            precision: {
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    family = str(config.get("model_type", ""))
+    for engine, precisions in GRAPHS.items():
+        for precision, of_bert in precisions.items():
+            is_own = (engine, precision) == _MEASURED_BY_FAMILY and family in FAMILIES
+            held = FAMILIES[family] if is_own else of_bert
+            instance = held.instance.at(weights - table, row)
+            found.setdefault(engine, {})[precision] = {
                 "export_bytes": held.export.at(weights, row),
-                "instance_bytes": held.instance.at(weights - table),
-                **({"instance_used_bytes": held.instance.at(weights - table) + table} if table else {}),
+                "instance_bytes": instance,
+                **({"instance_used_bytes": instance + table} if table else {}),
                 "sizes": held.sizes,
+                **({} if is_own or family in _LIKE_BERT else {"as_of": "BERT"}),
             }
-            for precision, held in precisions.items()
-        }
-        for engine, precisions in GRAPHS.items()
-    }
+    return found
 
 
-def _estimate_writer(config: Mapping[str, Any], precision: str, weights_bytes: int) -> dict[str, int]:
-    told = {}
+def _estimate_writer(config: Mapping[str, Any], precision: str, weights_bytes: int) -> dict[str, Any]:
+    told: dict[str, Any] = {}
     if held := WRITERS.get(precision):
         told = {
             "export_bytes": held.export.at(weights_bytes),

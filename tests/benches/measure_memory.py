@@ -1,15 +1,18 @@
 """What an export and an instance hold in memory, by engine and precision: `make memory`.
 
     python -m benches.measure_memory [--sizes 6x384 12x768@128 24x1024] [--ways onnxruntime:fp32 openvino:int8]
+        [--family bert]
 
-Random BERTs of the layers, widths and longest texts that are asked for, with the vocabulary of the demo's checkpoint,
-and GPT-2s for the engine that generates. Of an export all processes are counted together, at most; of a server the
-process of the one instance, once it is ready and has answered what was verified. Both are resident memory, in MB. At
-the end stand base and shares that fit each way best, of the weights in fp32 and, where longest texts differ, of the
-largest activations of one: where that is off by little, it is a formula for `inspect`.
+Random BERTs, or encoders of another family, of the layers, widths and longest texts that are asked for, with the
+vocabulary of the demo's checkpoint, and GPT-2s for the engine that generates. Of an export all processes are counted
+together, at most; of a server the process of the one instance, once it is ready and has answered what was verified.
+Both are resident memory, in MB. At the end stand base and shares that fit each way best, of the weights in fp32 and,
+where longest texts differ, of the largest activations of one: where that is off by little, it is a formula for
+`inspect`.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -24,7 +27,16 @@ import torch
 from harness import CHECKOUT
 from launcher import running
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    T5EncoderModel,
+)
 
 from demo.checkpoint import fetch_checkpoint
 from export.commands.inspect_checkpoint import inspect_checkpoint
@@ -43,6 +55,7 @@ WAYS = (
     "openvino-genai:bf16",
     "openvino-genai:int8",
 )
+FAMILIES = ("bert", "roberta", "mpnet", "electra", "distilbert", "deberta-v2", "t5")
 # Engine → the task that is served by it.
 _TASKS = {"openvino-genai": "text-generation"}
 _LOOK_S = 0.02
@@ -74,22 +87,44 @@ def read_size(size: str) -> tuple[int, int, int]:
     return layers, width, int(tokens or 512)
 
 
-def build_checkpoint(size: str, folder: Path) -> Path:
-    """Save a random BERT of `LAYERSxWIDTH` or `LAYERSxWIDTH@TOKENS` in `folder`."""
-    layers, width, tokens = read_size(size)
-    source = fetch_checkpoint()
-    config = BertConfig.from_pretrained(source)
-    config.update({"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 4 * width})
-    config.update({"num_attention_heads": width // 64, "max_position_embeddings": tokens})
+def configure(family: str, layers: int, width: int, tokens: int) -> PreTrainedConfig:
+    """Return the configuration of an encoder, with heads of 64 and four times the width between its two layers."""
+    usual = {
+        "vocab_size": BertConfig.from_pretrained(fetch_checkpoint()).vocab_size,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_attention_heads": width // 64,
+        "max_position_embeddings": tokens,
+    }
+    # Theirs begin behind the padding's.
+    if family in ("roberta", "mpnet"):
+        usual |= {"max_position_embeddings": tokens + 2, "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
+    if family == "distilbert":
+        usual |= {"hidden_dim": 4 * width}
+    if family == "deberta-v2":
+        usual |= {"relative_attention": True, "position_buckets": 256, "norm_rel_ebd": "layer_norm"}
+        usual |= {"pos_att_type": ["p2c", "c2p"], "share_att_key": True, "position_biased_input": False}
+    if family == "t5":
+        usual |= {"d_ff": 4 * width, "d_kv": 64, "architectures": ["T5EncoderModel"]}
+    return AutoConfig.for_model(family, **usual)
+
+
+def build_checkpoint(family: str, size: str, folder: Path) -> Path:
+    """Save a random encoder of `LAYERSxWIDTH` or `LAYERSxWIDTH@TOKENS` in `folder`."""
+    source, config = fetch_checkpoint(), configure(family, *read_size(size))
     torch.manual_seed(0)
-    BertModel(config).save_pretrained(folder)
+    (T5EncoderModel(config) if family == "t5" else AutoModel.from_config(config)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
         if (source / name).is_file():
             shutil.copy(source / name, folder)
+    # Where no number of positions says it.
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": read_size(size)[2]}))
     return folder
 
 
-def build_decoder(size: str, folder: Path) -> Path:
+def build_decoder(_: str, size: str, folder: Path) -> Path:
     """Save a random GPT-2 of `LAYERSxWIDTH` in `folder`, whose tokenizer has a word for each token."""
     layers, width, _ = read_size(size)
     words = 30_522
@@ -178,6 +213,7 @@ def main() -> None:
         "--sizes", nargs="+", default=["6x384", "12x768", "24x1024"], help="layers x width, @ the longest text"
     )
     parser.add_argument("--ways", nargs="+", default=WAYS, help="engine:precision")
+    parser.add_argument("--family", choices=FAMILIES, default="bert", help="of encoders (default: bert)")
     args = parser.parse_args()
     sys.stdout.write(f"{'':30} {'weights':>8} {'export':>8} {'instance':>8}\n")
     found: dict[str, list[Held]] = {way: [] for way in args.ways}
@@ -186,7 +222,7 @@ def main() -> None:
             for way in args.ways:
                 checkpoint = Path(folder, find_task(way), size)
                 if not checkpoint.exists():
-                    _BUILDERS[find_task(way)](size, checkpoint)
+                    _BUILDERS[find_task(way)](args.family, size, checkpoint)
                 held = measure(checkpoint, way, Path(folder, way.replace(":", "_")))
                 found[way].append(held)
                 sys.stdout.write(describe(size, way, held) + "\n")
