@@ -488,6 +488,15 @@ def test_other_weights_than_the_arguments_describe_are_refused(trained: Path, tm
     assert "are not those that its arguments describe" in refusal(lambda: open_checkpoint(folder))
 
 
+def test_a_bert_is_refused_by_the_name_of_its_architecture(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "t2_nested_stage0", tmp_path / "bert")
+    pooler = {"pooler.dense.weight": torch.ones(24, 24)}
+    change_models(folder, lambda content: content["module"].update(pooler))
+    assert "is of Megatron-DeepSpeed BERT, which is not read: expected GPT-2, got pooler.dense.weight; " in refusal(
+        lambda: open_checkpoint(folder)
+    )
+
+
 def nest(truth: Truth, rank: int, ranks: int, encoder: str, attention: str) -> dict[str, Any]:
     """The state dict that Megatron saves of one tensor parallel rank without a pipeline."""
     inner = {}

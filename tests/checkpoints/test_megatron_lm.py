@@ -300,3 +300,55 @@ def test_a_last_stage_whose_embeddings_are_another_is_refused(model: GPT2LMHeadM
     change("mp_rank_00_001", lambda content: content["model"]["output_layer.weight"].add_(1))(folder)
     with pytest.raises(CheckpointError, match="disagree"):
         open_checkpoint(folder).verify()
+
+
+def add_bert(folder: Path) -> None:
+    """What the first and the last stage of a legacy BERT hold beside GPT-2's parts, with the head that tells pairs."""
+    body, heads = {"tokentype_embeddings": {"weight": torch.ones(2, HIDDEN)}}, {"weight": torch.ones(2, HIDDEN)}
+    change("mp_rank_00_000", lambda content: content["model"]["language_model"]["embedding"].update(body))(folder)
+    change("mp_rank_00_001", lambda content: content["model"].update(binary_head=heads))(folder)
+
+
+def add_head_of_words(folder: Path) -> None:
+    head = {"dense.weight": torch.ones(HIDDEN, HIDDEN), "bias": torch.ones(PADDED)}
+    change("mp_rank_01_001", lambda content: content["model"].update(lm_head=head))(folder)
+
+
+def add_decoder(folder: Path) -> None:
+    name = "layers.0.inter_attention.query.weight"
+    decoder = {"decoder": {name: torch.ones(HIDDEN, HIDDEN)}}
+    change("mp_rank_01_001", lambda content: content["model"]["language_model"].update(decoder))(folder)
+
+
+def add_encoder_of_core(folder: Path) -> None:
+    name = "encoder.layers.0.self_attention.linear_qkv.weight"
+    change("mp_rank_00_000", lambda content: content["model"].update({name: torch.ones(3 * HIDDEN, HIDDEN)}))(folder)
+
+
+@pytest.mark.parametrize(
+    ("add", "core", "told"),
+    [
+        (add_bert, False, "BERT, .* got binary_head.weight, embedding.tokentype_embeddings.weight; "),
+        (add_head_of_words, False, "BERT, .* got lm_head.dense.weight; "),
+        (add_decoder, False, r"T5, .* got decoder.layers.0.inter_attention.query.weight, encoder.layers.0.\S+; "),
+        (add_encoder_of_core, True, r"T5, .* got decoder.layers.0.\S+, encoder.layers.0.self_attention.\S+; "),
+    ],
+    ids=["BERT", "BERT without pairs", "T5", "T5 of Core"],
+)
+def test_berts_and_t5s_are_refused_by_the_name_of_their_architecture(
+    add: Callable[[Path], object], core: bool, told: str, model: GPT2LMHeadModel, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "run", model, ranks=2, stages=2, core=core)
+    add(folder)
+    # A mistake that another check would tell first.
+    change("mp_rank_01_000", lambda content: content.update(iteration=400))(folder)
+    with pytest.raises(CheckpointError, match=f"is of Megatron-LM {told}convert it with the trainer's own"):
+        open_checkpoint(folder)
+
+
+def test_what_is_there_and_what_is_not_are_told_apart(model: GPT2LMHeadModel, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", model, ranks=1, stages=1, core=True)
+    names = ("decoder.final_layernorm.bias", "decoder.final_layernorm.scale")
+    change("mp_rank_00", lambda content: content["model"].update({names[1]: content["model"].pop(names[0])}))(folder)
+    with pytest.raises(CheckpointError, match="got final_layernorm.scale, no final_layernorm.bias; "):
+        open_checkpoint(folder)

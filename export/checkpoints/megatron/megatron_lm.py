@@ -26,7 +26,7 @@ from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
 from .beside import check_config, find_end_of_text, find_vocab_size
 from .checks import describe_unproven, refuse_doubles
-from .parts import Tensors, canonical_name, flatten, join_tensor_ranks, list_replicas
+from .parts import Tensors, canonical_name, flatten, join_tensor_ranks, list_replicas, refuse_other_models
 from .reader import check_shapes
 from .to_gpt2 import build_gpt2_config, convert_to_gpt2
 
@@ -95,11 +95,16 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     paths = _find_files(folder, directory)
     tensor_ranks, stages = 1 + max(rank for rank, _ in paths), 1 + max(stage for _, stage in paths)
     contents = {key: _read_content(path) for key, path in paths.items()}
+    models = {key: _flatten_model(path, contents[key]) for key, path in paths.items()}
+    refuse_other_models(str(folder), {name for model in models.values() for name in model}, "Megatron-LM")
     all_args = [read_args(contents[key], path) for key, path in paths.items()]
     check_same_args(all_args, list(paths.values()))
     args = all_args[0]
     _check_parallel(folder, args, tensor_ranks, stages)
-    read = {key: _read_stage(path, contents[key], args, key[1], stages) for key, path in paths.items()}
+    read = {
+        key: _read_stage(path, models[key], args, stage=key[1], stages=stages, iteration=contents[key].get("iteration"))
+        for key, path in paths.items()
+    }
     _check_iterations(folder, list(read.values()))
     refuse_doubles({stage.path: stage.tensors for stage in read.values()})
     parts = [_join_stages([read[rank, stage] for stage in range(stages)]) for rank in range(tensor_ranks)]
@@ -242,7 +247,8 @@ def _check_parallel(folder: Path, args: MegatronArgs, tensor_ranks: int, stages:
         )
 
 
-def _read_stage(path: Path, content: Mapping[Any, Any], args: MegatronArgs, stage: int, stages: int) -> _Stage:
+def _flatten_model(path: Path, content: Mapping[Any, Any]) -> Tensors:
+    """Return the tensors of a file's model under their names there."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(
@@ -251,9 +257,13 @@ def _read_stage(path: Path, content: Mapping[Any, Any], args: MegatronArgs, stag
             got="the parts of an interleaved pipeline" if "model0" in content else "none",
             remedy="convert it with Megatron-LM's tools/checkpoint/convert.py to one pipeline stage",
         )
+    return flatten(path, model)
+
+
+def _read_stage(path: Path, model: Tensors, args: MegatronArgs, *, stage: int, stages: int, iteration: Any) -> _Stage:
     share = args.layers // stages
     tensors: dict[str, StoredTensor] = {}
-    for name, tensor in flatten(path, model).items():
+    for name, tensor in model.items():
         if not name.endswith(_EXTRA_STATE):
             tensors[_find_name(name, stage * share)] = tensor
     held = {int(match[1]) for match in map(_LAYER.fullmatch, tensors) if match}
@@ -268,7 +278,7 @@ def _read_stage(path: Path, content: Mapping[Any, Any], args: MegatronArgs, stag
     if args.tied:
         found = [tensors.pop(name) for name in _SECOND_TABLES if name in tensors]
         second = found[0] if found and stages > 1 else None
-    return _Stage(path=path, tensors=tensors, second_table=second, iteration=content.get("iteration"))
+    return _Stage(path=path, tensors=tensors, second_table=second, iteration=iteration)
 
 
 def _find_name(name: str, first_layer: int) -> str:

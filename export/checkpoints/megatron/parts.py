@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ _OUTER_MODULES = re.compile(r"^(?:embedding|encoder|transformer|tied_modules\.[^
 _SAME_NAMES = {"output_layer.weight": "lm_head.weight", "attention": "self_attention"}
 
 
+# What only a BERT has beside GPT-2's parts, with or without the head that tells pairs.
+_BERTS = ("tokentype_embeddings.", "pooler.", "binary_head.", "lm_head.dense.")
+# A T5's two stacks, whatever its layers are called.
+_STACKS = ("encoder.layers.", "decoder.layers.")
+
 # Kinds of pipeline layers, first to last; the tables of words and positions are one layer, or two in any order.
 _ORDER = {"word_embeddings": 0, "position_embeddings": 0, "layers": 1, "final_layernorm": 2, "lm_head": 3}
 
@@ -47,6 +52,31 @@ def canonical_name(name: str) -> str:
     name = _OUTER_MODULES.sub("", _WRAPPERS.sub("", name))
     name = re.sub(r"^(layers\.\d+\.)attention\.", r"\1self_attention.", name)
     return _SAME_NAMES.get(name, name)
+
+
+def refuse_other_models(source: str, names: Collection[str], trainer: str) -> None:
+    """Refuse Megatron's BERT and T5 by what GPT-2 has no place for, whatever else is wrong with them.
+
+    Args:
+        source: What to call the checkpoint in messages.
+        names: The parameters of all its files, as they are there.
+        trainer: Which of Megatron's saved it.
+
+    Raises:
+        CheckpointError: It is one of them.
+    """
+    bare = sorted(_WRAPPERS.sub("", name) for name in names)
+    stacks = [first for stack in _STACKS if (first := next((name for name in bare if name.startswith(stack)), ""))]
+    heads = [name for name in bare if canonical_name(name).startswith(_BERTS)]
+    is_t5 = len(stacks) == len(_STACKS)
+    if not is_t5 and not heads:
+        return
+    raise CheckpointError(
+        f"{source} is of {trainer} {'T5' if is_t5 else 'BERT'}, which is not read",
+        expected="GPT-2",
+        got=list_some(stacks if is_t5 else heads),
+        remedy="convert it with the trainer's own tools to a Hugging Face folder",
+    )
 
 
 def flatten(path: Path, module: Any) -> dict[str, StoredTensor]:

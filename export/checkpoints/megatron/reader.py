@@ -40,6 +40,7 @@ from .parts import (
     join_tensor_ranks,
     list_replicas,
     name_layers,
+    refuse_other_models,
 )
 from .to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
 
@@ -104,7 +105,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     tensor_ranks = _count_tensor_ranks(files, args, len(paths))
     ranks = [_read_rank(files, index, path) for index, path in enumerate(paths)]
     _check_steps(files, ranks)
-    low = _read_layers(files, args, tensor_ranks) if files.pipeline_layers else _read_modules(paths)
+    low = _read_layers(files, args, tensor_ranks) if files.pipeline_layers else _read_modules(paths, str(files.folder))
     ranks = _name_masters(ranks, low)
     parts = _choose_parts(files, low, ranks)
     source = str(files.folder)
@@ -244,12 +245,13 @@ def _read_layers(files: DeepSpeedFiles, args: MegatronArgs, tensor_ranks: int) -
     return ranks
 
 
-def _read_modules(paths: Sequence[Path]) -> list[_TensorRank]:
+def _read_modules(paths: Sequence[Path], source: str) -> list[_TensorRank]:
     """Return the same of models without a pipeline, whose weights are nested in each rank's `module`."""
-    held: dict[Path, Tensors] = {}
-    for path in paths:
-        tensors = flatten(path, _read_content(path).get("module"))
-        held[path] = {canonical_name(name): tensor for name, tensor in tensors.items()}
+    modules = {path: flatten(path, _read_content(path).get("module")) for path in paths}
+    refuse_other_models(source, {name for module in modules.values() for name in module}, "Megatron-DeepSpeed")
+    held: dict[Path, Tensors] = {
+        path: {canonical_name(name): tensor for name, tensor in module.items()} for path, module in modules.items()
+    }
     refuse_doubles(held)
     return [_TensorRank(tensors=tensors, names={}) for tensors in held.values()]
 
@@ -302,7 +304,8 @@ def check_shapes(merged: Tensors, args: MegatronArgs, source: str) -> int:
     different = merged.keys() ^ expected.keys()
     recorded, tables = (args.positions or positions, args.padded_vocabulary or rows), (positions, rows)
     if wrong or different or recorded != tables:
-        misfits = [f"{name} {list(merged[name].shape)}" for name in wrong] + sorted(different)
+        misfits = [f"{name} {list(merged[name].shape)}" for name in wrong]
+        misfits += [f"no {name}" if name in expected else name for name in sorted(different)]
         raise CheckpointError(
             f"the weights in {source} are not those that its arguments describe",
             expected=f"{len(expected)} tensors of {args.layers} layers, {args.hidden} wide",
