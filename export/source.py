@@ -176,7 +176,7 @@ def _read_task_source(
 ) -> tuple[str, TaskSource, VocabularyRows | None]:
     """Return the name of the task, what it is built from, and how the vocabulary was brought together."""
     refuse_irregular_documents(directory)
-    config = load_config(directory, checkpoint.config)
+    config = load_config(directory, checkpoint.config, weights=checkpoint.directory)
     check_architecture(directory, config.to_dict())
     warnings = settle_quantization(config, checkpoint.specs(), directory)
     weights: StateDict = CastToFloat32(source=checkpoint)

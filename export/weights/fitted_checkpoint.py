@@ -55,7 +55,7 @@ def fit_checkpoint(options: VocabularyOptions, checkpoint: StoredCheckpoint, dir
             expected="a model with one vocabulary",
             got=f"parts with vocabularies of their own: {', '.join(parts)}",
         )
-    config = load_config(directory, checkpoint.config)
+    config = load_config(directory, checkpoint.config, weights=checkpoint.directory)
     tokenizer = load_tokenizer(directory, config)
     if not options.allow_other_tokenizer:
         check_special_ids(directory, tokenizer, checkpoint.config)

@@ -42,15 +42,21 @@ _HEAD_NAMES = (
 )
 _COMPUTED_BUFFERS = ("position_ids", "token_type_ids", "masked_bias", "attn.bias", "inv_freq")
 
+# Of what a folder holds instead of a configuration, so many names are told.
+_MAX_LISTED = 8
+
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> PretrainedConfig:
+def load_config(
+    directory: Path, recorded: Mapping[str, Any] | None = None, *, weights: Path | None = None
+) -> PretrainedConfig:
     """Return the model's configuration.
 
     Args:
         directory: The folder with `config.json`.
         recorded: What a checkpoint of another trainer says of its shape, used where there is no `config.json`.
+        weights: The folder of the weights, where `directory` may be another, which `--base` names.
 
     Raises:
         CheckpointError: `config.json` is missing, damaged, or of an architecture that transformers does not have.
@@ -61,12 +67,7 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
         derived: PretrainedConfig = AutoConfig.for_model(**recorded)
         return derived
     if not is_there:
-        raise CheckpointError(
-            f"{directory} has no config.json",
-            expected="the model's configuration beside the weights",
-            got="only weights",
-            remedy="pass the folder of the model that the checkpoint was trained from with --base",
-        )
+        raise _find_no_config(directory, weights or directory)
     refuse_byte_order_marks(directory, [path.name])
     _refuse_own_code(path)
     try:
@@ -82,6 +83,25 @@ def load_config(directory: Path, recorded: Mapping[str, Any] | None = None) -> P
         ) from exc
     _check_unchecked(path, config)
     return config
+
+
+def _find_no_config(directory: Path, weights: Path) -> CheckpointError:
+    """Return why there is no configuration in the folder, which holds the weights or is another for `--base`."""
+    found = list_some((entry.name for entry in directory.iterdir()), _MAX_LISTED) or "an empty folder"
+    if directory == weights:
+        return CheckpointError(
+            f"{directory} has no config.json",
+            expected="the model's configuration beside the weights",
+            got=found,
+            remedy="pass the folder of the model that the checkpoint was trained from with --base",
+        )
+    elsewhere = ", or leave --base out: there is one beside the weights" if has_file(weights / "config.json") else ""
+    return CheckpointError(
+        f"{directory}, which --base names, has no config.json",
+        expected="the configuration of the model that the checkpoint was trained from",
+        got=found,
+        remedy=f"copy that model's config.json there, or pass its own folder{elsewhere}",
+    )
 
 
 def _refuse_own_code(path: Path) -> None:

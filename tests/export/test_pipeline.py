@@ -231,7 +231,10 @@ def hide_the_task(directory: Path) -> None:
         (take_another_tokenizer, "belongs to another model: expected the special ids and the vocabulary that config"),
         (hide_the_task, "is to be served as cannot be determined: expected an architecture that ends in"),
         (truncate, "model.safetensors cannot be read: expected a whole weight file, got 100000 bytes"),
-        (remove_config, "has no config.json: expected the model's configuration beside the weights, got only weights"),
+        (
+            remove_config,
+            "has no config.json: expected the model's configuration beside the weights, got model.safetensors, token",
+        ),
         (remove_rows, "the tokenizer reaches beyond embeddings.word_embeddings.weight: expected ids below its 30500"),
         (poison, "are NaN or infinite: encoder.layer.0.output.dense.weight"),
     ],
@@ -248,6 +251,27 @@ def test_a_bad_checkpoint_is_refused_in_one_sentence_and_nothing_is_touched(
     assert sentence in error
     assert error.endswith(".")
     assert fingerprint(repository) == before
+
+
+def test_a_base_without_a_configuration_is_not_taken_for_the_weights(
+    copy: Path, tmp_path: Path, repository: Path, export_cli: Cli
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    shutil.copy(copy / "tokenizer.json", base)
+    arguments = ("run", str(copy), "--base", str(base), "--name", "tiny", "--repository", str(repository))
+    refused = export_cli(*arguments)
+    told = (
+        f"{base}, which --base names, has no config.json: expected the configuration of the model that the checkpoint "
+        "was trained from, got tokenizer.json; copy that model's config.json there, or pass its own folder"
+    )
+    assert f"error: {told}, or leave --base out: there is one beside the weights.\n" in refused.err
+    remove_config(copy)
+    assert f"error: {told}.\n" in export_cli(*arguments).err
+    with_token = export_cli(
+        *("consolidate", str(copy), str(tmp_path / "out"), "--base", str(base)), "--add-token", "[NEW]=cat"
+    )
+    assert f"error: {told}.\n" in with_token.err
 
 
 def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Path, export_cli: Cli) -> None:
