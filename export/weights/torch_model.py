@@ -87,6 +87,13 @@ def load_config(
 
 def _find_no_config(directory: Path, weights: Path) -> CheckpointError:
     """Return why there is no configuration in the folder, which holds the weights or is another for `--base`."""
+    if not directory.is_dir():
+        return CheckpointError(
+            f"{directory} is no folder",
+            expected="one with config.json and tokenizer",
+            got="a file" if directory.exists() else "none",
+            remedy="correct --base",
+        )
     found = list_some((entry.name for entry in directory.iterdir()), _MAX_LISTED) or "an empty folder"
     if directory == weights:
         return CheckpointError(

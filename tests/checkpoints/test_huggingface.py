@@ -354,6 +354,22 @@ def test_accelerates_index_of_a_model_too_big_for_one_file_is_read(tmp_path: Pat
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("text", ["", "[[[", '{"weight": "first_state_'])
+def test_a_damaged_index_of_accelerates_is_named(tmp_path: Path, suffix: str, text: str) -> None:
+    for name in ("first_state_dict", "second_state_dict"):
+        (tmp_path / f"{name}.{suffix}").write_bytes(b"")
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(
+        CheckpointError,
+        match=rf"index.json cannot be read: expected an index that names .* got {len(text)} bytes .*; copy the checkpo",
+    ):
+        open_checkpoint(tmp_path)
+    # Of something else, where the weights do not need it.
+    torch.save(make_state(), tmp_path / "model.pt")
+    assert open_checkpoint(tmp_path).format_name == "torch file model.pt"
+
+
 @pytest.mark.parametrize("target", ["../blobs/gone", "model.safetensors"])
 def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, target: str) -> None:
     """As a cache of downloads leaves it, where the folder is copied without what its links lead to."""

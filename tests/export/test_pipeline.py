@@ -272,6 +272,9 @@ def test_a_base_without_a_configuration_is_not_taken_for_the_weights(
         *("consolidate", str(copy), str(tmp_path / "out"), "--base", str(base)), "--add-token", "[NEW]=cat"
     )
     assert f"error: {told}.\n" in with_token.err
+    for place, got in ((base / "none", "none"), (base / "tokenizer.json", "a file")):
+        refused = export_cli(*(str(place) if part == str(base) else part for part in arguments))
+        assert f"error: {place} is no folder: expected one with config.json and tokenizer, got {got};" in refused.err
 
 
 def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Path, export_cli: Cli) -> None:

@@ -52,8 +52,8 @@ _ALONE = re.compile(r"(?!.*-\d+-of-\d+\.).+\.safetensors")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)(?P<suffix>\.safetensors|\.bin)")
 # More are in no model, and a number in a name may be anything.
 _MAX_SHARDS = 10_000
-# What peft calls the weights of an adapter, which is not a model.
-_ADAPTER = "adapter_"
+# What peft calls the weights of an adapter, which is not a model, and what else lies beside one.
+_NO_MODEL = ("adapter_", *OTHER_STATE)
 
 # Keys of a safetensors file's metadata. The first names the framework; the other, our own, has a JSON list of the
 # parameters that have no elements on purpose. Any further key may be a tied name (`_read_tied`).
@@ -111,8 +111,10 @@ def _find_main_file(directory: Path) -> str | None:
         return indices[0]
     if numbered := _find_numbered(files):
         return numbered
-    alone = [name for name in files if _ALONE.fullmatch(name) and not name.startswith((_ADAPTER, *OTHER_STATE))]
-    return alone[0] if len(alone) == 1 and not torch_file.recognises(directory) else None
+    alone = [name for name in files if _ALONE.fullmatch(name) and not name.startswith(_NO_MODEL)]
+    if torch_file.recognises(directory):
+        return None
+    return alone[0] if len(alone) == 1 else _find_damaged_index(directory, files)
 
 
 def _find_usual_file(directory: Path) -> str | None:
@@ -128,11 +130,7 @@ def _find_numbered(files: Iterable[str]) -> str | None:
     """Return the first file of the shards of one model, whose index was not copied; safetensors before `.bin`."""
     matches = [match for name in files if (match := _SHARD.fullmatch(name))]
     for suffix in _SHARD_SUFFIXES:
-        of_kind = [
-            match
-            for match in matches
-            if match["suffix"] == suffix and not match[0].startswith((_ADAPTER, *OTHER_STATE))
-        ]
+        of_kind = [match for match in matches if match["suffix"] == suffix and not match[0].startswith(_NO_MODEL)]
         if len({(match["stem"], int(match["count"])) for match in of_kind}) == 1:
             return of_kind[0][0]
     return None
@@ -169,6 +167,18 @@ def _is_plain_index(path: Path) -> bool:
     return (
         isinstance(named, dict) and bool(named) and all(str(file).endswith(_SHARD_SUFFIXES) for file in named.values())
     )
+
+
+def _find_damaged_index(directory: Path, files: Iterable[str]) -> str | None:
+    """Return the plain index beside what may be its shards if it is no JSON, which another file of that name is."""
+    shards = [name for name in files if name.endswith(_SHARD_SUFFIXES) and not name.startswith(_NO_MODEL)]
+    if _PLAIN_INDEX not in files or not shards:
+        return None
+    try:
+        parse_json(read_small(directory / _PLAIN_INDEX, max_bytes=MAX_JSON_BYTES))
+    except ValueError:
+        return _PLAIN_INDEX
+    return None
 
 
 def _open(directory: Path, main_file: str, shards: Sequence[str] | None = None) -> StoredCheckpoint:
