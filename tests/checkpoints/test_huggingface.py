@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
 from export.checkpoints import open_checkpoint
@@ -154,7 +155,10 @@ def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     ("header", "found"),
     [
         ({"w": {**ENTRY, "shape": [1] * 64 + [2]}}, "the entry of w: w has no proper shape"),
-        ({str(n): 0 for n in range(200_001)}, "200001 entries where 200000 are read"),
+        (
+            {str(n): 0 for n in range(200_001)},
+            "has more tensors than are read of one file: expected at most 200000, got 200001; save",
+        ),
     ],
     ids=["dimensions", "entries"],
 )
@@ -173,9 +177,25 @@ def test_a_header_of_too_many_entries_is_refused_before_it_is_parsed(
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     parsed = []
     monkeypatch.setattr(safetensors_file, "parse_json", lambda *args, **options: parsed.append(args))
-    with pytest.raises(CheckpointError, match="got .* bytes \\(200011 entries where 200000 are read\\)"):
+    with pytest.raises(CheckpointError, match="expected at most 200000, got 200010; save it in several files"):
         open_checkpoint(tmp_path)
     assert parsed == []
+
+
+def test_a_header_as_long_as_safetensors_itself_takes_it_is_read(tmp_path: Path) -> None:
+    state = {str(n) + "x" * 4_000: torch.ones(1) for n in range(10_000)}
+    save_file(state, tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors").keys() == open_checkpoint(tmp_path).specs().keys() == state.keys()
+
+
+def test_a_header_beyond_the_formats_limit_is_told_from_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 100_000_001))
+        file.truncate(8 + 100_000_001)
+    with pytest.raises(CheckpointError, match="longer than the format allows: expected at most 100000000 bytes, got"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(SafetensorError, match="header too large"):
+        load_file(tmp_path / "model.safetensors")
 
 
 def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:

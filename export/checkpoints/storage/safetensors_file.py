@@ -21,12 +21,11 @@ from .stored_tensor import ContiguousTensor, StoredTensor
 from .zip_archive import StoredBlock
 
 METADATA_KEY = "__metadata__"
-# 15 MB describe 100,000 tensors.
-_MAX_HEADER_BYTES = 32 << 20
+# The format's own limit (`MAX_HEADER_SIZE`), which takes at most a gigabyte as Python's objects.
+_MAX_HEADER_BYTES = 100_000_000
 # As many as an archive of torch may have (`zip_archive.MAX_ENTRIES`). The largest models have some 100,000, over files.
 _MAX_TENSORS = 200_000
-# The header itself, and its metadata.
-_OTHER_OBJECTS = 2
+_SPLIT = "save it in several files, as save_pretrained with max_shard_size does"
 # As in `torch_zip`: a longer shape only serves to waste time.
 _MAX_DIMS = 64
 
@@ -41,26 +40,42 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         size = os.fstat(file.fileno()).st_size
         try:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            if size < 8 or length > size - 8:
                 raise ValueError(f"a header of {length} bytes")
+            if length > _MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"the header of {path} is longer than the format allows",
+                    expected=f"at most {_MAX_HEADER_BYTES} bytes",
+                    got=str(length),
+                    remedy=f"{RECOPY}, or {_SPLIT}",
+                )
             text = file.read(length)
-            # Each entry is an object. Counted before they are parsed, which takes a hundred times as long.
-            if text.count(b"{") > _MAX_TENSORS + _OTHER_OBJECTS:
-                raise ValueError(f"{text.count(b'{')} entries where {_MAX_TENSORS} are read")
+            # Each entry is an object, as are the header itself and its metadata. Counted before they are parsed, which
+            # takes a hundred times as long.
+            _check_count(path, text.count(b"{") - 1 - (METADATA_KEY.encode() in text))
             header = parse_json(text, object_pairs_hook=_refuse_doubles)
         except (OSError, ValueError) as exc:
             raise _unreadable(path, str(exc)) from exc
     if not isinstance(header, dict):
         raise _unreadable(path, "the header is not a JSON object")
-    if len(header) > _MAX_TENSORS:
-        raise _unreadable(path, f"{len(header)} entries where {_MAX_TENSORS} are read")
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _unreadable(path, "metadata that is not text")
+    _check_count(path, len(header))
     start = 8 + length
     tensors = {name: _read_entry(path, name, entry, start) for name, entry in header.items()}
     _check_tiling(path, tensors, size - start)
     return tensors, metadata
+
+
+def _check_count(path: Path, count: int) -> None:
+    if count > _MAX_TENSORS:
+        raise CheckpointError(
+            f"{path} has more tensors than are read of one file",
+            expected=f"at most {_MAX_TENSORS}",
+            got=str(count),
+            remedy=_SPLIT,
+        )
 
 
 def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
