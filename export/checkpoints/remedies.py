@@ -3,8 +3,10 @@
 RECOPY = "copy the checkpoint again"
 RECOPY_OR_USE_OLDER = f"{RECOPY}, or use the one before it"
 RECOPY_WHOLE = "copy the whole checkpoint again, from every node"
-# Trainers that save to each node's own disk (DeepSpeed's use_node_local_storage).
-LOST_RANKS = f"each node may have kept only its own ranks: {RECOPY_WHOLE}"
+# Trainers that save to each node's own disk (DeepSpeed's use_node_local_storage) leave as many folders.
+ALL_NODES = f"pass every node's folder as an argument of its own, or {RECOPY_WHOLE}"
+LOST_RANKS = f"each node may have kept only its own ranks: {ALL_NODES}"
+OTHER_RANKS = f"files are missing or of another run; {RECOPY_WHOLE}"
 MIXED_RUNS = f"files of two runs are mixed; {RECOPY_WHOLE}"
 REMOVE_OLDER = "files of two runs are mixed; remove those of the older one"
 MIXED_SAVES = f"files of two saves are mixed, or swapped; {RECOPY_WHOLE}"

@@ -92,6 +92,17 @@ def test_the_folders_of_all_nodes_are_one_checkpoint(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.parametrize("name", ["z1_bf16", "z3_bf16", "moe_z2"])
+def test_a_node_whose_folder_was_not_named_is_asked_for(name: str, tmp_path: Path) -> None:
+    nodes = spread_over_nodes(find_checkpoint(name), tmp_path, 3)
+    for lost in nodes:
+        given = [node for node in nodes if node != lost]
+        with pytest.raises(
+            CheckpointError, match=r"lacks .*pass every node's folder as an argument of its own, or copy"
+        ):
+            open_checkpoint(join_folders(given))
+
+
 def test_folders_of_two_saves_or_runs_are_refused(tmp_path: Path, export_cli: Callable[..., Finished]) -> None:
     first, second = map(str, spread_over_nodes(find_checkpoint("z3_bf16"), tmp_path))
     latest = Path(second, "latest")

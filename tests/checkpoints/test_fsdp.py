@@ -124,6 +124,8 @@ def test_consolidate_streams_every_way_of_sharding(
 def test_the_folders_of_all_nodes_are_one_checkpoint(trained: Path, variant: str, tmp_path: Path) -> None:
     nodes = spread_over_nodes(trained / variant, tmp_path)
     assert_equal(open_checkpoint(join_folders(nodes)), read_truth(trained / variant))
+    with pytest.raises(CheckpointError, match=r"lacks files .*: pass every node's folder as an argument of its own"):
+        open_checkpoint(nodes[0])
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])

@@ -76,6 +76,14 @@ def test_the_folders_of_all_nodes_are_one_checkpoint(trained: Path, tmp_path: Pa
     assert all(torch.equal(joined.read(name), whole.read(name)) for name in whole.tensors)
 
 
+@pytest.mark.parametrize("lost", ["*model_01*", "mp_rank_00*", "mp_rank_03*"])
+def test_a_node_whose_folder_was_not_named_is_asked_for(trained: Path, tmp_path: Path, lost: str) -> None:
+    folder = copy(trained / "p2t2d2_bf16", tmp_path / "run")
+    for path in tag_folder(folder).glob(lost):
+        path.unlink()
+    assert "pass every node's folder as an argument of its own, or copy" in refusal(lambda: open_checkpoint(folder))
+
+
 def read_truth(folder: Path) -> Truth:
     """Our plain names → unsplit fp32 weights of the live ranks."""
     live = torch.load(folder.parent / f"{folder.name}.truth.pt", weights_only=True)

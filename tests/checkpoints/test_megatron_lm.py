@@ -168,6 +168,17 @@ def test_ranks_of_several_nodes_are_one_checkpoint(model: GPT2LMHeadModel, tmp_p
     )
 
 
+@pytest.mark.parametrize("own", ["*_01_*", "*_000", "*_001"])
+def test_a_node_whose_folder_was_not_named_is_asked_for(own: str, model: GPT2LMHeadModel, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", model, ranks=2, stages=2, core=False)
+    for entry in (folder / "iter_0000500").glob(own):
+        shutil.rmtree(entry)
+    with pytest.raises(
+        CheckpointError, match=r"has not the files .*: pass every node's folder as an argument of its own"
+    ):
+        open_checkpoint(folder)
+
+
 def save_base(folder: Path, model: GPT2LMHeadModel, tokens: int = VOCABULARY) -> Path:
     """The folder that a training started from: configuration and tokenizer, without weights."""
     model.config.save_pretrained(folder)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
-from ..remedies import MIXED_RUNS, RECOPY_WHOLE
+from ..remedies import ALL_NODES, MIXED_RUNS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from .files import DeepSpeedFiles
 from .partitions import Shapes, join_contiguous_group
@@ -45,7 +45,7 @@ def read_experts(files: DeepSpeedFiles, num_experts: Sequence[int]) -> dict[str,
             f"{files.folder} lacks experts",
             expected=f"{sum(num_experts)} files layer_*_expert_*_mp_rank_00_model_states.pt",
             got=f"none of {list_some(f'layer {layer} expert {expert}' for layer, expert in missing)}",
-            remedy=f"each node may have kept only its own experts: {RECOPY_WHOLE}",
+            remedy=f"each node may have kept only its own experts: {ALL_NODES}",
         )
     extra = [path.name for (layer, expert), path in files.experts.items() if expert >= _count(num_experts, layer)]
     if extra:

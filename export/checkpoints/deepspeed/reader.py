@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
-from ..remedies import RECOPY_WHOLE, REMOVE_OLDER
+from ..remedies import ALL_NODES, LOST_RANKS, REMOVE_OLDER
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .assembly import assemble
@@ -111,7 +111,7 @@ def _refuse_without_models(files: DeepSpeedFiles) -> None:
             f"{files.folder} lacks its model states",
             expected="mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt",
             got=list_some(path.name for path in files.optimizers.values()) or "none",
-            remedy=RECOPY_WHOLE,
+            remedy=LOST_RANKS,
         )
 
 
@@ -121,7 +121,7 @@ def _refuse_lost_optimizer(files: DeepSpeedFiles, model: ModelStates) -> None:
             f"{files.folder} lacks the optimizer states that hold its fp32 weights",
             expected=f"{model.dp_world_size or 'one'} files zero_pp_rank_*_optim_states.pt, one per rank",
             got="none",
-            remedy=RECOPY_WHOLE,
+            remedy=ALL_NODES,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..plain.model_shapes import INPUT_EMBEDDINGS, read_vocab_size
-from ..remedies import LOST_RANKS, MIXED_SAVES, RECOPY_WHOLE
+from ..remedies import ALL_NODES, LOST_RANKS, MIXED_SAVES, RECOPY_WHOLE
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.paths import check_inside
 from ..storage.safetensors_file import read_safetensors
@@ -86,7 +86,7 @@ def _check_vocabulary(tensors: Mapping[str, StoredTensor], directory: Path, conf
             f"{list_some(short)} in {directory} is shorter than config.json says",
             expected=f"{vocab_size} rows",
             got=str(tensors[short[0]].shape[0]),
-            remedy=f"the last ranks' files are missing, or config.json is of another model; {RECOPY_WHOLE}",
+            remedy=f"the last ranks' files are missing, or config.json is of another model; {ALL_NODES}",
         )
     return True
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
-from ..remedies import LOST_RANKS, RECOPY_WHOLE
+from ..remedies import LOST_RANKS, OTHER_RANKS, RECOPY_WHOLE
 from ..storage.paths import check_inside, read_small, refuse_broken_links, refuse_irregular
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
@@ -243,7 +243,7 @@ def _check_parallel(folder: Path, args: MegatronArgs, tensor_ranks: int, stages:
             f"{folder} has not the files of every model-parallel rank",
             expected=f"{told[0]} tensor parallel ranks, {told[1]} stages of {args.layers} layers, as its arguments say",
             got=f"{tensor_ranks} and {stages}",
-            remedy=f"files are missing or of another run; {RECOPY_WHOLE}",
+            remedy=LOST_RANKS if tensor_ranks * stages < told[0] * told[1] else OTHER_RANKS,
         )
 
 

@@ -27,7 +27,7 @@ from ..deepspeed.masters import name_masters
 from ..deepspeed.reader import read_trained
 from ..deepspeed.states import ModelStates, read_model_states
 from ..pickles.torch_zip import open_torch_zip
-from ..remedies import LOST_RANKS, RECOPY_WHOLE
+from ..remedies import ALL_NODES, LOST_RANKS, OTHER_RANKS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
@@ -188,7 +188,7 @@ def _count_tensor_ranks(files: DeepSpeedFiles, args: MegatronArgs, models: int) 
             f"{files.folder} has not the files of every model-parallel rank",
             expected=f"{tensor_ranks} tensor parallel ranks, {expected} files mp_rank_*",
             got=f"none for {list_some(missing)}" if missing else f"{found} tensor parallel ranks, {models} files",
-            remedy=f"files are missing or of another run; {RECOPY_WHOLE}",
+            remedy=LOST_RANKS if missing or models < expected else OTHER_RANKS,
         )
     return tensor_ranks
 
@@ -208,7 +208,7 @@ def _read_rank(files: DeepSpeedFiles, index: int, path: Path) -> _Rank:
             f"{files.folder} lacks the optimizer states that hold the fp32 weights of mp_rank_{index:02d}",
             expected=f"{states.dp_world_size or 'one'} files zero_pp_rank_*_mp_rank_{index:02d}_optim_states.pt",
             got="none",
-            remedy=RECOPY_WHOLE,
+            remedy=ALL_NODES,
         )
     return _Rank(states=states, trained={})
 
