@@ -145,6 +145,13 @@ def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: Any, 
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_what_git_leaves_in_the_place_of_weights_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS: .* got 64 bytes of text; fetch them"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="holds no tensors: expected weights, got none"):

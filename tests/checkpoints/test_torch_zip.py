@@ -339,7 +339,7 @@ COPIED = b"(" + b"N" * 100_000 + b"tq\x00"
         # Equal to the key before it and another object, so that both are compared to the end.
         (
             b"\x80\x02}" + (b"X\x00\x20\x00\x00" + b"a" * 8192 + b"Ns") * 2 + b".",
-            "expected a whole pickle, got nonsense",
+            "expected names of at most 4096 characters, got one of 8192; give what is in it shorter names",
         ),
         (
             b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nq\x000)q\x010"
@@ -382,9 +382,32 @@ def test_other_formats_of_torch_are_refused_by_name(tmp_path: Path) -> None:
         torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
     with pytest.raises(CheckpointError, match=r"expected an archive by torch.save, got a TorchScript program"):
         open_torch_zip(tmp_path / "script.pt")
-    (tmp_path / "empty.pt").touch()
-    with pytest.raises(CheckpointError, match="got 0 bytes of something else"):
-        open_torch_zip(tmp_path / "empty.pt")
+    (tmp_path / "short.pt").write_bytes(b"weights")
+    with pytest.raises(CheckpointError, match="got 7 bytes of something else; if it is a checkpoint, load and save"):
+        open_torch_zip(tmp_path / "short.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "got an empty file; copy the checkpoint again, or use the one before it"),
+        (bytes(5_000), "got zeros; copy the checkpoint again, or use the one before it"),
+    ],
+    ids=["empty", "zeros"],
+)
+def test_a_file_without_its_content_is_refused_with_a_remedy_that_helps(
+    content: bytes, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        open_torch_zip(path)
+
+
+def test_a_tensors_name_that_is_too_long_is_named_as_that(tmp_path: Path) -> None:
+    for state in ({"x" * 300_000: torch.ones(2)}, torch.nn.ModuleDict({"x" * 300_000: torch.nn.PReLU()}).state_dict()):
+        with pytest.raises(CheckpointError, match="expected names of at most 4096 characters, got one of 30000"):
+            open_torch_zip(save(tmp_path / "x.pt", state))
 
 
 def test_a_file_of_another_byte_order_is_refused(tmp_path: Path) -> None:

@@ -79,6 +79,10 @@ class OpaqueKey:
         self.value = value
 
 
+class LongKeyError(Exception):
+    """A dict key is longer than the name of anything; its length is the argument."""
+
+
 # Called as builder(machine, args) → what the call in the pickle would have returned.
 Builder = Callable[["InertUnpickler", tuple[Any, ...]], Any]
 
@@ -133,6 +137,12 @@ class InertUnpickler:
         gc.disable()
         try:
             return self._run()
+        except LongKeyError as exc:
+            raise self.refuse(
+                f"names of at most {_MAX_KEY_CHARS} characters",
+                f"one of {exc}",
+                remedy="give what is in it shorter names, and save it again",
+            ) from exc
         # What damaged bytes lead to inside the opcodes below: too few bytes, too few values, values of other types.
         except (IndexError, ValueError, TypeError, KeyError, OverflowError, struct.error) as exc:
             raise self.refuse("a whole pickle", f"nonsense at byte {self._position} ({type(exc).__name__})") from exc
@@ -158,13 +168,13 @@ class InertUnpickler:
             raise ValueError("more arguments than the function takes")
         return builder(self, args)
 
-    def refuse(self, expected: str, got: str) -> CheckpointError:
+    def refuse(self, expected: str, got: str, *, remedy: str = RECOPY_OR_USE_OLDER) -> CheckpointError:
         """Return the error for this pickle."""
         return CheckpointError(
             f"{self._source} cannot be read",
             expected=expected,
             got=got,
-            remedy=RECOPY_OR_USE_OLDER,
+            remedy=remedy,
         )
 
     def _run(self) -> Any:
@@ -343,7 +353,7 @@ def hashable(key: Any) -> Any:
     """Return `key` if hashing and comparing it is cheap whatever a file made of it, else an `OpaqueKey` around it.
 
     Raises:
-        ValueError: The key is longer than the name of anything.
+        LongKeyError: The key is longer than the name of anything.
     """
     return key if _is_cheap_key(key) else OpaqueKey(key)
 
@@ -357,7 +367,7 @@ def _is_cheap_key(key: Any) -> bool:
         if isinstance(leaf, (str, bytes)):
             chars += len(leaf)
             if chars > _MAX_KEY_CHARS:
-                raise ValueError(f"a key of more than {_MAX_KEY_CHARS} characters")
+                raise LongKeyError(chars)
             continue
         if isinstance(leaf, tuple) and len(leaf) + count + len(leaves) <= _MAX_KEY_LEAVES:
             leaves.extend(leaf)

@@ -29,7 +29,7 @@ from ..remedies import RECOPY_OR_USE_OLDER
 from ..storage.assembled_tensor import transpose
 from ..storage.byte_ranges import ByteRange
 from ..storage.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
-from ..storage.paths import open_regular, read_small
+from ..storage.paths import open_regular, read_small, refuse_lfs_pointer
 from ..storage.stored_tensor import ContiguousTensor, StoredTensor
 from ..storage.strided_tensor import StridedTensor
 from ..storage.zip_archive import StoredBlock, ZipArchive
@@ -178,8 +178,13 @@ def _refuse_other_formats(path: Path, start: int) -> None:
             raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
     if head.startswith(b"PK\3\4"):
         return
+    refuse_lfs_pointer(path)
     found = f"{len(head)} bytes of something else" if len(head) < 512 else "something else"
-    if head.startswith(_LEGACY_MAGIC):
+    remedy = "if it is a checkpoint, load and save it again with a newer torch"
+    if not head.strip(b"\0"):
+        # A copy that was broken off, or room on a disk that nothing was written to.
+        found, remedy = "zeros" if head else "an empty file", RECOPY_OR_USE_OLDER
+    elif head.startswith(_LEGACY_MAGIC):
         found = "the format before torch 1.6"
     elif head[257:262] == b"ustar":
         found = "a tar file, the format before torch 0.1.10"
@@ -187,7 +192,7 @@ def _refuse_other_formats(path: Path, start: int) -> None:
         f"{path} is not in the format of torch.save",
         expected="a zip archive, as torch 1.6 and later write it",
         got=found,
-        remedy="if it is a checkpoint, load and save it again with a newer torch",
+        remedy=remedy,
     )
 
 

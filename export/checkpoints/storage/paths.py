@@ -20,6 +20,9 @@ MAX_JSON_BYTES = 64 << 20
 # objects, `{"":0}` being the dearest. A tokenizer of 500,000 merges has 1.5 million.
 _MAX_JSON_VALUES = 4_000_000
 
+# How such a file begins (git-lfs, docs/spec.md).
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -103,6 +106,22 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise _describe_irregular(path, mode)
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Refuse the text that a clone has in a file's place where Git LFS is not installed.
+
+    Raises:
+        CheckpointError: It is that.
+    """
+    with open_regular(path) as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path} is a pointer of Git LFS",
+                expected="the weights that it points to",
+                got=f"{path.stat().st_size} bytes of text",
+                remedy="fetch them by `git lfs install` and `git lfs pull`",
+            )
 
 
 def _describe_irregular(path: Path, mode: int) -> CheckpointError:

@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ..remedies import RECOPY
 from .byte_ranges import ByteRange
 from .dtypes import BY_SAFETENSORS_NAME
-from .paths import open_regular, parse_json
+from .paths import open_regular, parse_json, refuse_lfs_pointer
 from .stored_tensor import ContiguousTensor, StoredTensor
 from .zip_archive import StoredBlock
 
@@ -41,6 +41,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         try:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
+                refuse_lfs_pointer(path)
                 raise ValueError(f"a header of {length} bytes")
             if length > _MAX_HEADER_BYTES:
                 raise CheckpointError(
