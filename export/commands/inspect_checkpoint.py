@@ -13,8 +13,9 @@ from typing import Any
 from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.storage.paths import find_linked, read_json_beside
-from ..errors import escape_controls
+from ..errors import ModelError, escape_controls
 from ..fetching import fetch_all
+from ..tasks.foreseen import check_architecture
 from .memory_estimates import estimate_memory
 from .standard_streams import write_answer
 from .verb import Verbs, add_verb, count, say
@@ -46,7 +47,9 @@ class Inspection:
         dtypes: Name of the type → number of tensors.
         parameters: Elements of floating-point tensors that are not buffers, tied ones once.
         total_bytes: Bytes of weights, tied ones once.
-        memory: Engine → precision → bytes that an export and an instance hold (`estimate_memory`).
+        not_exported: Why `run` refuses the architecture; empty where it does not, as far as that is known beforehand.
+        memory: Engine → precision → bytes that an export and an instance hold (`estimate_memory`); empty where there
+            is no export.
         missing: What a whole checkpoint of this format would have and this one lacks or cannot show.
     """
 
@@ -64,6 +67,7 @@ class Inspection:
     missing: list[str]
     files: list[str]
     estimates: dict[str, float]
+    not_exported: str
     memory: dict[str, dict[str, dict[str, Any]]]
     tensors: dict[str, dict[str, object]]
 
@@ -80,7 +84,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
     groups: dict[str, list[str]] = {}
     for name, holder in checkpoint.tied.items():
         groups.setdefault(holder, [holder]).append(name)
-    facts = checkpoint.facts
+    facts, not_exported = checkpoint.facts, _find_refusal(checkpoint)
     return Inspection(
         directory=str(directory),
         format=checkpoint.format_name,
@@ -99,8 +103,9 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
         tied_by=_find_tie(checkpoint),
         missing=list(facts.missing),
         files=[str(find_linked(path)) for path in checkpoint.weight_files],
-        estimates=_estimate(checkpoint),
-        memory=estimate_memory(checkpoint),
+        estimates=_estimate(checkpoint, is_exported=not not_exported),
+        not_exported=not_exported,
+        memory={} if not_exported else estimate_memory(checkpoint),
         tensors={
             name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
             for name, tensor in checkpoint.tensors.items()
@@ -127,16 +132,28 @@ def _says_tied(config: Mapping[str, Any]) -> bool:
     return config.get("tie_word_embeddings") is True and has_head
 
 
-def _estimate(checkpoint: StoredCheckpoint) -> dict[str, float]:
+def _find_refusal(checkpoint: StoredCheckpoint) -> str:
+    """Return the sentence in which `run` refuses the architecture; empty where it does not."""
+    config = read_json_beside(checkpoint.directory / "config.json") or checkpoint.config or {}
+    try:
+        check_architecture(checkpoint.directory, config)
+    except ModelError as exc:
+        return str(exc)
+    return ""
+
+
+def _estimate(checkpoint: StoredCheckpoint, *, is_exported: bool) -> dict[str, float]:
     owned = checkpoint.owned().values()
     total_bytes = sum(tensor.nbytes for tensor in owned)
     fp32_bytes = sum(tensor.numel * 4 if tensor.dtype.is_floating_point else tensor.nbytes for tensor in owned)
     copies = sum(tensor.nbytes for group in checkpoint.copies for tensor in group.values())
-    return {
+    estimates = {
         "consolidate_memory_bytes": _CONSOLIDATE_MEMORY_BYTES,
         "consolidate_s": round(_CONSOLIDATE_BASE_S + (total_bytes + copies) / _CONSOLIDATE_BYTES_PER_S, 1),
-        "export_s": round(_EXPORT_BASE_S + fp32_bytes / _EXPORT_BYTES_PER_S, 1),
     }
+    if is_exported:
+        estimates["export_s"] = round(_EXPORT_BASE_S + fp32_bytes / _EXPORT_BYTES_PER_S, 1)
+    return estimates
 
 
 def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
@@ -163,10 +180,7 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
             "consolidate",
             f"about {estimates['consolidate_s']:.1f} s, {estimates['consolidate_memory_bytes'] / 1e9:.1f} GB of memory",
         ),
-        (
-            "export",
-            f"about {estimates['export_s']:.0f} s in fp32",
-        ),
+        ("export", found.not_exported or f"about {estimates['export_s']:.0f} s in fp32"),
         *(("memory", line) for line in _format_memory(found.memory)),
     ]
     shown = shapes if lists_tensors else []
@@ -175,7 +189,9 @@ def format_inspection(found: Inspection, *, lists_tensors: bool = False) -> str:
 
 
 def _format_memory(memory: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Return a line for each engine and precision."""
+    """Return a line for each engine and precision; none where there is no export."""
+    if not memory:
+        return []
     return [
         f"{engine} {precision}: {_format_held(held)}"
         for engine, precisions in memory.items()

@@ -97,6 +97,8 @@ _ENCODER_WIDTH = (*_WIDTH, "dim")
 _INTERMEDIATE = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "hidden_dim", "d_ff", "d_inner")
 # Where a longer text may be cut, beside the positions: file → the key in it.
 _LIMITS = (*((name, "max_seq_length") for name in TRANSFORMER_FILES), ("tokenizer_config.json", "model_max_length"))
+# transformers writes 1e30 where the tokenizer has none of its own.
+_NO_LIMIT = 10**9
 # Where nothing tells how long a text may be.
 _USUAL_LENGTH = 512
 # What the configurations of models of pictures and of sounds have, which may have a vocabulary for what they hear.
@@ -176,7 +178,7 @@ def count_row(config: Mapping[str, Any], directory: Path) -> int:
     heads = _find_size(config, _ENCODER_HEADS) or width // 64
     limits = [read_json_beside(directory / name).get(key) for name, key in _LIMITS]
     lengths = [_find_size(config, _CONTEXT), *limits]
-    length = min((each for each in lengths if isinstance(each, int) and each > 0), default=_USUAL_LENGTH)
+    length = min((each for each in lengths if isinstance(each, int) and 0 < each < _NO_LIMIT), default=_USUAL_LENGTH)
     return 4 * length * ((_find_size(config, _INTERMEDIATE) or 4 * width) + heads * length)
 
 

@@ -18,9 +18,15 @@ _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra", 
 # Those that take texts alone.
 _READERS = (*_ENCODERS, "distilbert", "gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "bloom")
 
-# Their attention is cut into as many windows as a text fills, in a loop of Python: the exporter stops at it, and a
-# trace would make the number a constant.
-_NOT_EXPORTED = ("longformer", "led")
+# Type of model → what a module of one's own in its place has to be.
+_NOT_EXPORTED = {
+    # Their attention is cut into as many windows as a text fills, in a loop of Python: the exporter stops at it, and a
+    # trace would make the number a constant.
+    **dict.fromkeys(("longformer", "led"), "that computes the attention whole"),
+    # Its positions relative to each other are laid out by the text's length: the exporter stops at that as well, and a
+    # trace answers wrongly.
+    "xlnet": "that torch.export takes at any length",
+}
 
 # What transformers takes where a configuration names no labels, and what is answered where nothing else is asked for.
 _USUAL_LABELS = 2
@@ -71,13 +77,13 @@ def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
         ModelError: It is one.
     """
     model_type = config.get("model_type")
-    if model_type in _NOT_EXPORTED:
+    if isinstance(model_type, str) and model_type in _NOT_EXPORTED:
         raise ModelError(
             f"the attention of the architecture of {directory} cannot be exported",
             expected="one that docs/architectures.md lists",
-            got=str(model_type),
+            got=model_type,
             remedy="train one of those for texts as long, such as modernbert, or pass --factory with a module of "
-            "your own that computes the attention whole",
+            f"your own {_NOT_EXPORTED[model_type]}",
         )
 
 

@@ -55,6 +55,20 @@ def test_the_text_names_every_fact_and_where_asked_for_every_tensor() -> None:
     assert "  embed.weight  float32 [37, 10]" in lines
 
 
+def test_an_architecture_that_is_not_exported_is_told_as_run_refuses_it(
+    tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet", "architectures": ["XLNetModel"]}))
+    found = inspect_checkpoint(tmp_path)
+    refused = export_cli("run", str(tmp_path), "--name", "x", "--repository", str(tmp_path / "models"))
+    assert f"error: {found.not_exported}\n" in refused.err
+    assert "cannot be exported: expected one that docs/architectures.md lists, got xlnet; " in found.not_exported
+    assert found.memory == {} and "export_s" not in found.estimates
+    text = format_inspection(found)
+    assert f"export       {found.not_exported}\n" in text and "memory  " not in text
+
+
 def test_only_a_model_of_texts_uses_tokens(tmp_path: Path) -> None:
     # wav2vec 2.0 has a vocabulary too, of what it hears.
     for config, has_texts in (

@@ -106,6 +106,9 @@ def test_the_longest_text_is_the_shortest_that_any_file_allows(checkpoint: Path,
     assert count_row(config, checkpoint) == 4 * 256 * (1536 + 12 * 256)
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
     assert count_row(config, tmp_path) == 4 * 512 * (1536 + 12 * 512)
+    # Nor is that a length where the model has no positions of its own.
+    unlimited = {key: value for key, value in config.items() if key != "max_position_embeddings"}
+    assert count_row(unlimited, tmp_path) == 4 * 512 * (1536 + 12 * 512)
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 100}')
     assert count_row(config, tmp_path) == 4 * 100 * (1536 + 12 * 100)
 

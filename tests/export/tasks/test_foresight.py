@@ -246,7 +246,7 @@ def test_what_is_foreseen_is_what_becomes_of_it(
     assert wanted == kinds
 
 
-@pytest.mark.parametrize("model_type", ["longformer", "led"])
+@pytest.mark.parametrize("model_type", ["longformer", "led", "xlnet"])
 def test_an_architecture_that_cannot_be_exported_is_refused_before_torch_is_imported(
     model_type: str, here: Path, tmp_path: Path
 ) -> None:
