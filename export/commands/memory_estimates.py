@@ -47,15 +47,23 @@ class Held:
 
 # Engine → precision → lines through what `make memory` measured of random BERTs on two cores. The table in
 # docs/checkpoints.md has each measurement beside what these say. All of them were fitted, none was held out. What is
-# not here has not been measured at two sizes.
+# not here has not been measured at several sizes.
 GRAPHS: Mapping[str, Mapping[str, Held]] = {
     "onnxruntime": {
         "fp32": Held(export=Line(base_mb=796, factor=2.17, rows=59.4), instance=Line(base_mb=130, factor=1.0), sizes=6),
-        "int8": Held(export=Line(base_mb=1810, factor=4.01), instance=Line(base_mb=93, factor=0.75), sizes=3),
+        "int8": Held(
+            export=Line(base_mb=1816, factor=0.73, rows=61.4), instance=Line(base_mb=88, factor=0.53), sizes=4
+        ),
     },
     "openvino": {
-        "fp32": Held(export=Line(base_mb=946, factor=5.97), instance=Line(base_mb=190, factor=2.65), sizes=3),
-        "int8": Held(export=Line(base_mb=957, factor=5.87), instance=Line(base_mb=172, factor=1.02), sizes=2),
+        "fp32": Held(
+            export=Line(base_mb=1200, factor=2.47, rows=34.7),
+            instance=Line(base_mb=180, factor=2.45, rows=10.7),
+            sizes=4,
+        ),
+        "int8": Held(
+            export=Line(base_mb=918, factor=3.28, rows=30.7), instance=Line(base_mb=190, factor=0.69), sizes=4
+        ),
     },
 }
 
@@ -111,10 +119,10 @@ def estimate_memory(checkpoint: StoredCheckpoint) -> dict[str, dict[str, dict[st
     """Return engine → precision → what is held, in bytes; only of what was measured.
 
     Each has `export_bytes`, `instance_bytes` (ready), `instance_used_bytes` (once texts have used every token),
-    `sizes`, the number of models that were measured, and `as_of` where these were of another family than this one. A model without texts has no tokens to use, and has no
-    `instance_used_bytes`. Of text generation it is, in place of `instance_used_bytes`,
-    `kv_pool_bytes`: what keys and values take beside the model when the pool is full, where the configuration tells
-    their sizes, also in precisions of which nothing else was measured.
+    `sizes`, the number of models that were measured, and `as_of` where these were of another family than this one.
+    A model without texts has no tokens to use, and has no `instance_used_bytes`. Of text generation it is, in place of
+    that, `kv_pool_bytes`: what keys and values take beside the model when the pool is full, where the configuration
+    tells their sizes, also in precisions of which nothing else was measured.
     """
     config = checkpoint.config or read_json_beside(checkpoint.directory / "config.json")
     owned = checkpoint.owned().values()

@@ -6,18 +6,34 @@ import re
 import shlex
 import struct
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from benches.measure_memory import build_checkpoint, build_decoder, measure
 from harness import CHECKOUT, run
-from transformers import BartConfig, BertConfig, DistilBertConfig, PretrainedConfig, T5Config, XLNetConfig
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BartConfig,
+    BertConfig,
+    BertModel,
+    DistilBertConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+    XLNetConfig,
+)
 
+from export.checkpoints import open_checkpoint
 from export.commands.free_memory import read_free_memory
-from export.commands.inspect_checkpoint import inspect_checkpoint
-from export.commands.memory_estimates import GRAPHS, WRITERS, count_pool, count_row
+from export.commands.inspect_checkpoint import format_inspection, inspect_checkpoint
+from export.commands.memory_estimates import FAMILIES, GRAPHS, WRITERS, Held, count_pool, count_row, estimate_memory
 from export.engines.openvino_generation import BLOCK_TOKENS, PARAMETERS, PROPERTIES, VALUE_BYTES
 from export.engines.table import ENGINES
+
+TINY = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
 # What the documents promise.
 OFF_AT_MOST = 0.2
@@ -30,7 +46,7 @@ LIMITS = Path("/sys/fs/cgroup/memory")
 
 @pytest.mark.rarer
 def test_an_export_and_an_instance_hold_what_was_told(tmp_path: Path) -> None:
-    checkpoint = build_checkpoint("4x256", tmp_path / "checkpoint")
+    checkpoint = build_checkpoint("bert", "4x256", tmp_path / "checkpoint")
     held = measure(checkpoint, "onnxruntime:fp32", tmp_path / "models")
     told = inspect_checkpoint(checkpoint).memory["onnxruntime"]["fp32"]
     assert told["export_bytes"] == pytest.approx(held.export, rel=OFF_AT_MOST)
@@ -39,49 +55,54 @@ def test_an_export_and_an_instance_hold_what_was_told(tmp_path: Path) -> None:
 
 def test_the_page_has_what_was_measured_beside_what_is_told() -> None:
     titles = {engine.title: name for name, engine in ENGINES.items()}
-    cells = [
-        line.strip("| ").split(" | ")
-        for line in PAGE.read_text().splitlines()
-        if line.startswith(tuple(f"| {title} " for title in titles))
-    ]
-    sizes: dict[tuple[str, str], set[int]] = {}
-    for way, *numbers in cells:
-        title, precision = way.rsplit(" ", 1)
-        weights, table, export, told_export, _, instance, told_instance, _ = (
-            int(number.split()[0].replace(",", "").rstrip("%")) for number in numbers
-        )
-        held = GRAPHS[titles[title]][precision]
-        sizes.setdefault((titles[title], precision), set()).add(weights)
-        assert told_export == pytest.approx(held.export.at(weights * 10**6) / 1e6, abs=1)
-        assert told_instance == pytest.approx(held.instance.at((weights - table) * 10**6) / 1e6, abs=1)
-        assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
-        assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| text gen")]
-    assert len(rows) == WRITERS["fp32"].sizes
-    for _, *numbers in rows:
-        weights, _, export, told_export, _, instance, told_instance, _ = (
-            int(number.split()[0].replace(",", "").rstrip("%")) for number in numbers
-        )
-        assert told_export == pytest.approx(WRITERS["fp32"].export.at(weights * 10**6) / 1e6, abs=1)
-        assert told_instance == pytest.approx(WRITERS["fp32"].instance.at(weights * 10**6) / 1e6, abs=1)
-        assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
-        assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
-    rows = re.findall(r"^\| \d+ x (\d+) \| (\d+) tokens \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    graph = GRAPHS["onnxruntime"]["fp32"]
-    assert len(rows) == graph.sizes
-    sizes["onnxruntime", "fp32"] = {*range(len(rows))}
-    for width, length, rest in rows:
+    rows = r"^\| ([^|]+) (\w+\d+)(?:, ([\w-]+))? \| \d+ x (\d+) \| (\d+) tokens \| (.*) \|$"
+    found = re.findall(rows, PAGE.read_text(), re.MULTILINE)
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for title, precision, family, width, length, rest in found:
+        engine = "openvino-genai" if title == "text generation" else titles[title]
+        sizes[engine, precision, family] += 1
         weights, table, export, told_export, _, instance, told_instance, _ = (
             int(number.split()[0].replace(",", "").rstrip("%")) for number in rest.split(" | ")
         )
+        held = _find_held(engine, precision, family)
         config = {"hidden_size": int(width), "num_attention_heads": int(width) // 64}
         row = count_row(config | {"max_position_embeddings": int(length)}, Path("none"))
-        assert told_export == pytest.approx(graph.export.at(weights * 10**6, row) / 1e6, abs=1)
-        assert told_instance == pytest.approx(graph.instance.at((weights - table) * 10**6) / 1e6, abs=1)
+        # What writes text holds the whole table.
+        rest_bytes = (weights - (0 if engine == "openvino-genai" else table)) * 10**6
+        assert told_export == pytest.approx(held.export.at(weights * 10**6, row) / 1e6, abs=1)
+        assert told_instance == pytest.approx(held.instance.at(rest_bytes, row) / 1e6, abs=1)
         assert told_export == pytest.approx(export, rel=OFF_AT_MOST)
         assert told_instance == pytest.approx(instance, rel=OFF_AT_MOST)
-    counted = {(name, precision): held.sizes for name, held_by in GRAPHS.items() for precision, held in held_by.items()}
-    assert {way: len(each) for way, each in sizes.items()} == counted
+    counted = {(name, precision, ""): held.sizes for name, by in GRAPHS.items() for precision, held in by.items()}
+    counted |= {("onnxruntime", "fp32", family): held.sizes for family, held in FAMILIES.items()}
+    assert sizes == counted | {("openvino-genai", precision, ""): held.sizes for precision, held in WRITERS.items()}
+
+
+def _find_held(engine: str, precision: str, family: str) -> Held:
+    if engine == "openvino-genai":
+        return WRITERS[precision]
+    return FAMILIES[family] if family else GRAPHS[engine][precision]
+
+
+@pytest.mark.parametrize(
+    ("model", "is_own"),
+    [
+        (BertModel(BertConfig(**TINY)), (True, True)),
+        (T5EncoderModel(T5Config(vocab_size=64, d_model=8, num_layers=1, num_heads=1)), (True, False)),
+        (AlbertModel(AlbertConfig(**TINY)), (False, False)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_family_that_was_not_measured_is_told_as_a_bert(
+    model: PreTrainedModel, is_own: tuple[bool, bool], tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path)
+    told = estimate_memory(open_checkpoint(tmp_path))
+    found = (told["onnxruntime"]["fp32"], told["openvino"]["fp32"])
+    assert tuple("as_of" not in each for each in found) == is_own
+    if not is_own[1]:
+        text = format_inspection(inspect_checkpoint(tmp_path))
+        assert "as of a BERT: none of this architecture has been measured" in text
 
 
 @pytest.mark.parametrize(
@@ -114,7 +135,7 @@ def test_the_longest_text_is_the_shortest_that_any_file_allows(checkpoint: Path,
 
 
 def test_a_model_that_writes_text_is_told_its_pool(tmp_path: Path) -> None:
-    checkpoint = build_decoder("2x128", tmp_path / "checkpoint")
+    checkpoint = build_decoder("gpt2", "2x128", tmp_path / "checkpoint")
     told = inspect_checkpoint(checkpoint).memory
     assert list(told) == ["openvino-genai"]
     assert set(told["openvino-genai"]["fp32"]) == {"export_bytes", "instance_bytes", "sizes", "kv_pool_bytes"}
