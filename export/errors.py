@@ -112,8 +112,9 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-# What ends a sentence that is told within another one, as libraries' errors are; an ellipsis is none.
-_END = re.compile(r"(?<=[\w)\]'\"`])(?!\.\.\.$)[.;]+$")
+# What ends a sentence that is told within another one, as libraries' errors are, on whatever line; an
+# ellipsis is none.
+_END = re.compile(r"(?<=[\w)\]'\"`!?])(?!\.\.\.$)(?:[.; ]*;[.; ]*|[.;]+)$")
 
 # Path → what sentences call it.
 _SHOWN: dict[str, str] = {}

@@ -110,16 +110,22 @@ class GaveUpError(ServerError):
     exit_code = 3
 
 
-# What ends a sentence that is told within another one, such as tritonserver's reasons; an ellipsis is none.
-_END = re.compile(r"(?<=[\w)\]'\"`])(?!\.\.\.$)[.;]+$")
+# What ends a sentence that is told within another one, such as tritonserver's reasons, whose semicolon may stand on a
+# line of its own; an ellipsis is none.
+_END = re.compile(r"(?<=[\w)\]'\"`!?])(?!\.\.\.$)(?:[.; ]*;[.; ]*|[.;]+)$")
 
 # A reason that tritonserver gives holds a path or two, and its end says most.
 _MAX_PART_CHARS = 1_000
 
 
+def fold(reason: str) -> str:
+    """Return a reason on one line, without what ends it where it is a sentence itself."""
+    return _END.sub("", " ".join(reason.split()))
+
+
 def _fit(part: str) -> str:
     """Return `part` of a sentence on one line, bounded, and without what a terminal would obey."""
-    line = _END.sub("", " ".join(part.split()))
+    line = fold(part)
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)
     kept = (_MAX_PART_CHARS - 5) // 2
     return line if len(line) <= _MAX_PART_CHARS else f"{line[:kept]} ... {line[-kept:]}"

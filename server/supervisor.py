@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from .announcement import announce
 from .draining import Retirement, drain
-from .errors import AbortedStartError, ControlError, GaveUpError, ShortageError, StartError
+from .errors import AbortedStartError, ControlError, GaveUpError, ShortageError, StartError, fold
 from .following import wishes
 from .following.follower import Follower
 from .following.overlay import Overlay
@@ -253,7 +253,7 @@ class Supervisor:
                 self._follower.doubt(published.name, f"whether it was loaded is not known: {exc}")
             return
         ready = {state.name for state in states if state.ready}
-        reasons = {state.name: " ".join(state.reason.split()) for state in states if state.reason}
+        reasons = {state.name: fold(state.reason) for state in states if state.reason}
         for published in self._follower.published:
             if missing := [name for name in published.configs if name not in ready]:
                 reason = next((reasons[name] for name in missing if name in reasons), f"{missing[0]} is not loaded")

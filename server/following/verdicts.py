@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..errors import fold
 from ..tritonserver.control import Control, ModelState
 from ..tritonserver.settings import Settings
 from .health import JUDGING_PATIENCE_S, check_answer
@@ -67,7 +68,7 @@ def _judge(settings: Settings, state: ModelState) -> Verdict:
 
 def _ask(settings: Settings, state: ModelState) -> tuple[bool, str]:
     if not state.ready:
-        return False, f"{FAILED}{' '.join((state.reason or state.state).split())}"
+        return False, f"{FAILED}{fold(state.reason or state.state)}"
     try:
         error = check_answer(
             settings.endpoints.http_url,

@@ -15,6 +15,9 @@ def test_a_reason_that_is_a_sentence_itself_ends_no_sentence() -> None:
         "y is wrong: got x is wrong: got 1:1 : no field named 'garbage'; do c."
     )
     assert str(CheckpointError("a", expected="one of 1, 2 ...", got=".")) == "a: expected one of 1, 2 ..., got .."
+    assert str(CheckpointError("a", got="model.py(5): initialize\n;.", remedy="do c")) == (
+        "a: got model.py(5): initialize; do c."
+    )
 
 
 def test_a_sentence_is_bounded_whatever_a_file_says() -> None:

@@ -18,6 +18,13 @@ def test_a_reason_that_is_a_sentence_itself_ends_no_sentence() -> None:
         "it is not served."
     )
     assert str(ControlError("a", got="one, two ...")) == "a: got one, two ...."
+    # As tritonserver tells Python's exceptions.
+    inner = ControlError("/load", got="ValueError: no!\n\nAt:\n  model.py(5): initialize\n;")
+    assert str(inner) == "/load: got ValueError: no! At: model.py(5): initialize."
+    assert str(RolloutError("a cannot be served", got=f"{inner}\n;.\n", remedy="it is not served")) == (
+        "a cannot be served: got /load: got ValueError: no! At: model.py(5): initialize; it is not served."
+    )
+    assert str(ControlError("a", got="nothing in .", remedy="mend it!;")) == "a: got nothing in .; mend it!."
 
 
 def test_what_a_server_answered_is_told_on_one_line_and_never_obeyed_by_a_terminal() -> None:
