@@ -1,9 +1,11 @@
 """What the launcher itself has to tell: counters for Prometheus, and whether to send requests here at all."""
 
 import json
+import math
 import threading
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .following.follower import Following
 
@@ -28,6 +30,21 @@ _HELP = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lapse:
+    """That something of a model does not answer.
+
+    Attributes:
+        reason: Why that stays so; empty where it is being brought back.
+        answers: Whether others of it do.
+        seen_at: When it was found, as `time.monotonic` tells it; infinity where it is so now.
+    """
+
+    reason: str
+    answers: bool
+    seen_at: float = math.inf
+
+
 class Status:
     """Counters and the readiness, safe to use from several threads."""
 
@@ -35,7 +52,9 @@ class Status:
         self._lock = threading.Lock()
         self._follows = follows
         self._followed: dict[str, Following] = {}
-        self._lapses: Mapping[str, tuple[str, bool]] = {}
+        self._lapses: Mapping[str, Lapse] = {}
+        # When each model was loaded or changed last.
+        self._rolled_at: dict[str, float] = {}
         self._is_welcoming = False
         self._refusal = ""
         self._values: dict[tuple[str, str], int] = {
@@ -96,12 +115,8 @@ class Status:
             self._values["modelyard_models", ""] = wanted
             self._update_ready()
 
-    def tell_lapses(self, lapses: Mapping[str, tuple[str, bool]]) -> None:
-        """Tell of which models backend processes are lost.
-
-        Args:
-            lapses: Model → why they could not be replaced, empty where that is being tried; and whether others answer.
-        """
+    def tell_lapses(self, lapses: Mapping[str, Lapse]) -> None:
+        """Tell of which models something was lost: a backend process, or all of it."""
         with self._lock:
             self._lapses = lapses
 
@@ -143,6 +158,9 @@ class Status:
         """Tell how far `model` is followed; what is in order without a version of ours is forgotten."""
         with self._lock:
             before = self._followed.pop(model, None)
+            has_ended = before is not None and before.state == "rolling" and following.state != "rolling"
+            if has_ended:
+                self._rolled_at[model] = time.monotonic()
             active, served = (f"modelyard_{kind}_version" for kind in ("active", "served"))
             # One that could not be served goes on being told of while it is tried again.
             is_retried = before is not None and following.state == "rolling"
@@ -158,7 +176,6 @@ class Status:
         # What the repository has in place of what is served may be known to fail before it is loaded.
         is_refused = following.state == "failed" and following.active != following.served
         is_new = before is not None and before.active != following.active
-        has_ended = before is not None and before.state == "rolling" and following.state != "rolling"
         if has_ended or (is_refused and is_new):
             outcome = "failed" if following.state == "failed" else "done"
             self._add("modelyard_rollouts_total", _label(model=model, outcome=outcome))
@@ -188,7 +205,7 @@ class Status:
 
     def _tell(self, name: str, item: Following) -> Following:
         """Return how far a model is followed, for its clients: it is served while it answers."""
-        reason, answers = self._lapses.get(name, ("", True)) if self._is_welcoming else ("", False)
+        reason, answers = self._find_lapse(name) if self._is_welcoming else ("", False)
         served = item.served if answers else 0
         if item.state == "failed" and item.served and not served and self._is_welcoming:
             lost = reason or "its backend processes have ended"
@@ -197,6 +214,14 @@ class Status:
         if item.state != "served" or (answers and not reason):
             return replace(item, served=served)
         return replace(item, served=served, state="failed" if reason else "rolling", reason=reason)
+
+    def _find_lapse(self, name: str) -> tuple[str, bool]:
+        """Return why something of a model is lost for good, and whether it answers all the same."""
+        lapse = self._lapses.get(name)
+        # What was found of it before it was loaded says nothing of it.
+        if not lapse or lapse.seen_at < self._rolled_at.get(name, 0.0):
+            return "", True
+        return lapse.reason, lapse.answers
 
     def _add(self, name: str, labels: str) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from .errors import AbortedStartError, ControlError, GaveUpError, ShortageError,
 from .following import wishes
 from .following.follower import Follower
 from .following.overlay import Overlay
+from .following.published import Published
 from .following.rollout import Roller
 from .following.sums import FileSums
 from .following.verdicts import FAILED, judge_models, render_verdicts
@@ -16,7 +17,7 @@ from .log import Log
 from .run import Run
 from .shortage import ShortageNotice
 from .starting import Start
-from .status import Status
+from .status import Lapse, Status
 from .tritonserver.control import Control
 from .tritonserver.process import EXIT_TIMEOUT_S
 from .tritonserver.settings import Settings
@@ -144,15 +145,23 @@ class Supervisor:
 
     def _count_models(self) -> None:
         """Tell the status how many models answer: all parts of each, as far as anything is known of them."""
-        away, faults = self._run.healer.down | self._run.absences.names, self._run.healer.faults
         published = self._follower.published
-        served = [item for item in published if not away & item.configs.keys()]
-        self._status.count_models(len(served), self._follower.wanted)
-        lapses = {item.name: next((faults[name] for name in item.configs if name in faults), "") for item in published}
-        answering = {item.name for item in served}
-        self._status.tell_lapses(
-            {name: (reason, name in answering) for name, reason in lapses.items() if reason or name not in answering}
-        )
+        found = {item.name: self._find_lapse(item) for item in published}
+        lapses = {name: lapse for name, lapse in found.items() if lapse}
+        lost = sum(not lapse.answers for lapse in lapses.values())
+        self._status.count_models(len(published) - lost, self._follower.wanted)
+        self._status.tell_lapses(lapses)
+
+    def _find_lapse(self, published: Published) -> Lapse | None:
+        """Return what is lost of a model; None where all of it is there."""
+        down, faults, absences = self._run.healer.down, self._run.healer.faults, self._run.absences.found
+        parts = [*published.configs]
+        lost = next((absences[name] for name in parts if name in absences), None)
+        if reason := next((faults[name] for name in parts if name in faults), ""):
+            return Lapse(reason=reason, answers=not lost and down.isdisjoint(parts))
+        if not down.isdisjoint(parts):
+            return Lapse(reason="", answers=False)
+        return Lapse(reason=lost.reason, answers=False, seen_at=lost.seen_at) if lost else None
 
     def _restart(self, reason: str) -> None:
         """Start a new tritonserver in place of the one that `reason` tells of.

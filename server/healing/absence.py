@@ -2,16 +2,30 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
-from ..errors import ControlError
-from ..tritonserver.control import Control
+from ..errors import ControlError, fold
+from ..tritonserver.control import Control, ModelState
 
 # Between two looks. One of them alone says nothing: while a model is rolled or loaded anew, it may be away.
 _INTERVAL_S = 2.0
 
 # What tritonserver calls a version that comes or goes.
 _MOVING = ("LOADING", "UNLOADING")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """That a model is not loaded.
+
+    Attributes:
+        reason: In one sentence, with what can be done about it.
+        seen_at: When tritonserver was asked, as `time.monotonic` tells it.
+    """
+
+    reason: str
+    seen_at: float
 
 
 class Absences:
@@ -22,11 +36,11 @@ class Absences:
         say: Logs a line.
 
     Attributes:
-        names: Models that were not ready at two looks in a row.
+        found: Name → how it was found, of the models that were not ready at two looks in a row.
     """
 
     def __init__(self, control: Control, say: Callable[[str], None]) -> None:
-        self.names: frozenset[str] = frozenset()
+        self.found: Mapping[str, Absence] = {}
         self._control = control
         self._say = say
         self._suspects: frozenset[str] = frozenset()
@@ -43,6 +57,7 @@ class Absences:
         self._worker.start()
 
     def _compare(self, wanted: frozenset[str]) -> None:
+        asked_at = time.monotonic()
         try:
             states = self._control.read_states()
         except ControlError:
@@ -51,14 +66,22 @@ class Absences:
         there = {state.name for state in states if state.ready or state.state in _MOVING}
         before, missing = self._suspects, wanted - there
         self._suspects = missing
-        absent = missing & (before | self.names)
-        for name in sorted(absent - self.names):
-            reasons = [state.reason for state in states if state.name == name and state.reason]
-            self._say(
-                f"warning: {name} is not loaded any more: expected it to answer, got "
-                f"'{reasons[0] if reasons else 'no such model'}'; load it again with the control key, or restart the "
-                f"server"
-            )
-        for name in sorted((self.names - absent) & wanted):
+        known = self.found
+        found = {
+            name: Absence(reason=_explain(name, states), seen_at=asked_at)
+            for name in sorted(missing & (before | known.keys()))
+        }
+        self.found = found
+        for name in sorted(found.keys() - known.keys()):
+            self._say(f"warning: {found[name].reason}")
+        for name in sorted((known.keys() - found.keys()) & wanted):
             self._say(f"{name} is loaded again")
-        self.names = absent
+
+
+def _explain(name: str, states: Iterable[ModelState]) -> str:
+    """Return in one sentence that a model is not loaded, with what tritonserver says of it."""
+    got = next((fold(state.reason) for state in states if state.name == name and state.reason), "no such model")
+    return (
+        f"{name} is not loaded any more: expected it to answer, got '{got}'; load it again with the control key, or "
+        f"restart the server"
+    )

@@ -1,13 +1,18 @@
 """A model that somebody unloads: it is not served, and whoever asks is told so."""
 
+import re
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
+import pytest
+from followed import wait_for
 from harness import Published
 from launcher import Running, running
 
+from export.commands.waiting import wait_until_served
+from export.errors import ServingError
 from server.tritonserver.control import Control
 from server.tritonserver.control_key import open_key
 
@@ -43,8 +48,18 @@ def test_readiness_follows_what_is_unloaded_and_loaded(published: Published, tmp
             assert wait_for_readiness(server, 503) == "not ready: none of 1 models is served\n"
             server.wait_for_line(f"warning: {unloaded} is not loaded any more", limit_s=60)
             assert server.read_metrics()["modelyard_ready"] == 0
+            reason = f"{unloaded} is not loaded any more: expected it to answer, got '"
+            known = wait_for(server, lambda models, reason=reason: models[public]["reason"].startswith(reason))[public]
+            assert (known["active"], known["served"], known["state"]) == (1, 0, "failed")
+            for options in ([], ["--any-version"]):
+                checked = server.check(*options)
+                assert (checked.code, checked.err.count(known["reason"])) == (1, 1)
+            with pytest.raises(ServingError, match=re.escape(f"got none, for: {known['reason']}")):
+                wait_until_served(f"localhost:{server.status}", public, 1, print)
             for name in to_load:
                 control.load(name)
             assert wait_for_readiness(server, 200) == "ready\n"
             server.wait_for_line("is loaded again", limit_s=60)
+            wait_until_served(f"localhost:{server.status}", public, 1, print)
+            assert server.check().code == 0
         assert not any("loading it anew" in line for line in server.lines)

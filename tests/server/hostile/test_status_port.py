@@ -15,7 +15,7 @@ from harness import Published
 from launcher import Running, running
 
 from server.following.follower import Following, State
-from server.status import Status
+from server.status import Lapse, Status
 from server.status_port import MAX_CONNECTIONS
 
 # What a shell allows by default, and more connections than that.
@@ -57,6 +57,24 @@ def test_a_version_that_is_refused_before_it_is_loaded_is_a_rollout_that_failed(
     for _ in range(2):
         status.follow("a", Following(active=2, served=1, state="failed", reason="damaged"))
         assert 'modelyard_rollouts_total{model="a",outcome="failed"} 1\n' in status.render()
+
+
+def test_what_was_missing_before_a_rollout_is_not_missing_after_it() -> None:
+    def tell() -> tuple[str, str]:
+        known = json.loads(status.render_versions())["models"]["a"]
+        return known["state"], known["reason"]
+
+    status = Status()
+    status.ready = True
+    states: tuple[State, ...] = ("served", "rolling")
+    for state in states:
+        status.follow("a", Following(active=2, served=1, state=state))
+        status.tell_lapses({"a": Lapse(reason="unloaded", answers=False, seen_at=time.monotonic())})
+        assert tell() == (("failed", "unloaded") if state == "served" else ("rolling", ""))
+    status.follow("a", Following(active=2, served=2, state="served"))
+    assert tell() == ("served", "")
+    status.tell_lapses({"a": Lapse(reason="unloaded", answers=False, seen_at=time.monotonic())})
+    assert tell() == ("failed", "unloaded")
 
 
 def test_what_is_served_later_is_counted_from_zero_and_what_was_counted_stays() -> None:
