@@ -175,7 +175,7 @@ def check(arguments: argparse.Namespace) -> int:
         if checked.disagreement:
             _say(f"warning: {answers}, but {checked.disagreement}")
             continue
-        changing = f"; {checked.doubt}" if checked.doubt else ", which is being rolled out"
+        changing = f"; {checked.doubt}" if checked.doubt else f", which {checked.waits or 'is being rolled out'}"
         changing = "" if checked.served == checked.active else changing
         _say(f"{answers}; version {checked.served} is served, version {checked.active} is active{changing}")
     return 0
@@ -184,7 +184,7 @@ def check(arguments: argparse.Namespace) -> int:
 def _describe_absent(name: str, checked: Checked) -> str:
     if checked.disagreement:
         return f"warning: {name} does not answer: {checked.disagreement}"
-    return f"{name} is being loaded; no version is served, version {checked.active} is active"
+    return f"{name} {checked.waits or 'is being loaded'}; no version is served, version {checked.active} is active"
 
 
 def diagnose(arguments: argparse.Namespace) -> int:

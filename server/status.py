@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .following.follower import Following
+from .following.waiting import Waiting
 
 _HELP = {
     "modelyard_ready": (
@@ -52,6 +53,7 @@ class Status:
         self._lock = threading.Lock()
         self._follows = follows
         self._followed: dict[str, Following] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._lapses: Mapping[str, Lapse] = {}
         # When each model was loaded or changed last.
         self._rolled_at: dict[str, float] = {}
@@ -120,6 +122,11 @@ class Status:
         with self._lock:
             self._lapses = lapses
 
+    def tell_waiting(self, waiting: Mapping[str, Waiting]) -> None:
+        """Tell which models have changed in the repository and are not followed yet."""
+        with self._lock:
+            self._waiting = {**waiting}
+
     def describe_readiness(self) -> str:
         """Return in words whether requests are welcome, and what for."""
         with self._lock:
@@ -157,6 +164,7 @@ class Status:
     def follow(self, model: str, following: Following) -> None:
         """Tell how far `model` is followed; what is in order without a version of ours is forgotten."""
         with self._lock:
+            self._waiting.pop(model, None)
             before = self._followed.pop(model, None)
             has_ended = before is not None and before.state == "rolling" and following.state != "rolling"
             if has_ended:
@@ -185,23 +193,32 @@ class Status:
         with self._lock:
             models = {
                 name: {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
-                for name, item in sorted((name, self._tell(name, item)) for name, item in self._followed.items())
+                for name, item in sorted(self._tell_all().items())
             }
         return json.dumps({"follows": self._follows, "models": models}, indent=2) + "\n"
 
     def render(self) -> str:
         """Return everything in Prometheus' text format."""
         with self._lock:
-            served = {
-                ("modelyard_served_version", _label(model=name)): self._tell(name, item).served
-                for name, item in self._followed.items()
-            }
-            values = sorted((self._values | served).items())
+            told = self._tell_all()
+            active = {("modelyard_active_version", _label(model=name)): item.active for name, item in told.items()}
+            served = {("modelyard_served_version", _label(model=name)): item.served for name, item in told.items()}
+            values = sorted((self._values | active | served).items())
         lines: list[str] = []
         for name, (kind, text) in _HELP.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
             lines += [f"{metric}{labels} {value}" for (metric, labels), value in values if metric == name]
         return "\n".join(lines) + "\n"
+
+    def _tell_all(self) -> dict[str, Following]:
+        """Return how far each model is followed, those that wait for it included."""
+        told = {name: self._tell(name, item) for name, item in self._followed.items()}
+        for name, item in self._waiting.items():
+            # As in `follow`: what has no version of ours is not told of.
+            if name in told or item.active:
+                served = told[name].served if name in told else 0
+                told[name] = Following(active=item.active, served=served, state="rolling", reason=item.reason)
+        return told
 
     def _tell(self, name: str, item: Following) -> Following:
         """Return how far a model is followed, for its clients: it is served while it answers."""

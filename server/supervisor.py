@@ -136,6 +136,7 @@ class Supervisor:
             if not self._run.is_version_known and not self._run.pulse.owes_answer:
                 self._run.learn_version()
             self._follower.look(follows=self._settings.follows)
+            self._status.tell_waiting(self._follower.waiting)
             healer = self._run.healer
             self._status.expect(self._follower.models)
             healer.look(self._follower.models)

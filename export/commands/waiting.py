@@ -96,6 +96,9 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
                 got="--follow off",
                 remedy="start it anew",
             )
+        if found["state"] == "rolling":
+            # Where tritonserver is being started for long, its launcher takes notice after that.
+            noticed_by = max(noticed_by, time.monotonic() + _NOTICE_S)
         if found["active"] != version and time.monotonic() > noticed_by:
             raise ServingError(
                 f"version {version} of {name} is active in the repository, and the server at {url} takes no notice",
@@ -103,13 +106,18 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
                 got=f"version {found['active']}" if found["active"] else f"no model {name}",
                 remedy="pass the status port of a server of this repository",
             )
-        doing = (
-            f"{found['state']}, version {found['served']} answers" if found["active"] == version else "not noticed yet"
-        )
+        doing = _describe(found) if found["active"] == version else "not noticed yet"
         if doing != told:
             tell(f"{url}: {doing}")
             told = doing
         time.sleep(_POLL_S)
+
+
+def _describe(found: dict[str, Any]) -> str:
+    """Return in words how far a server is."""
+    answers = f"version {found['served']} answers" if found["served"] else "none answers"
+    waits = f"; it {found['reason'].rstrip('.')}" if found["reason"] and found["state"] == "rolling" else ""
+    return f"{found['state']}, {answers}{waits}"
 
 
 def _add_scheme(url: str) -> str:

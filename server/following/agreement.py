@@ -38,7 +38,22 @@ def is_being_loaded(repository: Path, name: str, following: Mapping[str, Any]) -
     """
     if name in following:
         return bool(following[name].get("state") == "rolling")
-    return _find_age_s(repository, name) < _NOTICE_S
+    try:
+        # Whatever time its configuration bears: this one is that of its coming.
+        return time.time() - (repository / name).stat().st_ctime < _NOTICE_S
+    except OSError:
+        return True
+
+
+def find_wait(name: str, following: Mapping[str, Any]) -> str:
+    """Return what a model that has changed waits for, in words that follow its name; empty where it does not.
+
+    Args:
+        name: The public model.
+        following: What `read_following` returned; empty where nobody could be asked.
+    """
+    known = following.get(name, {})
+    return str(known.get("reason", "")).rstrip(".") if known.get("state") == "rolling" else ""
 
 
 def find_disagreement(repository: Path, name: str, active: int, served: int, following: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from ..tritonserver.control import pick_from
-from .agreement import find_disagreement, is_being_loaded, read_following
+from .agreement import find_disagreement, find_wait, is_being_loaded, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
 from .published import Published, read_repository
@@ -22,8 +22,6 @@ from .recorded import DamagedGoldenError
 from .sums import GOLDEN_FILE, FileSums
 
 _TIMEOUT_S = 5.0
-
-_LOADING = "it is being loaded"
 
 _OTHER_ADDRESS = "correct --host and --http-port"
 
@@ -46,6 +44,7 @@ class Checked:
         active: The version that is active in the repository.
         disagreement: Why the one is not the other, where it has not just become so.
         doubt: Why it is not known whether a rollout is in progress; empty where it is.
+        waits: What it waits for, in words that follow its name, before it is rolled out; empty where it does not.
     """
 
     error: float
@@ -53,6 +52,7 @@ class Checked:
     active: int
     disagreement: str = ""
     doubt: str = ""
+    waits: str = ""
 
 
 def check_ensembles(
@@ -107,12 +107,13 @@ def check_ensembles(
                 failures.append(f"{name}: {damage}")
         except _AbsentError as exc:
             reason = reasons.get(name, "").rstrip(".") or str(exc)
+            waits = find_wait(name, following)
             if told is not None and is_being_loaded(repository, name, told):
-                reason = _LOADING if any_version else ""
+                reason = _describe_loading(waits) if any_version else ""
             elif not any_version:
                 failures.append(f"{name}: {reason}{f', and {doubt}' if doubt else ''}")
                 continue
-            checked[name] = Checked(error=math.nan, served=0, active=active, disagreement=reason)
+            checked[name] = Checked(error=math.nan, served=0, active=active, disagreement=reason, waits=waits)
         except OSError as exc:
             # Of one that it could not load, the server knows more than that it is not there.
             failures.append(f"{name}: {reasons.get(name) or exc}")
@@ -125,7 +126,11 @@ def check_ensembles(
             else:
                 failures.append(f"{name}: {reason if is_other else exc}")
     if failures or not any(each.served for each in checked.values()):
-        failures += [f"{name}: {each.disagreement or _LOADING}" for name, each in checked.items() if not each.served]
+        failures += [
+            f"{name}: {each.disagreement or _describe_loading(each.waits)}"
+            for name, each in checked.items()
+            if not each.served
+        ]
         raise CheckError(
             f"{url} does not serve {repository} as verified",
             expected="an answer of every ensemble",
@@ -133,6 +138,10 @@ def check_ensembles(
             remedy=remedy,
         )
     return checked
+
+
+def _describe_loading(waits: str) -> str:
+    return f"it {waits}" if waits else "it is being loaded"
 
 
 def _read(repository: Path) -> dict[str, Published]:
@@ -215,7 +224,8 @@ def _check(
         reason = f"{reason}, and {doubt}"
     if reason and not any_version:
         raise ValueError(reason)
-    return Checked(error=error, served=int(version), active=active, disagreement=reason, doubt=doubt)
+    waits = find_wait(name, following)
+    return Checked(error=error, served=int(version), active=active, disagreement=reason, doubt=doubt, waits=waits)
 
 
 def _check_damaged(

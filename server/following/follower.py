@@ -16,6 +16,7 @@ from .model_text import CONFIG_FILE
 from .published import Loaded, Published, find_fault, find_partial, list_versions, read_repository, take_files
 from .rollout import Roller
 from .sums import LOCK_FILE, SUMS_FILE, FileSums, Identity
+from .waiting import Glance, Waiting, is_other
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -37,7 +38,7 @@ class Following:
         active: Version that the repository says should be served; 0 where there is none any more.
         served: Version that is served; 0 where none is.
         state: `rolling` while it is being changed, `failed` after a try that led to nothing.
-        reason: Why it failed, in one sentence.
+        reason: Why it failed, in one sentence; of what is rolling, what it waits for, where it does.
     """
 
     active: int
@@ -71,12 +72,16 @@ class Follower:
         self._repository = repository
         self._roller = roller
         self._sums = sums
-        self._tell = tell
+        self._report = tell
         self._say = say
         self._holdings = Holdings(repository)
         self._changes = Changes(repository)
         self._served: dict[str, Loaded] = {}
         self._failures = Failures(repository)
+        self._glance = Glance(repository, variant)
+        # What has changed since the worker looked, and what it is busy with.
+        self._waiting: dict[str, Waiting] = {}
+        self._busy: Published | None = None
         # What tritonserver loads now, and since when.
         self._loading: tuple[Published, float] | None = None
         self._seen: Mapping[str, object] | None = None
@@ -107,6 +112,11 @@ class Follower:
             *self.published,
             *(each.wanted for name, each in self._failures.items() if name not in self._served),
         ]
+
+    @property
+    def waiting(self) -> Mapping[str, Waiting]:
+        """Name → how it waits, of each model that has changed while others are being loaded."""
+        return {**self._waiting}
 
     @property
     def wanted(self) -> int:
@@ -203,10 +213,13 @@ class Follower:
         due = self._failures.are_due()
         if seen != self._seen or due:
             self._failures.hurry(self._find_changed(seen))
-            self._seen = seen
+            self._seen, self._busy = seen, None
             task = self._follow if follows else self._retry
             self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
             self._worker.start()
+        else:
+            # Taken back meanwhile, or done. Else it waits on, until it is its turn.
+            self._waiting = {}
 
     def _find_changed(self, seen: Mapping[str, object] | None) -> set[str]:
         """Return what is another than when it was looked at last; nothing where that is to be done once more."""
@@ -215,19 +228,35 @@ class Follower:
         return {name for name in {*seen, *self._seen} if seen.get(name) != self._seen.get(name)}
 
     def _tell_waiting(self, now: float) -> None:
-        """Say once of what is being loaded for long that what has changed meanwhile waits for it."""
+        """Tell what has changed meanwhile; say once that it waits, where what is being loaded takes long."""
+        self._waiting = self._find_waiting()
         loading, since = self._loading or (None, now)
-        if loading is None or now - since < _LONG_S:
-            return
-        # What was served meanwhile is looked at more closely than before, which is no change of it; and Python may
-        # have left what it compiled beside what is loaded.
-        changed = (name for name in self._find_changed(self._look()) if not name.endswith("/"))
-        if waiting := sorted(name for name in changed if name not in loading.configs):
+        if loading and self._waiting and now - since >= _LONG_S:
             self._loading = None
             self._say(
                 f"{loading.title} has been loading for {now - since:.0f} s; what has changed meanwhile waits until "
-                f"that ends: {', '.join(waiting)}"
+                f"that ends: {', '.join(sorted(self._waiting))}"
             )
+
+    def _find_waiting(self) -> dict[str, Waiting]:
+        """Return what has changed in the repository and is not brought yet, and what it waits for."""
+        busy = self._busy
+        known = {loaded.published.name: loaded.published for loaded in [*self._served.values()]}
+        # What was tried last says more of a model than what is served as before.
+        known |= {name: failure.wanted for name, failure in [*self._failures.items()]}
+        if busy:
+            known[busy.name] = busy
+        try:
+            found = self._glance.take(self._look())
+        except OSError:
+            return self._waiting
+        if self._changes.find_place() != self._place:
+            return {}
+        active = {name: published.version for name, published in found.items() if is_other(published, known.get(name))}
+        gone = known.keys() - found.keys()
+        active |= {name: 0 for name in gone if not _find_rest(self._repository / name, known[name].version)}
+        reason = f"waits until {busy.title} is loaded" if busy else "waits until the repository has been read"
+        return {name: Waiting(active=version, reason=reason) for name, version in active.items()}
 
     def wait(self) -> None:
         """Wait for what is under way, until its orders have failed at the latest."""
@@ -313,6 +342,7 @@ class Follower:
 
     def _bring(self, wanted: Published) -> bool:
         """Have a model served, if it can be now; return False if there is no tritonserver any more."""
+        self._busy = wanted
         try:
             return self._try(wanted)
         finally:
@@ -410,6 +440,10 @@ class Follower:
         self._served[published.name] = loaded
         self._failures.pop(published.name, None)
         self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
+
+    def _tell(self, name: str, following: Following) -> None:
+        self._waiting.pop(name, None)
+        self._report(name, following)
 
     def _fail(self, wanted: Published, error: RolloutError, known: Loaded | None) -> None:
         failure, is_new = self._failures.note(wanted, error, known)

@@ -87,7 +87,7 @@ class Loaded:
     asked: Mapping[Path, str]
 
 
-def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict[str, Published]:
+def read_repository(repository: Path, sums: FileSums | None, variant: str = "") -> dict[str, Published]:
     """Return name → what should be served of it, for every model that has a configuration and a version.
 
     A model that is being written is not among them. One that was published and cannot be read, or is not whole, is:
@@ -95,14 +95,15 @@ def read_repository(repository: Path, sums: FileSums, variant: str = "") -> dict
 
     Args:
         repository: The repository.
-        sums: Tells which files have changed.
+        sums: Tells which files have changed; None to read none of those that are loaded.
         variant: Name of the configurations that take the place of the usual ones, where a version has them.
     """
     configs, faults = _read_configs(repository)
     found, owned = {}, set[str]()
     for name, config in configs.items():
         version, damage = _find_damage(repository, name, configs, faults)
-        damage = damage or _find_changed(repository, name, version, config, sums)
+        if sums and not damage:
+            damage = _find_changed(repository, name, version, config, sums)
         is_ours = not damage or _was_published(repository, name, config)
         if is_ours:
             owned |= {step for step, _ in read_steps(config)}

@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from followed import NAME, PARTS, Callers, activate, read_following, wait_for
+from followed import NAME, PARTS, Callers, activate, publish_half, read_following, wait_for
 from launcher import Running, running
 from nginx import NGINX, balancing
+
+from export.commands.waiting import wait_until_served
 
 
 def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: tuple[Running, Path]) -> None:
@@ -220,11 +222,8 @@ def test_a_model_that_was_made_by_hand_and_cannot_be_loaded_is_named_without_a_v
     assert ".;" not in told and ";." not in told
 
 
-def test_what_changes_while_a_model_is_loaded_for_long_is_told_and_brought_after_it(
-    served: tuple[Running, Path], tmp_path: Path
-) -> None:
-    server, repository = served
-    go = tmp_path / "go"
+def load_until(go: Path, server: Running, repository: Path) -> None:
+    """Have a model appear, called `slow`, that is being loaded until there is a file `go`."""
     slow = (
         "import os, time\n"
         "class TritonPythonModel:\n"
@@ -241,15 +240,72 @@ def test_what_changes_while_a_model_is_loaded_for_long_is_told_and_brought_after
     (repository / "slow.part").rename(repository / "slow")
     while not server.find_stubs("slow"):
         time.sleep(0.1)
+
+
+def test_what_changes_while_a_model_is_loaded_for_long_is_told_and_brought_after_it(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    go = tmp_path / "go"
+    load_until(go, server, repository)
     activate(repository, 2)
     server.wait_for_line("what has changed meanwhile waits until that ends", 60)
     told = server.lines[server.read - 1]
-    assert told.startswith("slow ") and NAME in told.rpartition(": ")[2]
+    assert told.startswith("slow ") and told.rpartition(": ")[2] == NAME
     assert read_following(server)[NAME]["served"] == 1
     go.touch()
     server.wait_for_line("slow: is served", 60)
     wait_for(server, lambda models: models[NAME]["served"] == 2)
     assert sum("waits until that ends" in line for line in server.lines) == 1
+
+
+def test_what_waits_for_a_model_that_is_loaded_for_long_is_told_as_that(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    go, waits = tmp_path / "go", "waits until slow is loaded"
+    as_before = read_following(server)
+    load_until(go, server, repository)
+    # Nothing else is to be served, whatever else is published or touched.
+    shutil.copytree(repository / NAME / "1", repository / NAME / "9")
+    (repository / PARTS[1] / "config.pbtxt").touch()
+    half = publish_half(repository, tmp_path)
+    # As a copy that keeps its times.
+    os.utime(repository / half / "config.pbtxt", (0, 0))
+    new = {"active": 1, "served": 0, "state": "rolling", "reason": waits}
+    wait_for(server, lambda models: models == as_before | {half: new})
+    activate(repository, 2)
+    os.utime(repository / NAME / "config.pbtxt", (0, 0))
+    rolling = {"active": 2, "served": 1, "state": "rolling", "reason": waits}
+    wait_for(server, lambda models: models == {NAME: rolling, half: new})
+    metrics = server.read_metrics()
+    for name, active, version in ((NAME, 2, 1), (half, 1, 0)):
+        assert metrics[f'modelyard_active_version{{model="{name}"}}'] == active
+        assert metrics[f'modelyard_served_version{{model="{name}"}}'] == version
+    checked = server.check()
+    assert checked.code == 0
+    assert f"version 1 is served, version 2 is active, which {waits}" in checked.err
+    assert f"{half} {waits}; no version is served, version 1 is active" in checked.err
+    assert f"{half} does not answer: it {waits}" in server.check("--any-version").err
+    # All of it is taken back, and the model that is served taken away.
+    shutil.rmtree(repository / half)
+    activate(repository, 1)
+    wait_for(server, lambda models: models == as_before)
+    (repository / NAME).rename(tmp_path / "away")
+    wait_for(server, lambda models: models == {NAME: rolling | {"active": 0}})
+    (tmp_path / "away").rename(repository / NAME)
+    wait_for(server, lambda models: models == as_before)
+    activate(repository, 2)
+    told: list[str] = []
+
+    def follow(line: str) -> None:
+        told.append(line)
+        if waits in line:
+            go.touch()
+
+    wait_until_served(f"localhost:{server.status}", NAME, 2, follow)
+    assert any(line.endswith(f"rolling, version 1 answers; it {waits}") for line in told)
+    assert server.read_metrics()[f'modelyard_rollouts_total{{model="{NAME}",outcome="done"}}'] == 1
 
 
 def test_a_tritonserver_that_is_started_anew_serves_what_was_proven_and_not_what_failed(
