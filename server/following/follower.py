@@ -248,7 +248,8 @@ class Follower:
             known[busy.name] = busy
         try:
             found = self._glance.take(self._look())
-        except OSError:
+        # What cannot be read now says nothing, and whoever reads it next says why.
+        except (OSError, ValueError):
             return self._waiting
         if self._changes.find_place() != self._place:
             return {}

@@ -12,6 +12,7 @@ from launcher import find_ports, running
 
 from export.commands.waiting import wait_until_served
 from export.errors import ServingError
+from server.following.agreement import is_being_loaded
 from server.following.overlay import Overlay
 
 
@@ -93,6 +94,12 @@ def test_a_wait_that_is_interrupted_does_not_say_that_nothing_was_done(two_versi
             ServingError, match=f"version 9 of tickets is active in the repository: .* `curl {url}/vers"
         ):
             wait_until_served(url, "tickets", 9, interrupt)
+
+
+def test_a_model_that_has_just_come_is_to_be_loaded_whatever_its_times(two_versions: Path, tmp_path: Path) -> None:
+    models = Path(shutil.copytree(two_versions, tmp_path / "models"))
+    os.utime(models / "tickets" / "config.pbtxt", (0, 0))
+    assert is_being_loaded(models, "tickets", {})
 
 
 def test_a_version_that_is_served_is_not_pruned_and_check_tells_that_it_stays_behind(
