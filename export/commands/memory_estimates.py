@@ -52,7 +52,7 @@ GRAPHS: Mapping[str, Mapping[str, Held]] = {
     "onnxruntime": {
         "fp32": Held(export=Line(base_mb=796, factor=2.17, rows=59.4), instance=Line(base_mb=130, factor=1.0), sizes=6),
         "int8": Held(
-            export=Line(base_mb=1816, factor=0.73, rows=61.4), instance=Line(base_mb=88, factor=0.53), sizes=4
+            export=Line(base_mb=1909, factor=0.53, rows=44.3), instance=Line(base_mb=71, factor=0.55, rows=2.9), sizes=4
         ),
     },
     "openvino": {

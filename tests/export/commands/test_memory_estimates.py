@@ -55,7 +55,7 @@ def test_an_export_and_an_instance_hold_what_was_told(tmp_path: Path) -> None:
 
 def test_the_page_has_what_was_measured_beside_what_is_told() -> None:
     titles = {engine.title: name for name, engine in ENGINES.items()}
-    rows = r"^\| ([^|]+) (\w+\d+)(?:, ([\w-]+))? \| \d+ x (\d+) \| (\d+) tokens \| (.*) \|$"
+    rows = r"^\| ([^|,]+) (\w+)(?:, ([\w-]+))? \| \d+ x (\d+) \| (\d+) tokens \| (.*) \|$"
     found = re.findall(rows, PAGE.read_text(), re.MULTILINE)
     sizes: Counter[tuple[str, str, str]] = Counter()
     for title, precision, family, width, length, rest in found:

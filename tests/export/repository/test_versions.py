@@ -85,7 +85,7 @@ def test_activation_goes_forth_and_back_and_refuses_what_is_damaged(
     done = export_cli("verify-repository", *here)
     assert done.code == 1
     assert done.out == (
-        f"version 2 of tickets: {graph} has changed; restore it, or export again.\n2 versions: 1 findings\n"
+        f"version 2 of tickets: {graph} has changed; restore it, or export again.\n2 versions: 1 finding\n"
     )
 
 
