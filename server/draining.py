@@ -12,13 +12,13 @@ import json
 import re
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from .endpoints import Endpoints
 from .healing.stubs import StubTable
 from .tritonserver.control_key import ControlKey
+from .tritonserver.exchange import fetch, limit
 from .tritonserver.process import EXIT_TIMEOUT_S, TritonServer
 
 # Between two steps of an ensemble a request is nowhere to be seen, for well under a millisecond.
@@ -27,6 +27,8 @@ _INTERVAL_S = 0.03
 
 # A connection that is not let in within this time is done without.
 _OPEN_S = 2.0
+
+_METRICS_TIMEOUT_S = 1.0
 
 # Balancers have this long to see that we are not ready any more; the rest is for what is accepted until then.
 _GRACE_S = EXIT_TIMEOUT_S / 2
@@ -61,9 +63,7 @@ class Retirement:
         self._headers = {"Content-Type": "application/json", **key.headers}
         self._models = set(models)
         # Asked once, or tritonserver might not have let it in yet when it lets nobody in any more.
-        self._is_open = is_let_in and self._ask("index") is not None
-        if self._is_open and self._connection.sock:
-            self._connection.sock.settimeout(EXIT_TIMEOUT_S)
+        self._is_open = is_let_in and self._ask("index", _OPEN_S) is not None
 
     def begin(self) -> bool:
         """Have every further request refused, and return whether that was understood."""
@@ -78,9 +78,10 @@ class Retirement:
             entry["name"] in self._models and entry.get("state") in ("READY", "UNLOADING") for entry in states
         )
 
-    def _ask(self, path: str) -> "list[dict[str, str]] | None":
+    def _ask(self, path: str, timeout_s: float = EXIT_TIMEOUT_S) -> "list[dict[str, str]] | None":
         """Return the answer to an order, an empty list where it has none; None if there was no good one."""
         try:
+            limit(self._connection, timeout_s)
             self._connection.request("POST", f"/v2/repository/{path}", b"{}", self._headers)
             response = self._connection.getresponse()
             answer = response.read()
@@ -162,8 +163,7 @@ def may_be_at_work(endpoints: Endpoints, table: StubTable) -> bool:
     try:
         if not all(stub.is_idle for stub in table.refresh()):
             return True
-        with urllib.request.urlopen(f"{endpoints.metrics_url}/metrics", timeout=1.0) as response:
-            metrics = response.read().decode()
+        metrics = fetch(f"{endpoints.metrics_url}/metrics", _METRICS_TIMEOUT_S).decode(errors="replace")
         return any(float(value) > 0 for value in _PENDING.findall(metrics))
     # Who cannot ask does not know.
     except (OSError, http.client.HTTPException):

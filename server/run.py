@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import time
-import urllib.request
 from collections.abc import Callable
 
 from .errors import ControlError, ShortageError, StrangerError
@@ -15,6 +14,7 @@ from .shortage import is_shortage
 from .status import Status
 from .tritonserver.control import Control
 from .tritonserver.environment_folders import remove_environment_folders
+from .tritonserver.exchange import fetch
 from .tritonserver.process import TritonServer
 from .tritonserver.processes import read_stat
 from .tritonserver.pulse import Pulse
@@ -113,8 +113,7 @@ class Run:
             OSError: This process has not what it takes to ask.
         """
         try:
-            with urllib.request.urlopen(self._metrics_url, timeout=_METRICS_TIMEOUT_S) as response:
-                return b"nv_" in response.read()
+            return b"nv_" in fetch(self._metrics_url, _METRICS_TIMEOUT_S)
         except (OSError, http.client.HTTPException) as exc:
             cause = getattr(exc, "reason", exc)
             if isinstance(cause, OSError) and is_shortage(cause):

@@ -2,14 +2,13 @@
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ServingError, SettingsError
+from .exchange import fetch
 
 _POLL_S = 0.2
 _TIMEOUT_S = 5.0
@@ -128,8 +127,7 @@ def _read_versions(url: str, name: str, version: int) -> Any:
     got = "nothing"
     cause: Exception | None = None
     try:
-        with urllib.request.urlopen(f"{url}/versions", timeout=_TIMEOUT_S) as response:
-            answer = response.read()
+        answer = fetch(f"{url}/versions", _TIMEOUT_S)
         got = f"'{answer[:100].decode(errors='replace')}'" if answer else got
         content = json.loads(answer)
         if content["models"].get(name, dict.fromkeys(_TOLD)).keys() >= _TOLD:

@@ -3,11 +3,11 @@
 import http.client
 import json
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..tritonserver.exchange import fetch
 from .model_text import CONFIG_FILE
 
 _TIMEOUT_S = 5.0
@@ -19,8 +19,7 @@ _NOTICE_S = 90.0
 def read_following(status_url: str) -> Mapping[str, Any] | None:
     """Return model → how far the launcher follows it, as its status port tells; None where it cannot be asked."""
     try:
-        with urllib.request.urlopen(f"{status_url}/versions", timeout=_TIMEOUT_S) as response:
-            models = json.load(response)["models"]
+        models = json.loads(fetch(f"{status_url}/versions", _TIMEOUT_S))["models"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return None
     # Another program may listen there.

@@ -5,7 +5,6 @@ import math
 import os
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from ..tritonserver.control import pick_from
+from ..tritonserver.exchange import fetch
 from .agreement import find_disagreement, find_wait, is_being_loaded, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
@@ -175,8 +175,7 @@ def _reach(url: str, repository: Path) -> None:
         CheckError: There is no server.
     """
     try:
-        with urllib.request.urlopen(f"{url}/v2/health/live", timeout=_TIMEOUT_S):
-            return
+        fetch(f"{url}/v2/health/live", _TIMEOUT_S)
     # Whatever it says, it is there; what answers in another protocol is found out as it is asked.
     except (urllib.error.HTTPError, http.client.HTTPException):
         return
@@ -268,8 +267,8 @@ def _find_served(url: str, name: str) -> int:
     try:
         version = _read_version(url, name)
         ready = f"{url}/v2/models/{urllib.parse.quote(name)}/versions/{version}/ready"
-        with urllib.request.urlopen(ready, timeout=_TIMEOUT_S):
-            return int(version)
+        fetch(ready, _TIMEOUT_S)
+        return int(version)
     except (OSError, http.client.HTTPException):
         return 0
 
@@ -299,8 +298,7 @@ def _read_version(url: str, name: str) -> str:
     """
     asked = f"{url}/v2/models/{urllib.parse.quote(name)}"
     try:
-        with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as response:
-            answer = response.read()
+        answer = fetch(asked, _TIMEOUT_S)
         return pick_from(answer, lambda told: str(max(map(int, told["versions"]))), asked, _OTHER_ADDRESS)
     except urllib.error.HTTPError as exc:
         raise (_AbsentError if exc.code == http.HTTPStatus.NOT_FOUND else OSError)(str(exc)) from exc

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GoldenError
+from ..tritonserver.exchange import fetch
 from .recorded import DamagedGoldenError, measure_answer, read_golden
 from .sums import GOLDEN_FILE, hash_file, read_sums
 
@@ -160,9 +161,7 @@ def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> bytes:
     body, headers = request_parts
     request = urllib.request.Request(url, data=body, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            answer: bytes = response.read()
-            return answer
+        return fetch(request, _TIMEOUT_S)
     except urllib.error.HTTPError as exc:
         refused = _BusyError if exc.code == http.HTTPStatus.SERVICE_UNAVAILABLE else OSError
         raise refused(f"HTTP {exc.code}: {exc.read(500).decode(errors='replace')}") from exc

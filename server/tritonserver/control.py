@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..errors import ControlError, GoneError, StrangerError
 from .control_key import ControlKey
+from .exchange import fetch
 
 # A large model from a cold disk may take minutes; what does nothing meanwhile is given up sooner.
 _LOAD_TIMEOUT_S = 3600.0
@@ -179,11 +180,9 @@ class Control:
             headers={"Content-Type": "application/json", **self._key.headers},
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer: bytes = response.read()
-                return answer
+            return fetch(request, timeout_s)
         except urllib.error.HTTPError as exc:
-            reason = exc.read(2000).decode(errors="replace")
+            reason = exc.read().decode(errors="replace")
             raise ControlError(path, expected="an answer", got=f"HTTP {exc.code}: {reason}") from exc
         except (OSError, http.client.HTTPException) as exc:
             raise _lose(path, exc, timeout_s) from exc

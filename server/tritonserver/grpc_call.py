@@ -67,11 +67,15 @@ def call(
     with socket.create_connection(address, timeout=min(timeout_s, _CONNECT_S)) as connection:
         while True:
             connection.sendall(http2.data_to_send())
-            connection.settimeout(min(_PAUSE_S, max(0.001, deadline - time.monotonic())))
+            left_s = deadline - time.monotonic()
+            # However much of it comes meanwhile.
+            if left_s <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(min(_PAUSE_S, left_s))
             try:
                 events = _receive(connection, http2)
             except TimeoutError:
-                if time.monotonic() >= deadline or gives_up():
+                if gives_up():
                     raise
                 continue
             for event in events:

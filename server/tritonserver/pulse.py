@@ -12,6 +12,7 @@ import time
 import urllib.parse
 
 from ..shortage import is_shortage
+from .exchange import limit
 
 # As it starts, it answers whoever asks before anybody knows that it does.
 _START_INTERVAL_S = 0.01
@@ -69,6 +70,7 @@ class Probe:
 
     def _ask(self, connection: http.client.HTTPConnection) -> Answer:
         try:
+            limit(connection, _TIMEOUT_S)
             connection.request("GET", "/v2/health/live")
             response = connection.getresponse()
             response.read()

@@ -23,9 +23,10 @@ from followed import (
 )
 from harness import run
 from launcher import Running, find_ports, running
-from stranger import answering
+from stranger import DRIPS, answering, dripping
 
-from server.errors import StrangerError
+from server.errors import CheckError, StrangerError
+from server.following import agreement, check, health
 from server.following.check import check_ensembles
 from server.following.health import LostServerError, check_answer
 from server.following.recorded import read_golden as read_golden_file
@@ -96,6 +97,25 @@ def test_a_program_that_answers_in_the_place_of_a_server_is_told_as_such(tmp_pat
         with pytest.raises(ValueError, match="^expected tensors, got ") as refused:
             check_answer(url, tmp_path, "tiny", "1")
         assert str(refused.value).endswith(f"; what was verified is in {folder / 'golden.json'}")
+
+
+@pytest.mark.parametrize(("beginning", "drop"), DRIPS)
+def test_a_program_that_drips_in_the_place_of_a_server_is_not_waited_for(
+    tmp_path: Path, beginning: bytes, drop: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (agreement, check, health):
+        monkeypatch.setattr(module, "_TIMEOUT_S", 0.3)
+    folder = tmp_path / "tiny" / "1"
+    folder.mkdir(parents=True)
+    (folder / "golden.json").write_text(build_golden())
+    (tmp_path / "tiny" / "config.pbtxt").write_text('name: "tiny"\nversion_policy { specific { versions: 1 } }\n')
+    with dripping(beginning, drop) as address:
+        url = f"http://{address}"
+        assert agreement.read_following(url) is None
+        with pytest.raises(CheckError, match="expected an answer of every ensemble, got tiny: timed out; see the"):
+            check_ensembles(url, tmp_path, url)
+        with pytest.raises(OSError, match="^timed out; what was verified is in "):
+            check_answer(url, tmp_path, "tiny", "1")
 
 
 def change_answer(golden: dict[str, Any]) -> None:

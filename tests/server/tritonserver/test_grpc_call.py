@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+from stranger import dripping
 
 from server.tritonserver.grpc_call import GrpcError, call
 
@@ -111,3 +112,9 @@ def test_a_call_without_an_answer_ends_once_there_is_nothing_to_wait_for() -> No
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
         call(silent.getsockname()[:2], METHOD, b"", {}, 300, gives_up=gives_up)
     assert asked == [False, False, True]
+
+
+@pytest.mark.parametrize("drop", [b"\0\0\0\4\0\0\0\0\0", b"\0\0\0\4\1\0\0\0\0" * 10_000])
+def test_a_server_that_never_comes_to_its_answer_is_waited_for_no_longer_than_asked(drop: bytes) -> None:
+    with dripping(b"\0\0\0\4\0\0\0\0\0", drop) as address, pytest.raises(TimeoutError):
+        call(("127.0.0.1", int(address.rpartition(":")[2])), METHOD, b"", {}, 0.2)

@@ -1,0 +1,111 @@
+"""One question over HTTP of which the whole answer has come by a moment, whoever answers.
+
+The timeout of a socket is that of each look at it: a program that drips, a byte now and then, would hold up the asker
+for ever, and one that floods would have all of its memory.
+"""
+
+import functools
+import http.client
+import io
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+# Far above what a launcher tells.
+_MAX_BYTES = 1 << 28
+_PIECE_BYTES = 1 << 16
+
+
+def fetch(url: str, timeout_s: float) -> bytes:
+    """Return what is at `url`.
+
+    Raises:
+        OSError: Nobody answers, or not within `timeout_s`, or with a refusal.
+        HTTPException: What answers is no HTTP, breaks off, or does not stop.
+    """
+    try:
+        with _build_opener().open(url, timeout=timeout_s) as response:
+            answer: bytes = response.read()
+            return answer
+    except urllib.error.HTTPError as exc:
+        # It holds the connection open.
+        exc.close()
+        raise
+
+
+class _Answer(http.client.HTTPResponse):
+    """An answer that has to have come by `end`."""
+
+    def __init__(self, end: float, connection: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(connection, *arguments, **options)
+        self.fp = io.BufferedReader(_Source(self.fp.detach(), connection, end))
+
+    def read(self, amt: int | None = None) -> bytes:
+        """Return so much of the body, or what is left of it.
+
+        Raises:
+            IncompleteRead: It broke off.
+        """
+        if amt is not None:
+            return super().read(amt)
+        # At once, the memory for what the headers promise would be taken before any of it has come.
+        read_piece = functools.partial(super().read, _PIECE_BYTES)
+        body = b"".join(iter(read_piece, b""))
+        if self.length:
+            raise http.client.IncompleteRead(body, self.length)
+        return body
+
+
+class _Source(io.RawIOBase):
+    """The bytes that come over a connection: until `end`, and not without end."""
+
+    def __init__(self, raw: io.RawIOBase, connection: socket.socket, end: float) -> None:
+        self._raw, self._connection, self._end = raw, connection, end
+        self._count = 0
+
+    def readable(self) -> bool:
+        """Return true."""
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read what has come, as `io.RawIOBase` does.
+
+        Raises:
+            TimeoutError: It is not whole by now.
+            HTTPException: It is more than anybody would answer.
+        """
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left_s)
+        count: int | None = self._raw.readinto(buffer)
+        self._count += count or 0
+        if self._count > _MAX_BYTES:
+            raise http.client.HTTPException(f"an answer of more than {_MAX_BYTES} bytes")
+        return count
+
+    def close(self) -> None:
+        """Close the connection as well, once nobody else reads it."""
+        self._raw.close()
+        super().close()
+
+
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Has each connection of urllib's bounded."""
+
+    def do_open(self, http_class: Callable[..., Any], req: urllib.request.Request, **options: Any) -> Any:
+        def connect(*arguments: Any, **settings: Any) -> Any:
+            connection = http_class(*arguments, **settings)
+            connection.response_class = functools.partial(_Answer, time.monotonic() + connection.timeout)
+            return connection
+
+        return super().do_open(connect, req, **options)
+
+
+@functools.cache
+def _build_opener() -> urllib.request.OpenerDirector:
+    # Once: it loads certificates.
+    return urllib.request.build_opener(_Handler)
