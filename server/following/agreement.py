@@ -15,16 +15,22 @@ _TIMEOUT_S = 5.0
 # A launcher looks twice a second, and what it sees of a network file system may be a minute old.
 _NOTICE_S = 90.0
 
+# Of every model.
+_TOLD = {"active", "served", "state", "reason"}
+
 
 def read_following(status_url: str) -> Mapping[str, Any] | None:
-    """Return model → how far the launcher follows it, as its status port tells; None where it cannot be asked."""
+    """Return model → how far the launcher follows it, as its status port tells; None where no launcher answers."""
     try:
         models = json.loads(fetch(f"{status_url}/versions", _TIMEOUT_S))["models"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return None
     # Another program may listen there.
-    told = models if isinstance(models, dict) else {}
-    return {name: each for name, each in told.items() if isinstance(each, dict)}
+    return models if isinstance(models, dict) and all(map(_is_told, models.values())) else None
+
+
+def _is_told(model: Any) -> bool:
+    return isinstance(model, dict) and model.keys() >= _TOLD
 
 
 def is_being_loaded(repository: Path, name: str, following: Mapping[str, Any]) -> bool:

@@ -99,6 +99,21 @@ def test_a_program_that_answers_in_the_place_of_a_server_is_told_as_such(tmp_pat
         assert str(refused.value).endswith(f"; what was verified is in {folder / 'golden.json'}")
 
 
+@pytest.mark.parametrize(
+    "answer", ["", "{}", '{"models": [1, 2]}', '{"models": {"tiny": 5}}', '{"models": {"tiny": {"state": "rolling"}}}']
+)
+def test_what_another_program_says_on_the_status_port_is_no_word_of_a_launcher(answer: str) -> None:
+    with answering(answer) as address:
+        assert agreement.read_following(f"http://{address}") is None
+
+
+def test_what_a_launcher_says_of_its_models_is_taken_as_it_is() -> None:
+    told = {"tiny": {"active": 2, "served": 1, "state": "rolling", "reason": ""}}
+    for models in ({}, told):
+        with answering(json.dumps({"follows": True, "models": models})) as address:
+            assert agreement.read_following(f"http://{address}") == models
+
+
 @pytest.mark.parametrize(("beginning", "drop"), DRIPS)
 def test_a_program_that_drips_in_the_place_of_a_server_is_not_waited_for(
     tmp_path: Path, beginning: bytes, drop: bytes, monkeypatch: pytest.MonkeyPatch
