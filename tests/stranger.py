@@ -46,10 +46,10 @@ def answering(answer: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def dripping(beginning: bytes, drop: bytes, for_s: float = 20) -> Iterator[str]:
+def dripping(beginning: bytes, drop: bytes, for_s: float = 20, last: bytes = b"") -> Iterator[str]:
     """Answer whoever connects with a beginning, and then with drop after drop; yield the address.
 
-    It hangs up after far longer than anybody should wait, so that a test of one who waits for the last drop ends.
+    It says its last and hangs up after far longer than anybody should wait: a test of one who waits for it ends.
     """
     ended = threading.Event()
 
@@ -61,6 +61,7 @@ def dripping(beginning: bytes, drop: bytes, for_s: float = 20) -> Iterator[str]:
                 self.request.sendall(beginning)
                 while time.monotonic() < end and not ended.wait(0.02):
                     self.request.sendall(drop)
+                self.request.sendall(last)
 
     with ThreadingTCPServer(("127.0.0.1", 0), Drips) as listener:
         threading.Thread(target=listener.serve_forever, daemon=True).start()

@@ -18,7 +18,7 @@ import pytest
 from harness import CHECKOUT, run
 from launcher import running
 from relay import BUSY, CRASHED, Relay
-from stranger import answering
+from stranger import answering, dripping
 
 import client as library
 from client import (
@@ -36,6 +36,7 @@ from client.answers import find_texts_model
 from client.batch.files import answer_file
 from client.model import Model, Tensor
 from client.options import Options
+from client.ports import find_wrong_port
 from client.session import Session
 from client.streams import find_writer
 from demo.serving import Addresses
@@ -116,6 +117,21 @@ def test_a_program_that_answers_in_the_place_of_a_server_is_no_server(model: str
         pytest.raises(ForeignError, match=sentence),
     ):
         client.embed(["x"])
+
+
+@pytest.mark.parametrize(
+    ("beginning", "drop", "last"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", b" ", b"nv_"),
+        (b"HTTP/1.1 200 OK\r\nX", b"a", b"\r\n\r\nnv_"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nnv_"),
+    ],
+)
+def test_a_program_that_drips_is_looked_at_no_longer_than_for_an_answer(
+    beginning: bytes, drop: bytes, last: bytes
+) -> None:
+    with dripping(beginning, drop, 5, last) as address:
+        assert find_wrong_port(Options(address, protocol="grpc", timeout_s=0.5)) is None
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
