@@ -82,7 +82,7 @@ FAMILIES: Mapping[str, Held] = {
 }
 _MEASURED_BY_FAMILY = ("onnxruntime", "fp32")
 # Of these some sizes were measured, and BERT's lines tell them.
-_LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
+_LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra")
 
 # Precision → the same of random GPT-2s in the engine that writes text, without its pool of keys and values.
 WRITERS: Mapping[str, Held] = {
