@@ -14,7 +14,7 @@ _POLL_S = 0.2
 _TIMEOUT_S = 5.0
 
 # Of every model.
-_TOLD = {"active", "served", "state", "reason"}
+_TOLD = {"active": int, "served": int, "state": str, "reason": str}
 
 # A launcher looks twice a second; what it sees of a network file system may be a minute old.
 _NOTICE_S = 90.0
@@ -130,7 +130,8 @@ def _read_versions(url: str, name: str, version: int) -> Any:
         answer = fetch(f"{url}/versions", _TIMEOUT_S)
         got = f"'{answer[:100].decode(errors='replace')}'" if answer else got
         content = json.loads(answer)
-        if content["models"].get(name, dict.fromkeys(_TOLD)).keys() >= _TOLD:
+        found = content["models"].get(name)
+        if found is None or all(type(found[key]) is kind for key, kind in _TOLD.items()):
             return content
     # HTTPException: another port of the server answers in another protocol.
     except (OSError, HTTPException) as exc:

@@ -16,7 +16,7 @@ _TIMEOUT_S = 5.0
 _NOTICE_S = 90.0
 
 # Of every model.
-_TOLD = {"active", "served", "state", "reason"}
+_TOLD = {"active": int, "served": int, "state": str, "reason": str}
 
 
 def read_following(status_url: str) -> Mapping[str, Any] | None:
@@ -30,7 +30,7 @@ def read_following(status_url: str) -> Mapping[str, Any] | None:
 
 
 def _is_told(model: Any) -> bool:
-    return isinstance(model, dict) and model.keys() >= _TOLD
+    return isinstance(model, dict) and all(type(model.get(key)) is kind for key, kind in _TOLD.items())
 
 
 def is_being_loaded(repository: Path, name: str, following: Mapping[str, Any]) -> bool:

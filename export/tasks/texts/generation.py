@@ -240,14 +240,16 @@ def find_cache_shapes(model: PreTrainedModel) -> list[tuple[int, int]]:
         ModelError: The model keeps something else than keys and values of every token.
     """
     with torch.no_grad():
-        cache: Any = model(input_ids=torch.ones(1, 3, dtype=torch.int64), use_cache=True).past_key_values
+        output = model(input_ids=torch.ones(1, 3, dtype=torch.int64), use_cache=True)
+    # A state-space model has something else under another name.
+    cache: Any = getattr(output, "past_key_values", None)
     layers = getattr(cache, "layers", [])
     shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers if hasattr(layer, "keys")]
     if len(shapes) != len(layers) or not shapes or any(key != value or key[2] != 3 for key, value in shapes):
         raise ModelError(
             f"the cache of {type(model).__name__} is not exported",
             expected="keys and values of every token in every layer",
-            got=type(cache).__name__,
+            got="none" if cache is None else type(cache).__name__,
             remedy="pass --task text-generation-logits",
         )
     return [(key[1], key[3]) for key, _ in shapes]

@@ -36,6 +36,7 @@ from export.tasks.building import build_task, find_task_name
 from export.tasks.labels import choose_function, count_labels, read_labels
 from export.tasks.texts.classification import Reward, TextPairClassification, check_padding, set_pad_token
 from export.tasks.texts.encoding import Question
+from export.tasks.texts.generation import find_cache_shapes
 from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
 from export.tasks.texts.sentence_settings import check_transformer
 from export.tasks.texts.spans import QuestionAnswering
@@ -581,6 +582,12 @@ def test_a_value_of_a_wrong_type_in_a_generation_config_is_refused_in_a_sentence
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | values))
     with pytest.raises(ModelError, match=sentence):
         _read_generation_config(tmp_path, transformers.GPT2Config())
+
+
+def test_a_decoder_without_keys_and_values_is_refused_in_a_sentence() -> None:
+    config = transformers.MambaConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, state_size=2)
+    with pytest.raises(ModelError, match="the cache of MambaForCausalLM is not exported: expected keys and values"):
+        find_cache_shapes(transformers.MambaForCausalLM(config))
 
 
 # What a task reads, what transformers looks for by itself, and what nothing reads of such a model.

@@ -99,8 +99,12 @@ def test_a_program_that_answers_in_the_place_of_a_server_is_told_as_such(tmp_pat
         assert str(refused.value).endswith(f"; what was verified is in {folder / 'golden.json'}")
 
 
+WRONG_REASON = '{"models": {"tiny": {"active": 1, "served": 0, "state": "rolling", "reason": null}}}'
+
+
 @pytest.mark.parametrize(
-    "answer", ["", "{}", '{"models": [1, 2]}', '{"models": {"tiny": 5}}', '{"models": {"tiny": {"state": "rolling"}}}']
+    "answer",
+    ["", "{}", '{"models": [1]}', '{"models": {"tiny": 5}}', '{"models": {"tiny": {"state": "a"}}}', WRONG_REASON],
 )
 def test_what_another_program_says_on_the_status_port_is_no_word_of_a_launcher(answer: str) -> None:
     with answering(answer) as address:
