@@ -167,7 +167,9 @@ class Status:
             self._waiting.pop(model, None)
             before = self._followed.pop(model, None)
             has_ended = before is not None and before.state == "rolling" and following.state != "rolling"
-            if has_ended:
+            # One that is tried again is told as failed until it is served.
+            has_recovered = before is not None and before.state == "failed" and following.state == "served"
+            if has_ended or has_recovered:
                 self._rolled_at[model] = time.monotonic()
             active, served = (f"modelyard_{kind}_version" for kind in ("active", "served"))
             # One that could not be served goes on being told of while it is tried again.
@@ -184,7 +186,8 @@ class Status:
         # What the repository has in place of what is served may be known to fail before it is loaded.
         is_refused = following.state == "failed" and following.active != following.served
         is_new = before is not None and before.active != following.active
-        if has_ended or (is_refused and is_new):
+        is_done = has_recovered and before is not None and before.served != following.served
+        if has_ended or is_done or (is_refused and is_new):
             outcome = "failed" if following.state == "failed" else "done"
             self._add("modelyard_rollouts_total", _label(model=model, outcome=outcome))
 

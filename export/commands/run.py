@@ -196,9 +196,7 @@ def _print_same(same: "SameVersion", *, as_json: bool) -> None:
         "report": str(version.folder / PAGE_FILE),
     }
     lines = [f"{label:>11}  {text}" for label, text in facts.items() if text]
-    then = (
-        (choose_next(version.repository, version.folder),) if is_active else ("activate", version.name, version.number)
-    )
+    then = (choose_next(version.repository, None),) if is_active else ("activate", version.name, version.number)
     lines += [line for warning in warnings for line in ("", f"Warning: {warning}")]
     lines += ["", f"Next: {name_command(*then, '--repository', version.repository)}"]
     write_answer("".join(escape_controls(line) + "\n" for line in lines), done)

@@ -156,7 +156,8 @@ def _name_next(publication: Publication, repository: Path, elsewhere: str) -> st
     if publication.active == publication.version:
         if elsewhere:
             return elsewhere.replace("NAME", publication.name)
-        return name_command(choose_next(repository, publication.report_file.parent), "--repository", repository)
+        new = publication.report_file.parent if publication.outcome == "created" else None
+        return name_command(choose_next(repository, new), "--repository", repository)
     return name_command("activate", publication.name, publication.version, "--repository", repository)
 
 

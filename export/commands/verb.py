@@ -166,6 +166,11 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def choose_next(repository: Path, folder: Path) -> str:
-    """Return the verb that is of use once the version in `folder` is active: a server may follow the repository."""
-    return "check" if is_served(repository, folder) else "serve"
+def choose_next(repository: Path, new: Path | None) -> str:
+    """Return the verb that is of use once a version is active: a server may follow the repository.
+
+    Args:
+        repository: Where it is published.
+        new: Its folder, if it has just come.
+    """
+    return "check" if is_served(repository, new) else "serve"

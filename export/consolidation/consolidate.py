@@ -17,6 +17,7 @@ from ..checkpoints.plain.config_match import ConfigMatch, match_config
 from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from ..checkpoints.storage.paths import has_file
 from ..errors import CheckpointError, list_some
 from .carried_files import carry_over, replace_files, set_sizes, write_derived_config
 from .fitted import Fit
@@ -94,6 +95,13 @@ def consolidate(
     checkpoint = open_checkpoint(source, tag=tag, base=base, allow_non_finite=allow_non_finite)
     options = _Options(dtype=None if dtype is None else DTYPES[dtype], max_shard_bytes=max_shard_bytes)
     directory = base or checkpoint.directory
+    if base and not has_file(base / "config.json") and has_file(checkpoint.directory / "config.json"):
+        raise CheckpointError(
+            f"{base}, which --base names, has no config.json",
+            expected="the configuration of the model that the checkpoint was trained from",
+            got=f"one in {checkpoint.directory} alone, which would be left out",
+            remedy="copy it there as well, or leave --base out",
+        )
     check_documents(directory)
     if fit is None:
         check_carried_tokenizer(directory, checkpoint, allow_other_tokenizer=allow_other_tokenizer)

@@ -37,13 +37,13 @@ def seize(folder: Path) -> Iterator[bool]:
             yield True
 
 
-def is_served(repository: Path, new: Path) -> bool:
+def is_served(repository: Path, new: Path | None) -> bool:
     """Tell whether somebody uses a version in a repository, as a server does that then follows what is published.
 
     Args:
         repository: The model repository.
-        new: The folder of a version that a server may begin to use just now: it is not looked at, for while it is, it
-            could not be held.
+        new: The folder of a version that a server may begin to use just now, if there is one: it is not looked at, for
+            while it is, it could not be held.
     """
     for name in list_models(repository):
         folders = (repository / name / str(number) for number in list_versions(repository / name))

@@ -375,7 +375,9 @@ class Follower:
         if wanted.damage:
             self._fail(wanted, _refuse_damaged(wanted, old), held)
             return True
-        self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
+        # One that is tried again has failed until it is served, which a check that comes meanwhile is to know.
+        if failure is None or failure.wanted != wanted:
+            self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
         rest, taken = "", held or take_files(self._repository, wanted, self._sums)
         self._loading = wanted, start

@@ -7,8 +7,9 @@ served, nothing ends, and nothing is said.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
-from .processes import list_children, read_bytes_read, read_stat, wants_core
+from .processes import kill, list_children, read_arguments, read_bytes_read, read_stat, wants_core
 
 # Less than this on a core between two looks is what idle threads take that wake once a second.
 _IDLE_TICKS = 1
@@ -20,6 +21,9 @@ STILL_LOOKS = 60
 # The same of a model that is loaded beside others, whose loading holds up nobody who is served.
 _STILL_LOAD_LOOKS = 300
 _LOAD_LOOK_S = 1.0
+
+# So long tritonserver may take to say that a load has failed whose processes are gone.
+_LAST_WORD_S = 10.0
 
 
 class Stillness:
@@ -66,32 +70,62 @@ class Stillness:
 class LoadWatch:
     """Whether a tritonserver that serves others gets on with loading a model, however long that takes.
 
-    What it has started since the watch began is looked at; where that is nothing, as with a backend that loads in
-    tritonserver itself, it is what serves the others as well, and is never still while it answers them.
+    The backend processes that it has started for the model since the watch began are looked at; where there were none,
+    as with a backend that loads in tritonserver itself, it is what serves the others as well, and is never still while
+    it answers them. Processes that did nothing for long are ended, for tritonserver would wait for them for ever, and
+    with it whoever orders the same again.
 
     Args:
         pid: Id of tritonserver's process.
+        model: Name of the model.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, model: str) -> None:
         self._pid = pid
+        self._model = model
         self._before = {*list_children(pid)}
-        self._stillness = Stillness(self._list_new)
+        self._stillness = Stillness(self._list_watched)
         self._next_look = 0.0
+        self._has_started = False
+        self._ended_at: float | None = None
 
     def has_stopped(self) -> bool:
-        """Look, if a second has passed since the last look; return whether nothing has been done for long."""
+        """Look, if a second has passed since the last look; return whether no answer will come.
+
+        That is so some seconds after the processes were ended.
+        """
         now = time.monotonic()
+        if self._ended_at is not None:
+            return now > self._ended_at + _LAST_WORD_S
         if now >= self._next_look:
             self._next_look = now + _LOAD_LOOK_S
             # That we cannot look is not that it stands still.
             with contextlib.suppress(OSError, MemoryError):
                 self._stillness.look()
-        return self._stillness.lasts(_STILL_LOAD_LOOKS)
+                if self._stillness.lasts(_STILL_LOAD_LOOKS):
+                    self._end()
+                    self._ended_at = now
+        return False
+
+    def _list_watched(self) -> list[int]:
+        new = self._list_new()
+        self._has_started = self._has_started or bool(new)
+        return [*_list_with_children(new)] if self._has_started else [self._pid]
 
     def _list_new(self) -> list[int]:
-        new = [child for child in list_children(self._pid) if child not in self._before]
-        return [*_list_with_children(new)] or [self._pid]
+        # <repository>/<model>/<version>/<file> is the first argument of a stub (src/stub_launcher.cc).
+        return [
+            child
+            for child in list_children(self._pid)
+            if child not in self._before
+            and len(arguments := read_arguments(child)) > 1
+            and Path(arguments[1]).parent.parent.name == self._model
+        ]
+
+    def _end(self) -> None:
+        for pid in self._list_new():
+            if stat := read_stat(pid):
+                kill(pid, stat.started)
 
 
 def list_server(pid: int) -> Iterator[int]:

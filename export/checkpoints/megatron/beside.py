@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, VocabularyError
-from ..storage.paths import read_json_beside
+from ..storage.paths import has_file, read_json_beside
 from .args import MegatronArgs
 
 _TIED = "tie_word_embeddings"
@@ -62,7 +62,7 @@ def find_vocab_size(directory: Path, args: MegatronArgs, rows: int, *, base: Pat
 
 
 def find_end_of_text(directory: Path, *, base: Path | None = None) -> int | None:
-    """Return the id with which texts end in Megatron's vocabulary of GPT-2's kind; None where there is none.
+    """Return the id with which texts end in a vocabulary of GPT-2's kind; None where there is none.
 
     Args:
         directory: The checkpoint's folder.
@@ -70,8 +70,9 @@ def find_end_of_text(directory: Path, *, base: Path | None = None) -> int | None
     """
     if base is not None and _read_sizes(base):
         directory = base
-    found = read_json_beside(directory / _VOCABULARY).get(_END_OF_TEXT)
-    return found if type(found) is int else None
+    names = (name for name in (_VOCABULARY, "vocab.json") if has_file(directory / name))
+    found = (read_json_beside(directory / name).get(_END_OF_TEXT) for name in names)
+    return next((each for each in found if type(each) is int), None)
 
 
 def _doubt_size(where: str, size: int, rows: int, step: int | None) -> str:

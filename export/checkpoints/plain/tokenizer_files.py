@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..storage.paths import has_file
+from ..storage.paths import MAX_JSON_BYTES, has_file, read_json_beside, read_small
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -14,6 +14,9 @@ TOKENIZER_FILES = (
     "spiece.model",
     "gpt2-vocab.json",
 )
+
+# The share of a vocabulary that no merge makes, such as tokens that were added to it.
+_UNMADE = 0.1
 
 # GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
 _MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
@@ -32,17 +35,40 @@ def find_renamed(directory: Path) -> dict[str, str]:
     """Return the name that transformers looks for of each file of the tokenizer that bears another; {} where none does.
 
     Raises:
-        CheckpointError: One of the names is there and no regular file, or the vocabulary has no merges.
+        CheckpointError: One of the names is there and no regular file, or the two do not belong together.
     """
-    vocabulary, merges = _MEGATRON_NAMES
-    if any(has_file(directory / name) for name in TOKENIZER_FILES[:-1]) or not has_file(directory / vocabulary):
+    halves = [name for name in _MEGATRON_NAMES if has_file(directory / name)]
+    if not halves or any(has_file(directory / name) for name in TOKENIZER_FILES[:-1]):
         return {}
-    # transformers would make a tokenizer of one token of it.
-    if not has_file(directory / merges):
+    # Of a vocabulary alone transformers would make a tokenizer of one token.
+    if len(halves) == 1:
+        (other,) = _MEGATRON_NAMES.keys() - {*halves}
         raise CheckpointError(
             f"{directory} has one half of GPT-2's tokenizer",
-            expected=f"{merges} beside {vocabulary}",
+            expected=f"{other} beside {halves[0]}",
             got="none",
-            remedy=f"copy it there as well, or take {vocabulary} away and pass the tokenizer's folder with --base",
+            remedy=f"copy it there as well, or take {halves[0]} away and pass the tokenizer's folder with --base",
         )
+    _check_merges(directory)
     return _MEGATRON_NAMES
+
+
+def _check_merges(directory: Path) -> None:
+    """Refuse merges that make too few of the vocabulary's tokens, as a file does that was cut: texts get other ids.
+
+    Raises:
+        CheckpointError: They do.
+    """
+    vocabulary, merges = (directory / name for name in _MEGATRON_NAMES)
+    lines = read_small(merges, max_bytes=MAX_JSON_BYTES).decode("utf-8", "replace").split("\n")
+    made = {"".join(line.rstrip("\r").split(" ")) for line in lines if not line.startswith("#")}
+    # Of several bytes each; a special token is made by nothing.
+    wanted = [token for token in read_json_beside(vocabulary) if len(token) > 1 and not token.startswith("<|")]
+    lacking = sum(token not in made for token in wanted)
+    if lacking > _UNMADE * len(wanted):
+        raise CheckpointError(
+            f"{merges} does not belong to {vocabulary.name}, or was cut",
+            expected=f"a merge for each of {len(wanted)} tokens",
+            got=f"none for {lacking} of them",
+            remedy="copy both files of the tokenizer that the checkpoint was trained with",
+        )

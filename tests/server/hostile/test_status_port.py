@@ -77,6 +77,15 @@ def test_what_was_missing_before_a_rollout_is_not_missing_after_it() -> None:
     assert tell() == ("failed", "unloaded")
 
 
+def test_what_is_served_after_it_had_failed_is_a_rollout_that_is_done() -> None:
+    status = Status()
+    status.follow("a", Following(active=2, served=1, state="rolling"))
+    status.follow("a", Following(active=2, served=1, state="failed", reason="no file"))
+    status.follow("a", Following(active=2, served=2, state="served"))
+    for outcome in ("failed", "done"):
+        assert f'modelyard_rollouts_total{{model="a",outcome="{outcome}"}} 1\n' in status.render()
+
+
 def test_what_is_served_later_is_counted_from_zero_and_what_was_counted_stays() -> None:
     status = Status()
     status.expect(["a"])

@@ -63,18 +63,26 @@ def test_one_whose_child_gets_on_does_not(does: str) -> None:
 
 
 @pytest.mark.parametrize(("does", "stops"), [(WAITS, True), (COMPUTES, False), (READS, False)])
-def test_a_load_is_waited_for_as_long_as_what_it_started_gets_on(
-    does: str, stops: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
+    does: str, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stillness, "_LOAD_LOOK_S", 0)
-    # What was there before does what it does.
+    monkeypatch.setattr(stillness, "_LAST_WORD_S", 0)
+    # As a stub is told what it loads: <repository>/<model>/<version>/<file>.
+    code = tmp_path / "slow" / "1" / "model.py"
+    code.parent.mkdir(parents=True)
+    code.write_text(does)
+    # What was there before does what it does, and so does what comes for another model.
     with child_that(COMPUTES):
-        watch = LoadWatch(os.getpid())
-        with child_that(does):
-            for _ in range(400):
-                stopped = watch.has_stopped()
-                signal.sigtimedwait([], 0 if stops else 0.005)
-    assert stopped == stops
+        watch = LoadWatch(os.getpid(), "slow")
+        with child_that(COMPUTES), subprocess.Popen([sys.executable, code]) as loading:
+            looks = 0
+            while not (stopped := watch.has_stopped()) and looks < (20_000 if stops else 400):
+                looks += 1
+                signal.sigtimedwait([], 0.002 if stops else 0.005)
+            assert stopped == stops
+            assert (loading.poll() is not None) == stops, "tritonserver would wait for it"
+            loading.kill()
 
 
 # Ends the tritonserver that loads it.
