@@ -14,6 +14,11 @@ ClientError                 one sentence; exit code 1 of the command line
     └── GarbledError        it does so in words that are not KServe's, as something in front of it does
 """
 
+import re
+
+# What is not for printing, but for the ends of lines and tabulators.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 class ClientError(Exception):
     """Why there is no answer, in one sentence: what and where, expected, got, remedy.
@@ -31,7 +36,9 @@ class ClientError(Exception):
     def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
         self.what, self.expected, self.got, self.remedy = what, expected, got, remedy
         facts = ", ".join(f"{word} {fact}" for word, fact in (("expected", expected), ("got", got)) if fact)
-        super().__init__(what + (f": {facts}" if facts else "") + (f"; {remedy}" if remedy else "") + ".")
+        sentence = what + (f": {facts}" if facts else "") + (f"; {remedy}" if remedy else "") + "."
+        # What a server says may hold sequences that a terminal obeys.
+        super().__init__(_CONTROLS.sub(lambda found: repr(found[0])[1:-1], sentence))
 
 
 class UsageError(ClientError, ValueError):

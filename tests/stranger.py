@@ -21,8 +21,9 @@ DRIPS = (
 
 
 @contextlib.contextmanager
-def answering(answer: str) -> Iterator[str]:
-    """Answer 200 and these words; yield the address."""
+def answering(*answers: str) -> Iterator[str]:
+    """Answer 200 and these words, one after another and the last of them again and again; yield the address."""
+    left = list(answers)
 
     class Stranger(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -30,6 +31,7 @@ def answering(answer: str) -> Iterator[str]:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            answer = left.pop(0) if len(left) > 1 else left[0]
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer)))

@@ -13,6 +13,9 @@ from .exchange import fetch
 _POLL_S = 0.2
 _TIMEOUT_S = 5.0
 
+# After which another version that is told as the active one is no moment's matter.
+_SETTLING_S = 2.0
+
 # Of every model.
 _TOLD = {"active": int, "served": int, "state": str, "reason": str}
 
@@ -73,7 +76,7 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
         ServingError: It cannot serve it, does not follow the repository, or cannot be asked.
     """
     asked = _add_scheme(url)
-    noticed_by, told = time.monotonic() + _NOTICE_S, ""
+    noticed_by, told, was_noticed = time.monotonic() + _NOTICE_S, "", False
     while True:
         content = _read_versions(asked, name, version)
         found = content["models"].get(name, {"active": 0, "served": 0, "state": "served", "reason": ""})
@@ -95,6 +98,14 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
                 got="--follow off",
                 remedy="start it anew",
             )
+        was_noticed = was_noticed or found["active"] == version
+        if was_noticed and found["active"] != version and _is_settled(asked, name, version):
+            raise ServingError(
+                f"version {version} of {name} is not waited for any more",
+                expected="it to stay the active one",
+                got=f"version {found['active']}" if found["active"] else "none that is active",
+                remedy="activate it again",
+            )
         if found["state"] == "rolling":
             # Where tritonserver is being started for long, its launcher takes notice after that.
             noticed_by = max(noticed_by, time.monotonic() + _NOTICE_S)
@@ -110,6 +121,13 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
             tell(f"{url}: {doing}")
             told = doing
         time.sleep(_POLL_S)
+
+
+def _is_settled(asked: str, name: str, version: int) -> bool:
+    """Tell whether a server goes on saying that another version is the active one: a restart may pass it by."""
+    time.sleep(_SETTLING_S)
+    found = _read_versions(asked, name, version)["models"].get(name)
+    return found is None or bool(found["active"] != version)
 
 
 def _describe(found: dict[str, Any]) -> str:

@@ -322,3 +322,8 @@ def test_a_file_run_is_refused_in_one_sentence(server: Addresses, tmp_path: Path
     done = run(INFER, "--url", server.http, "--file", "-", "--output", str(target))
     assert (done.code, done.out) == (1, "")
     assert done.err == "error: --output needs --file; a file can be taken up again, a stream cannot.\n"
+
+
+def test_what_a_server_says_is_no_order_to_a_terminal() -> None:
+    said = ClientError("a refused", got="'\x1b[31mred\x07'\nä")
+    assert str(said) == "a refused: got '\\x1b[31mred\\x07'\nä."

@@ -119,6 +119,21 @@ def test_a_port_that_answers_in_another_protocol_is_refused_in_a_sentence(models
         thread.join()
 
 
+def test_a_version_that_another_activation_overtakes_is_waited_for_no_longer(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_SETTLING_S", 0)
+    told = [{"active": active, "served": 1, "state": "rolling", "reason": ""} for active in (2, 1, 2, 1)]
+    answers = [json.dumps({"follows": True, "models": {"tickets": each}}) for each in told]
+    # For a moment it is told of as it was, and then for good.
+    with answering(*answers) as address, pytest.raises(ServingError) as caught:
+        wait_until_served(address, "tickets", 2, print)
+    assert str(caught.value) == (
+        "version 2 of tickets is not waited for any more: expected it to stay the active one, got version 1; activate "
+        "it again."
+    )
+
+
 WRONG_REASON = '{"models": {"tickets": {"active": 1, "served": 0, "state": "rolling", "reason": 5}}}'
 
 

@@ -85,6 +85,14 @@ def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
             loading.kill()
 
 
+# Waits for seconds where others wait for minutes.
+IMPATIENT = (
+    sys.executable,
+    "-c",
+    "import server.tritonserver.stillness as stillness\nstillness._STILL_LOAD_LOOKS = 4\n"
+    "from server.__main__ import main\nraise SystemExit(main())",
+)
+
 # Ends the tritonserver that loads it.
 DEADLY = """
 import os, signal, time
@@ -196,6 +204,29 @@ def test_a_neighbour_is_healed_while_a_version_of_another_is_loaded_for_long(
         assert "slow_model: answers" not in "".join(server.lines) and fuse.exists()
         fuse.unlink()
         wait_for(server, lambda models: read_ready(server) == (200, "ready\n"))
+
+
+def test_a_load_that_does_nothing_is_ended_and_tried_again_from_the_beginning(
+    published: Published, tmp_path: Path
+) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    shutil.copytree(published.repository, repository)
+    folder = repository / "slow"
+    for version, text in (("1", HARMLESS), ("2", WAITING.format(fuse=str(fuse)).replace("0.05", "1"))):
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.py").write_text(text)
+    config = DEADLY_CONFIG.replace("deadly", "slow") + "version_policy { specific { versions: 1 } }\n"
+    (folder / "config.pbtxt").write_text(config)
+    fuse.touch()
+    with running(repository, program=IMPATIENT) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        (folder / "config.pbtxt").write_text(config.replace("versions: 1", "versions: 2"))
+        for _ in range(2):
+            server.wait_for_line("ERROR: slow cannot be served", 60)
+        assert read_following(server)["slow"]["state"] == "failed", "also while it is tried again"
+        fuse.unlink()
+        wait_for(server, lambda models: "slow" not in models and read_ready(server) == (200, "ready\n"))
 
 
 def test_where_nothing_can_be_served_no_further_try_is_promised(published: Published, tmp_path: Path) -> None:
