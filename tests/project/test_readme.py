@@ -63,7 +63,7 @@ PRINTS = {
     "repository/index": '"state":"READY"',
     "versions diff": "model.onnx ",
     "--wait localhost": "served by localhost:",
-    "modelyard promote": "1 versions: every file is as it was published",
+    "modelyard promote": "1 version: every file is as it was published",
     "modelyard check": "sentence_embedding answers as verified within",
     "grep -v '^#'": "modelyard_tritonserver_restarts_total 0",
     "modelyard bench": "texts/s",
