@@ -2,8 +2,9 @@
 
 import contextlib
 import socket
-import threading
 from http.client import HTTPConnection, HTTPException
+
+from modelyard.exchange import limit
 
 from .errors import ForeignError
 from .options import Options
@@ -63,24 +64,11 @@ def _identify_port(url: str, timeout_s: float) -> str | None:
 
 
 def _get(url: str, path: str, timeout_s: float) -> tuple[int, str]:
-    connection = HTTPConnection(url, timeout=timeout_s)
-    connection.connect()
-    # The timeout of a socket is that of each look at it, and what answers may drip: what has come by then is all.
-    end = threading.Timer(timeout_s, _shut, (connection.sock,))
-    end.start()
-    try:
+    with contextlib.closing(HTTPConnection(url, timeout=timeout_s)) as connection:
+        limit(connection, timeout_s)
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read(_LOOK_BYTES).decode("utf-8", errors="replace")
-    finally:
-        end.cancel()
-        connection.close()
-
-
-def _shut(connection: socket.socket) -> None:
-    # It may be closed by now.
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _speaks_http2(url: str, timeout_s: float) -> bool:

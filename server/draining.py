@@ -15,10 +15,11 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from modelyard.exchange import fetch, limit
+
 from .endpoints import Endpoints
 from .healing.stubs import StubTable
 from .tritonserver.control_key import ControlKey
-from .tritonserver.exchange import fetch, limit
 from .tritonserver.process import EXIT_TIMEOUT_S, TritonServer
 
 # Between two steps of an ensemble a request is nowhere to be seen, for well under a millisecond.

@@ -5,6 +5,8 @@ import http.client
 import time
 from collections.abc import Callable
 
+from modelyard.exchange import fetch
+
 from .errors import ControlError, ShortageError, StrangerError
 from .healing.absence import Absences
 from .healing.healer import Healer
@@ -14,7 +16,6 @@ from .shortage import is_shortage
 from .status import Status
 from .tritonserver.control import Control
 from .tritonserver.environment_folders import remove_environment_folders
-from .tritonserver.exchange import fetch
 from .tritonserver.process import TritonServer
 from .tritonserver.processes import read_stat
 from .tritonserver.pulse import Pulse

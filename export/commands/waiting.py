@@ -7,8 +7,9 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
+from modelyard.exchange import fetch
+
 from ..errors import ServingError, SettingsError
-from .exchange import fetch
 
 _POLL_S = 0.2
 _TIMEOUT_S = 5.0

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..tritonserver.exchange import fetch
+from modelyard.exchange import fetch
+
 from .model_text import CONFIG_FILE
 
 _TIMEOUT_S = 5.0

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modelyard.exchange import fetch
+
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from ..tritonserver.control import pick_from
-from ..tritonserver.exchange import fetch
 from .agreement import find_disagreement, find_wait, is_being_loaded, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE

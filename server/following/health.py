@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from modelyard.exchange import fetch
+
 from ..errors import GoldenError
-from ..tritonserver.exchange import fetch
 from .recorded import DamagedGoldenError, measure_answer, read_golden
 from .sums import GOLDEN_FILE, hash_file, read_sums
 

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from modelyard.exchange import fetch
+
 from ..errors import ControlError, GoneError, StrangerError
 from .control_key import ControlKey
-from .exchange import fetch
 
 # A large model from a cold disk may take minutes; what does nothing meanwhile is given up sooner.
 _LOAD_TIMEOUT_S = 3600.0

@@ -11,8 +11,9 @@ import threading
 import time
 import urllib.parse
 
+from modelyard.exchange import limit
+
 from ..shortage import is_shortage
-from .exchange import limit
 
 # As it starts, it answers whoever asks before anybody knows that it does.
 _START_INTERVAL_S = 0.01

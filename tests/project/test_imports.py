@@ -15,7 +15,7 @@ LIBRARIES = {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "nncf", "openvino", "openvino_genai", "tensorrt", "zlib_ng", "platformdirs",
         "PIL", "soundfile", "soxr", "huggingface_hub", "fsspec", "aiohttp", "tomli",
-        "modelyard.parser",
+        "modelyard.exchange", "modelyard.parser",
     },
     "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "soundfile", "soxr", "triton_python_backend_utils"},
@@ -27,10 +27,13 @@ LIBRARIES = {
     },
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     # h2 speaks gRPC where the threads of grpcio would be forked.
-    "server": {"platformdirs", "h2", "modelyard.parser"},
+    "server": {"platformdirs", "h2", "modelyard.exchange", "modelyard.parser"},
     # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws and pyarrow reads Parquet,
     # where they are installed.
-    "client": {"modelyard.parser", "tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL", "pyarrow"},
+    "client": {
+        "modelyard.exchange", "modelyard.parser", "tritonclient", "aiohttp", "grpc", "numpy", "platformdirs", "PIL",
+        "pyarrow",
+    },
     # A caller as others are: it asks through the installed client, which type checkers know by its folder.
     "gateway": {
         "modelyard.client", "modelyard.parser", "client", "fastapi", "starlette", "uvicorn", "pydantic", "numpy",

@@ -7,14 +7,13 @@ import urllib.error
 import pytest
 from stranger import DRIPS, answering, dripping
 
+from modelyard.exchange import fetch, limit
 from server.draining import Retirement, may_be_at_work
 from server.endpoints import Endpoints
 from server.errors import ControlError
 from server.healing.stubs import StubTable
-from server.tritonserver import exchange
 from server.tritonserver.control import Control
 from server.tritonserver.control_key import ControlKey
-from server.tritonserver.exchange import fetch, limit
 from server.tritonserver.pulse import Answer, Probe
 
 KEY = ControlKey("0" * 64)
@@ -45,11 +44,10 @@ def test_an_answer_that_drips_is_waited_for_no_longer_than_asked(beginning: byte
         (b"HTTP/1.1 302 Found\r\nLocation: /other\r\n\r\n", bytes(1 << 20)),
     ],
 )
-def test_an_answer_without_end_is_not_read_on(beginning: bytes, drop: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_MAX_BYTES", 1 << 22)
+def test_an_answer_without_end_is_not_read_on(beginning: bytes, drop: bytes) -> None:
     with (
         dripping(beginning, drop) as address,
-        pytest.raises(http.client.HTTPException, match="^an answer of more than 4194304 bytes$"),
+        pytest.raises(http.client.HTTPException, match="^an answer of more than 268435456 bytes$"),
     ):
         fetch(f"http://{address}/", 30)
 
