@@ -4,6 +4,7 @@ import http.client
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,42 @@ _TIMEOUT_S = 5.0
 # A launcher looks twice a second, and what it sees of a network file system may be a minute old.
 _NOTICE_S = 90.0
 
+NOT_FOLLOWED = "the server does not follow it (--follow off), so start it anew"
+
 # Of every model.
 _TOLD = {"active": int, "served": int, "state": str, "reason": str}
 
 
-def read_following(status_url: str) -> Mapping[str, Any] | None:
-    """Return model → how far the launcher follows it, as its status port tells; None where no launcher answers."""
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a launcher says of itself, or nothing of what nobody could be asked.
+
+    Attributes:
+        models: Model → how far it is followed.
+        follows: Whether what becomes active in the repository is served.
+    """
+
+    models: Mapping[str, Any] = field(default_factory=dict)
+    follows: bool = True
+
+
+def read_following(status_url: str) -> Told | None:
+    """Return how far the launcher follows its models, as its status port tells; None where no launcher answers."""
     try:
-        models = json.loads(fetch(f"{status_url}/versions", _TIMEOUT_S))["models"]
+        content = json.loads(fetch(f"{status_url}/versions", _TIMEOUT_S))
+        models, follows = content["models"], content["follows"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
         return None
     # Another program may listen there.
-    return models if isinstance(models, dict) and all(map(_is_told, models.values())) else None
+    is_launcher = isinstance(models, dict) and all(map(_is_told, models.values())) and isinstance(follows, bool)
+    return Told(models=models, follows=follows) if is_launcher else None
 
 
 def _is_told(model: Any) -> bool:
     return isinstance(model, dict) and all(type(model.get(key)) is kind for key, kind in _TOLD.items())
 
 
-def is_being_loaded(repository: Path, name: str, following: Mapping[str, Any]) -> bool:
+def is_being_loaded(repository: Path, name: str, following: Told) -> bool:
     """Tell whether a model of which no version is served is being loaded, or has only just become one to load.
 
     Args:
@@ -42,8 +60,10 @@ def is_being_loaded(repository: Path, name: str, following: Mapping[str, Any]) -
         name: The public model.
         following: What `read_following` returned, of a launcher that could be asked.
     """
-    if name in following:
-        return bool(following[name].get("state") == "rolling")
+    if name in following.models:
+        return bool(following.models[name].get("state") == "rolling")
+    if not following.follows:
+        return False
     try:
         # Whatever time its configuration bears: this one is that of its coming.
         return time.time() - (repository / name).stat().st_ctime < _NOTICE_S
@@ -51,18 +71,18 @@ def is_being_loaded(repository: Path, name: str, following: Mapping[str, Any]) -
         return True
 
 
-def find_wait(name: str, following: Mapping[str, Any]) -> str:
+def find_wait(name: str, following: Told) -> str:
     """Return what a model that has changed waits for, in words that follow its name; empty where it does not.
 
     Args:
         name: The public model.
-        following: What `read_following` returned; empty where nobody could be asked.
+        following: What `read_following` returned; nothing where nobody could be asked.
     """
-    known = following.get(name, {})
+    known = following.models.get(name, {})
     return str(known.get("reason", "")).rstrip(".") if known.get("state") == "rolling" else ""
 
 
-def find_disagreement(repository: Path, name: str, active: int, served: int, following: Mapping[str, Any]) -> str:
+def find_disagreement(repository: Path, name: str, active: int, served: int, following: Told) -> str:
     """Return why a server serves something else than what is active; nothing where it is just being rolled out.
 
     Args:
@@ -70,15 +90,17 @@ def find_disagreement(repository: Path, name: str, active: int, served: int, fol
         name: The public model.
         active: Its active version; 0 where the repository does not name one.
         served: The version that answers.
-        following: What `read_following` returned; empty where nobody could be asked.
+        following: What `read_following` returned; nothing where nobody could be asked.
     """
-    known = following.get(name, {})
+    known = following.models.get(name, {})
     if active in (served, 0):
         # What the repository says of the same version may not be what is served of it.
         return str(known.get("reason", "")).rstrip(".") if known.get("state") == "failed" else ""
     if known.get("state") == "rolling":
         return ""
     what = f"version {served} is served, and version {active} is active in the repository"
+    if not following.follows:
+        return f"{what}; {NOT_FOLLOWED}"
     if known.get("state") == "failed":
         return f"{what}: {str(known.get('reason', '')).rstrip('.')}"
     age_s = _find_age_s(repository, name)

@@ -5,17 +5,15 @@ import math
 import os
 import urllib.error
 import urllib.parse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from modelyard.exchange import fetch
 
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from ..tritonserver.control import pick_from
-from .agreement import find_disagreement, find_wait, is_being_loaded, read_following
+from .agreement import NOT_FOLLOWED, Told, find_disagreement, find_wait, is_being_loaded, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
 from .published import Published, read_repository
@@ -82,11 +80,13 @@ def check_ensembles(
     # One of which no version is active has no configuration.
     names = sorted(folder.name for folder in published if os.path.lexists(folder / CONFIG_FILE))
     told = read_following(status_url) if status_url else None
-    following, doubt = told or {}, _describe_doubt(status_url) if told is None else ""
-    reasons = {name: str(each.get("reason", "")) for name, each in following.items() if each.get("state") == "failed"}
+    following, doubt = told or Told(), _describe_doubt(status_url) if told is None else ""
+    reasons = {
+        name: str(each.get("reason", "")) for name, each in following.models.items() if each.get("state") == "failed"
+    }
     # Of one without a configuration or a version, which may be there again, the server knows that it was to be served;
     # what this project did not write has no version.
-    lost = {folder.name for folder in published} | {name for name in reasons if following[name].get("served")}
+    lost = {folder.name for folder in published} | {name for name in reasons if following.models[name].get("served")}
     faults = {name: reasons[name] for name in reasons.keys() & (lost - {*names})}
     faults |= {name: each.damage for name, each in wanted.items() if each.damage}
     checked, failures, remedy = dict[str, Checked](), [], "see the server's log"
@@ -107,7 +107,7 @@ def check_ensembles(
             except _DamageError as damage:
                 failures.append(f"{name}: {damage}")
         except _AbsentError as exc:
-            reason = reasons.get(name, "").rstrip(".") or str(exc)
+            reason = reasons.get(name, "").rstrip(".") or (str(exc) if following.follows else NOT_FOLLOWED)
             waits = find_wait(name, following)
             if told is not None and is_being_loaded(repository, name, told):
                 reason = _describe_loading(waits) if any_version else ""
@@ -119,7 +119,7 @@ def check_ensembles(
             # Of one that it could not load, the server knows more than that it is not there.
             failures.append(f"{name}: {reasons.get(name) or exc}")
         except ValueError as exc:
-            known, reason = following.get(name, {}), reasons.get(name, "").rstrip(".")
+            known, reason = following.models.get(name, {}), reasons.get(name, "").rstrip(".")
             # What it was asked for is not what it was loaded with, which the launcher knows.
             is_other = GOLDEN_FILE in reason and known.get("served") == active
             if any_version and is_other and (served := _find_served(url, name)):
@@ -206,7 +206,7 @@ def _describe_doubt(status_url: str | None) -> str:
 
 
 def _check(
-    url: str, repository: Path, name: str, active: int, following: Mapping[str, Any], doubt: str, *, any_version: bool
+    url: str, repository: Path, name: str, active: int, following: Told, doubt: str, *, any_version: bool
 ) -> Checked:
     """Ask one model for its verified answer.
 
@@ -228,9 +228,7 @@ def _check(
     return Checked(error=error, served=int(version), active=active, disagreement=reason, doubt=doubt, waits=waits)
 
 
-def _check_damaged(
-    url: str, repository: Path, name: str, active: int, following: Mapping[str, Any], damage: str
-) -> Checked:
+def _check_damaged(url: str, repository: Path, name: str, active: int, following: Told, damage: str) -> Checked:
     """Ask a model of which files are damaged: a server that has it in memory answers all the same.
 
     Raises:
@@ -238,7 +236,7 @@ def _check_damaged(
         StrangerError: Another program answers.
     """
     # That its backend processes are lost, the launcher knows: tritonserver calls it ready.
-    is_lost = following.get(name, {}).get("served") == 0
+    is_lost = following.models.get(name, {}).get("served") == 0
     served = 0 if is_lost else _find_served(url, name)
     if not served:
         if _is_absent(url, name):
@@ -248,13 +246,13 @@ def _check_damaged(
         error = check_answer(url, repository, name, str(served))
     except OSError as exc:
         # One of several backend processes may be lost, and the others answer as the launcher says.
-        if name not in following:
+        if name not in following.models:
             raise _DamageError(f"{damage}; asked all the same: {exc}") from exc
         error = None
     except ValueError:
         # It may be what it is asked for that is damaged, which says nothing of the server.
         error = None
-    if error is None and name not in following:
+    if error is None and name not in following.models:
         damage = f"{damage}, and without its status port (--status-port) nobody can tell whether it answers"
     return Checked(error=math.nan if error is None else error, served=served, active=active, disagreement=damage)
 

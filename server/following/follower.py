@@ -10,13 +10,13 @@ from typing import Literal
 
 from ..errors import GoneError, RolloutError
 from .changes import Changes
+from .damage import compare, find_rest, refuse_damaged
 from .failures import FIRST_RETRY_S, Failure, Failures
 from .holding import Holdings
-from .model_text import CONFIG_FILE
-from .published import Loaded, Published, find_fault, find_partial, list_versions, read_repository, take_files
+from .published import Loaded, Published, find_fault, read_repository, take_files
 from .rollout import Roller
-from .sums import LOCK_FILE, SUMS_FILE, FileSums, Identity
-from .waiting import Glance, Waiting, is_other
+from .sums import FileSums, Identity
+from .waiting import Waiting, Waits
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -78,9 +78,9 @@ class Follower:
         self._changes = Changes(repository)
         self._served: dict[str, Loaded] = {}
         self._failures = Failures(repository)
-        self._glance = Glance(repository, variant)
+        self._waits = Waits(repository, variant)
         # What has changed since the worker looked, and what it is busy with.
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: Mapping[str, Waiting] = {}
         self._busy: Published | None = None
         # What tritonserver loads now, and since when.
         self._loading: tuple[Published, float] | None = None
@@ -190,7 +190,7 @@ class Follower:
             self._settle(taken)
             self._marks[published.name] = self._sums.mark(taken.files)
         for published in (each for each in found if each.damage):
-            self._fail(published, _refuse_damaged(published, None), None)
+            self._fail(published, refuse_damaged(published, None), None)
 
     def look(self, *, follows: bool) -> None:
         """Begin to follow what has changed, if anything has; returns at once.
@@ -238,26 +238,16 @@ class Follower:
                 f"that ends: {', '.join(sorted(self._waiting))}"
             )
 
-    def _find_waiting(self) -> dict[str, Waiting]:
-        """Return what has changed in the repository and is not brought yet, and what it waits for."""
-        busy = self._busy
+    def _find_waiting(self) -> Mapping[str, Waiting]:
         known = {loaded.published.name: loaded.published for loaded in [*self._served.values()]}
         # What was tried last says more of a model than what is served as before.
         known |= {name: failure.wanted for name, failure in [*self._failures.items()]}
-        if busy:
-            known[busy.name] = busy
         try:
-            found = self._glance.take(self._look())
+            found = self._waits.find(self._look(), known, self._busy)
         # What cannot be read now says nothing, and whoever reads it next says why.
         except (OSError, ValueError):
             return self._waiting
-        if self._changes.find_place() != self._place:
-            return {}
-        active = {name: published.version for name, published in found.items() if is_other(published, known.get(name))}
-        gone = known.keys() - found.keys()
-        active |= {name: 0 for name in gone if not _find_rest(self._repository / name, known[name].version)}
-        reason = f"waits until {busy.title} is loaded" if busy else "waits until the repository has been read"
-        return {name: Waiting(active=version, reason=reason) for name, version in active.items()}
+        return found if self._changes.find_place() == self._place else {}
 
     def wait(self) -> None:
         """Wait for what is under way, until its orders have failed at the latest."""
@@ -303,7 +293,7 @@ class Follower:
             if name in wanted or self._ended:
                 continue
             # What is removed goes as a whole.
-            if damage := _find_rest(self._repository / name, self._served[name].published.version):
+            if damage := find_rest(self._repository / name, self._served[name].published.version):
                 wanted[name] = Published(name=name, version=0, configs={}, damage=damage)
             else:
                 self._remove(name)
@@ -356,7 +346,11 @@ class Follower:
         failure = self._failures.get(wanted.name)
         # What could not be loaded once more is held against what it was before.
         known, held = loaded or (failure.known if failure else None), None
-        if known and known.published.version == wanted.version and (held := self._compare(known, wanted)):
+        if (
+            known
+            and known.published.version == wanted.version
+            and (held := compare(self._repository, self._sums, known, wanted, asks=wanted.name in self._served))
+        ):
             wanted = held.published
         if old and held and not wanted.damage and old.configs == wanted.configs:
             self._settle(held)
@@ -373,7 +367,7 @@ class Follower:
             loaded = old = None
         served = old.version if old else 0
         if wanted.damage:
-            self._fail(wanted, _refuse_damaged(wanted, old), held)
+            self._fail(wanted, refuse_damaged(wanted, old), held)
             return True
         # One that is tried again has failed until it is served, which a check that comes meanwhile is to know.
         if failure is None or failure.wanted != wanted:
@@ -407,33 +401,6 @@ class Follower:
         self._say(f"{wanted.name}: {what}{before}, {time.monotonic() - start:.1f} s")
         return True
 
-    def _compare(self, known: Loaded, wanted: Published) -> Loaded | None:
-        """Return the version that was loaded as it is wanted now, with why it cannot be had if that is so.
-
-        Its configuration may be another. Its files may only be as a whole, as another publication of the same number,
-        for which None is returned: that one was not loaded.
-        """
-        changed = damage = self._sums.find_changed(known.files, since="loaded")
-        is_lost = not known.published.sums.keys() <= wanted.sums.keys()
-        # The sums say which publication it is. A file may be another at one look and the right one again at the next.
-        is_other = is_lost or any(known.files.get(path, digest) != digest for path, digest in wanted.sums.items())
-        if changed and wanted.sums:
-            damage = find_partial(self._repository, wanted, self._sums)
-        if wanted.damage:
-            # What has become of the sums says less than that what is loaded is another.
-            damage = (changed if SUMS_FILE in wanted.damage else "") or wanted.damage
-        elif is_other and changed and not damage:
-            return None
-        elif is_other and not changed:
-            sums = self._repository / wanted.name / str(wanted.version) / SUMS_FILE
-            damage = f"{sums} is {'not the one that it was loaded with' if sums.exists() else 'missing'}"
-        elif not damage and wanted.name in self._served and known.published.configs == wanted.configs:
-            # Who starts on other answers, or checks a server, says more of them than that.
-            damage = self._sums.find_changed(known.asked, since="loaded")
-        if damage:
-            wanted = replace(wanted, configs={}, damage=damage)
-        return replace(known, published=wanted)
-
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):
             self._say(f"warning: {published.title} cannot be locked: {reason}; `prune` does not see that it is served")
@@ -445,7 +412,7 @@ class Follower:
         self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
 
     def _tell(self, name: str, following: Following) -> None:
-        self._waiting.pop(name, None)
+        self._waiting = {waits: each for waits, each in self._waiting.items() if waits != name}
         self._report(name, following)
 
     def _fail(self, wanted: Published, error: RolloutError, known: Loaded | None) -> None:
@@ -461,31 +428,3 @@ class Follower:
         loaded = self._served.get(wanted.name)
         served = loaded.published.version if loaded else 0
         self._tell(wanted.name, Following(active=wanted.version, served=served, state="failed", reason=failure.reason))
-
-
-def _find_rest(folder: Path, version: int) -> str:
-    """Return what is missing of a served model of which something is left; empty where nothing is."""
-    if folder.is_symlink() and not folder.exists():
-        return f"{folder} is a link that leads nowhere"
-    if list_versions(folder):
-        return f"{folder / CONFIG_FILE} is missing"
-    if not (folder / CONFIG_FILE).exists():
-        return ""
-    return f"{folder / str(version)} is missing" if version else f"{folder} holds no version"
-
-
-def _refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
-    """Return why a model is not served as the repository has it, and what becomes of the one that is served."""
-    consequence = f"{old.title} is served as before" if old else "it is not served"
-    remedy = "mend that, or move the file away and activate a version"
-    if wanted.damage.endswith("is missing") or LOCK_FILE in wanted.damage:
-        remedy = "bring it back, or activate another version"
-    if SUMS_FILE in wanted.damage:
-        # Without them nothing would say what the files were.
-        remedy = "restore it, or promote or export that version again"
-    return RolloutError(
-        f"{wanted.title} cannot be served",
-        expected="whole files",
-        got=wanted.damage,
-        remedy=f"{consequence}; {remedy}",
-    )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .damage import find_rest
 from .published import Published, read_repository
 
 
@@ -20,8 +21,8 @@ class Waiting:
     reason: str
 
 
-class Glance:
-    """Tells what a repository says now, as far as that takes no longer than a moment.
+class Waits:
+    """Tells what has changed in a repository, as far as that takes no longer than a moment.
 
     Args:
         repository: The model repository.
@@ -34,18 +35,28 @@ class Glance:
         self._seen: object = None
         self._found: Mapping[str, Published] = {}
 
-    def take(self, seen: object) -> Mapping[str, Published]:
-        """Return what should be served, whatever the bytes of its files; read only if what is seen is another.
+    def find(self, seen: object, known: Mapping[str, Published], busy: Published | None) -> Mapping[str, Waiting]:
+        """Return what should be served otherwise than it is, whatever the bytes of its files.
+
+        Args:
+            seen: What the repository looks like; it is read only if that is another than before.
+            known: Name → what was loaded, or tried last.
+            busy: What is being loaded now.
 
         Raises:
             OSError: The repository cannot be looked at.
         """
+        known = {**known, busy.name: busy} if busy else known
         if seen is None or seen != self._seen:
             self._found, self._seen = read_repository(self._repository, None, self._variant), seen
-        return self._found
+        active = {name: each.version for name, each in self._found.items() if _is_other(each, known.get(name))}
+        gone = known.keys() - self._found.keys()
+        active |= {name: 0 for name in gone if not find_rest(self._repository / name, known[name].version)}
+        reason = f"waits until {busy.title} is loaded" if busy else "waits until the repository has been read"
+        return {name: Waiting(active=version, reason=reason) for name, version in active.items()}
 
 
-def is_other(found: Published, known: Published | None) -> bool:
+def _is_other(found: Published, known: Published | None) -> bool:
     """Tell whether a model should be served otherwise than it was when it was loaded or tried."""
     if not known or found.version != known.version:
         return True

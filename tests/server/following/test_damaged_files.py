@@ -115,7 +115,8 @@ def test_what_a_launcher_says_of_its_models_is_taken_as_it_is() -> None:
     told = {"tiny": {"active": 2, "served": 1, "state": "rolling", "reason": ""}}
     for models in ({}, told):
         with answering(json.dumps({"follows": True, "models": models})) as address:
-            assert agreement.read_following(f"http://{address}") == models
+            found = agreement.read_following(f"http://{address}")
+            assert found and (found.models, found.follows) == (models, True)
 
 
 @pytest.mark.parametrize(("beginning", "drop"), DRIPS)

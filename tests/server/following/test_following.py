@@ -360,3 +360,7 @@ def test_a_server_that_does_not_follow_stays_with_what_it_started_with(repositor
         activate(copy, 2)
         time.sleep(2)
         assert read_following(server)[NAME] == {"active": 1, "served": 1, "state": "served", "reason": ""}
+        done = server.check()
+        assert done.code == 1
+        assert "version 2 is active in the repository; the server does not follow it (--follow off), so" in done.err
+        assert server.check("--any-version").code == 0

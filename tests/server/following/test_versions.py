@@ -12,7 +12,7 @@ from launcher import find_ports, running
 
 from export.commands.waiting import wait_until_served
 from export.errors import ServingError
-from server.following.agreement import is_being_loaded
+from server.following.agreement import Told, find_disagreement, is_being_loaded
 from server.following.overlay import Overlay
 
 
@@ -99,7 +99,7 @@ def test_a_wait_that_is_interrupted_does_not_say_that_nothing_was_done(two_versi
 def test_a_model_that_has_just_come_is_to_be_loaded_whatever_its_times(two_versions: Path, tmp_path: Path) -> None:
     models = Path(shutil.copytree(two_versions, tmp_path / "models"))
     os.utime(models / "tickets" / "config.pbtxt", (0, 0))
-    assert is_being_loaded(models, "tickets", {})
+    assert is_being_loaded(models, "tickets", Told())
 
 
 def test_a_version_that_is_served_is_not_pruned_and_check_tells_that_it_stays_behind(
@@ -117,11 +117,17 @@ def test_a_version_that_is_served_is_not_pruned_and_check_tells_that_it_stays_be
             done.out
             == "tickets: removed nothing; kept versions 1, 2, version 1 only because a server still serves it\n"
         )
-        assert "version 1 is served, version 2 is active, which is being rolled out" in server.check().err
-        config = models / "tickets" / "config.pbtxt"
-        os.utime(config, (time.time(), config.stat().st_mtime - 3600))
-        failed = server.check()
-        assert (
-            failed.code == 1 and "version 1 is served, and version 2 is active in the repository for 36" in failed.err
-        )
+        checked = server.check()
+        assert checked.code == 1 and "version 1 is served, and version 2 is active in the repository; " in checked.err
     assert "removed version 1" in call("prune", "--keep", 0, *here).out
+
+
+def test_what_nobody_tells_is_a_rollout_for_as_long_as_one_takes_to_be_noticed(
+    two_versions: Path, tmp_path: Path
+) -> None:
+    models = Path(shutil.copytree(two_versions, tmp_path / "models"))
+    config = models / "tickets" / "config.pbtxt"
+    config.touch()
+    assert find_disagreement(models, "tickets", 2, 1, Told()) == ""
+    os.utime(config, (time.time(), config.stat().st_mtime - 3600))
+    assert "version 2 is active in the repository for 36" in find_disagreement(models, "tickets", 2, 1, Told())
