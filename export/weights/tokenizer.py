@@ -21,8 +21,8 @@ from ..checkpoints.storage.paths import (
     check_inside,
     read_json_beside,
     read_json_if_any,
-    refuse_byte_order_marks,
     refuse_irregular,
+    refuse_spoiled_texts,
 )
 from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
@@ -37,7 +37,15 @@ _MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl",
 # What says more of a tokenizer than its vocabulary.
 _DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
 # What may belong to it and is no tokenizer alone.
-_MORE_FILES = ("special_tokens_map.json", "added_tokens.json", "merges.txt", "gpt2-merges.txt")
+_MORE_FILES = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "gpt2-merges.txt",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
+)
 # The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
 _SENTENCEPIECE = "sentencepiece==0.2.1"
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
@@ -71,7 +79,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             got="none of them",
             remedy=_PASS_BASE,
         )
-    refuse_byte_order_marks(directory, (*TOKENIZER_FILES, *_MORE_FILES))
+    refuse_spoiled_texts(directory, (*TOKENIZER_FILES, *_MORE_FILES))
     try:
         # Our own output goes to the server's workers; a fork after tokenising would only print a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..checkpoints import StateDict, TensorSpec
-from ..checkpoints.storage.paths import has_file, read_json_beside, refuse_byte_order_marks
+from ..checkpoints.storage.paths import has_file, read_json_beside, refuse_spoiled_texts
 from ..errors import CheckpointError, ModelError, list_some
 from .several_models import refuse_for_texts
 
@@ -68,7 +68,7 @@ def load_config(
         return derived
     if not is_there:
         raise _find_no_config(directory, weights or directory)
-    refuse_byte_order_marks(directory, [path.name])
+    refuse_spoiled_texts(directory, [path.name])
     _refuse_own_code(path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -148,7 +148,7 @@ def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, header: Any, 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_what_git_leaves_in_the_place_of_weights_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
-    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS: .* got 64 bytes of text; fetch them"):
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS: .* got 64 bytes of text; fetch it by"):
         open_checkpoint(tmp_path)
 
 

@@ -115,13 +115,17 @@ def refuse_lfs_pointer(path: Path) -> None:
         CheckpointError: It is that.
     """
     with open_regular(path) as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise CheckpointError(
-                f"{path} is a pointer of Git LFS",
-                expected="the weights that it points to",
-                got=f"{path.stat().st_size} bytes of text",
-                remedy="fetch them by `git lfs install` and `git lfs pull`",
-            )
+        _refuse_pointing(path, file.read(len(_LFS_POINTER)))
+
+
+def _refuse_pointing(path: Path, data: bytes) -> None:
+    if data.startswith(_LFS_POINTER):
+        raise CheckpointError(
+            f"{path} is a pointer of Git LFS",
+            expected="the file that it points to",
+            got=f"{path.stat().st_size} bytes of text",
+            remedy="fetch it by `git lfs install` and `git lfs pull`",
+        )
 
 
 def _describe_irregular(path: Path, mode: int) -> CheckpointError:
@@ -191,7 +195,8 @@ def read_small(path: Path, *, max_bytes: int) -> bytes:
     """Return all bytes of a regular file.
 
     Raises:
-        CheckpointError: It cannot be read, is not a regular file, or is longer than `max_bytes`.
+        CheckpointError: It cannot be read, is not a regular file, is longer than `max_bytes`, or is a pointer of Git
+            LFS.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -207,7 +212,9 @@ def read_small(path: Path, *, max_bytes: int) -> bytes:
                 left -= len(part)
         except OSError as exc:
             raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
-    return b"".join(parts)
+    data = b"".join(parts)
+    _refuse_pointing(path, data)
+    return data
 
 
 def parse_json(data: bytes, **options: Any) -> Any:
@@ -231,14 +238,15 @@ def find_json_remedy(data: bytes) -> str:
     return _SAVE_WITHOUT_MARK if data.startswith(_BYTE_ORDER_MARKS) else RECOPY
 
 
-def refuse_byte_order_marks(directory: Path, names: Iterable[str]) -> None:
-    """Refuse files of text that begin with a byte order mark, as far as they are there.
+def refuse_spoiled_texts(directory: Path, names: Iterable[str]) -> None:
+    """Refuse files that begin with a byte order mark or are pointers of Git LFS, as far as they are there.
 
     Raises:
-        CheckpointError: One does, or cannot be read.
+        CheckpointError: One does or is, or cannot be read.
     """
     for path in (directory / name for name in names):
         if path.is_file():
+            refuse_lfs_pointer(path)
             with open_regular(path) as file:
                 if file.read(_LONGEST_MARK).startswith(_BYTE_ORDER_MARKS):
                     raise CheckpointError(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ...checkpoints.storage.paths import has_file, parse_json, read_small, refuse_byte_order_marks
+from ...checkpoints.storage.paths import has_file, parse_json, read_small, refuse_spoiled_texts
 from ...errors import CheckpointError, ModelError, SettingsError, shorten
 from ..processor_file import PROCESSOR_FILE, tell_foreign
 from .recipe import (
@@ -285,7 +285,7 @@ def _read_processor(directory: Path) -> Preparation:
     from transformers import AutoImageProcessor
 
     path = directory / PROCESSOR_FILE
-    refuse_byte_order_marks(directory, [PROCESSOR_FILE])
+    refuse_spoiled_texts(directory, [PROCESSOR_FILE])
     try:
         # Pillow's, which is what the server resizes with.
         processor: Any = AutoImageProcessor.from_pretrained(directory, backend="pil", trust_remote_code=False)

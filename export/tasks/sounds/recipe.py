@@ -17,7 +17,7 @@ import soundfile
 import soxr
 from transformers import AutoFeatureExtractor
 
-from ...checkpoints.storage.paths import has_file, refuse_byte_order_marks
+from ...checkpoints.storage.paths import has_file, refuse_spoiled_texts
 from ...errors import ModelError
 from ..processor_file import PROCESSOR_FILE, tell_foreign
 
@@ -91,7 +91,7 @@ def find_sound_preparation(directory: Path, tensors_task: str, shortest: int) ->
             got="none",
             remedy=f"put it there, or {remedy}",
         )
-    refuse_byte_order_marks(directory, [PROCESSOR_FILE])
+    refuse_spoiled_texts(directory, [PROCESSOR_FILE])
     try:
         extractor: Any = AutoFeatureExtractor.from_pretrained(directory, trust_remote_code=False)
     # Whatever transformers makes of a file that it did not write.

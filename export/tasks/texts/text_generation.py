@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from ...artefacts import Artefacts
 from ...checkpoints import StateDict
-from ...checkpoints.storage.paths import has_file, read_json_beside, refuse_byte_order_marks
+from ...checkpoints.storage.paths import has_file, read_json_beside, refuse_spoiled_texts
 from ...errors import ModelError, VerificationError
 from ...signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from ...weights.torch_model import load_model
@@ -424,7 +424,7 @@ def _read_generation_config(directory: Path, config: PretrainedConfig) -> Genera
     path = directory / "generation_config.json"
     if not has_file(path):
         path = directory / "config.json"
-    refuse_byte_order_marks(directory, [path.name])
+    refuse_spoiled_texts(directory, [path.name])
     try:
         made: GenerationConfig = (
             GenerationConfig.from_model_config(config)

@@ -28,6 +28,7 @@ from export.weights.tokenizer import (
     read_max_length,
     warn_of_padding,
 )
+from export.weights.torch_model import load_config
 from export.weights.vocabulary_options import AddedToken, VocabularyOptions
 
 TABLE = "embeddings.word_embeddings.weight"
@@ -401,3 +402,12 @@ def test_a_byte_order_mark_in_a_file_of_the_tokenizer_is_refused_by_name(
     (tmp_path / name).write_text(plain, encoding="utf-8-sig")
     with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .* got a byte order mark in front; save it as"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "sentencepiece.bpe.model"])
+def test_what_git_leaves_in_the_place_of_a_file_beside_the_weights_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    load = load_config if name == "config.json" else load_tokenizer
+    with pytest.raises(CheckpointError, match=rf"{name} is a pointer of Git LFS: expected the file that it points to"):
+        load(tmp_path)
