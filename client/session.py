@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
+import aiohttp
 import numpy as np
 import numpy.typing as npt
 import tritonclient.grpc
@@ -28,16 +29,19 @@ from .ports import find_wrong_port
 T = TypeVar("T")
 Arrays = dict[str, npt.NDArray[Any]]
 
-# Between two attempts: a random time up to a bound that doubles, so that many clients do not come back at once.
 # What tritonserver calls models that take what a person would send: an ensemble's steps in as many models, or in one.
 _PLATFORMS = ("ensemble", "python_lean")
 
+# Between two attempts: a random time up to a bound that doubles, so that many clients do not come back at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 # A request that kills what computes it is handed to so many more processes, no faster than these are started anew.
 _MOST_CRASHES, _CRASH_PAUSE_S = 3, 1.0
 
 _CLOSE_TIMEOUT_S = 1.0
+
+# What gRPC calls a message's largest size.
+_MOST_BYTES = tritonclient.grpc.MAX_GRPC_MESSAGE_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +63,38 @@ class _Protocol:
     has_json: bool
 
 
+class _Answer(aiohttp.ClientResponse):
+    """An answer as large as gRPC lets one be: a program that floods would have all of the memory."""
+
+    async def read(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            ClientError: It is larger than that.
+        """
+        if self._body is None:
+            pieces, count = [], 0
+            async for piece in self.content.iter_any():
+                pieces.append(piece)
+                count += len(piece)
+                if count > _MOST_BYTES:
+                    self.close()
+                    raise aiohttp.ClientError(f"an answer of more than {_MOST_BYTES} bytes")
+            self._body = b"".join(pieces)
+        return await super().read()
+
+
 def _open_http(options: Options) -> Any:
-    return tritonclient.http.aio.InferenceServerClient(
+    client = tritonclient.http.aio.InferenceServerClient(
         options.address,
         conn_limit=options.in_flight,
         conn_timeout=options.timeout_s,
         ssl=options.is_encrypted,
         ssl_context=make_trust(options),
     )
+    # tritonclient passes nothing on to aiohttp's session.
+    client._stub._response_class = _Answer
+    return client
 
 
 def make_trust(options: Options) -> ssl.SSLContext | bool:

@@ -48,7 +48,9 @@ def answering(*answers: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def dripping(beginning: bytes, drop: bytes, for_s: float = 20, last: bytes = b"") -> Iterator[str]:
+def dripping(
+    beginning: bytes, drop: bytes, for_s: float = 20, last: bytes = b"", *, pause_s: float = 0.02
+) -> Iterator[str]:
     """Answer whoever connects with a beginning, and then with drop after drop; yield the address.
 
     It says its last and hangs up after far longer than anybody should wait: a test of one who waits for it ends.
@@ -61,11 +63,12 @@ def dripping(beginning: bytes, drop: bytes, for_s: float = 20, last: bytes = b""
             with contextlib.suppress(OSError):
                 self.request.recv(1 << 16)
                 self.request.sendall(beginning)
-                while time.monotonic() < end and not ended.wait(0.02):
+                while time.monotonic() < end and not ended.wait(pause_s):
                     self.request.sendall(drop)
                 self.request.sendall(last)
 
     with ThreadingTCPServer(("127.0.0.1", 0), Drips) as listener:
+        listener.daemon_threads = True
         threading.Thread(target=listener.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{listener.server_address[1]}"
         ended.set()

@@ -27,10 +27,12 @@ from client import (
     ClientError,
     DeadlineError,
     ForeignError,
+    GarbledError,
     ModelError,
     RefusedError,
     UnreachableError,
     UsageError,
+    session,
 )
 from client.answers import find_texts_model
 from client.batch.files import answer_file
@@ -132,6 +134,17 @@ def test_a_program_that_drips_is_looked_at_no_longer_than_for_an_answer(
 ) -> None:
     with dripping(beginning, drop, 5, last) as address:
         assert find_wrong_port(Options(address, protocol="grpc", timeout_s=0.5)) is None
+
+
+def test_a_program_that_floods_is_read_no_further_than_the_largest_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_MOST_BYTES", 1 << 24)
+    for status, kind in (("200 OK", ForeignError), ("500 Internal", GarbledError)):
+        with (
+            dripping(f"HTTP/1.1 {status}\r\n\r\n".encode(), b" " * (1 << 20), pause_s=0) as address,
+            Client(address, model="tiny", timeout_s=30) as client,
+            pytest.raises(kind),
+        ):
+            client.embed(["x"])
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
