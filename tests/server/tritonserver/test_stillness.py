@@ -81,7 +81,9 @@ def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
                 looks += 1
                 signal.sigtimedwait([], 0.002 if stops else 0.005)
             assert stopped == stops
-            assert (loading.poll() is not None) == stops, "tritonserver would wait for it"
+            if stops:
+                assert loading.wait(10) == -signal.SIGKILL, "tritonserver would wait for it"
+            assert (loading.poll() is not None) == stops
             loading.kill()
 
 
@@ -113,7 +115,7 @@ import os, time
 class TritonPythonModel:
     def initialize(self, args):
         while os.path.exists("{fuse}"):
-            time.sleep(0.05)
+            time.sleep({pause_s})
 """
 DEADLY_CONFIG = """
 name: "deadly"
@@ -165,7 +167,7 @@ def test_a_model_whose_loading_others_cut_off_is_tried_until_it_is_loaded(publis
         staged = tmp_path / "slow"
         (staged / "1").mkdir(parents=True)
         fuse.touch()
-        (staged / "1" / "model.py").write_text(WAITING.format(fuse=str(fuse)))
+        (staged / "1" / "model.py").write_text(WAITING.format(fuse=str(fuse), pause_s=0.05))
         (staged / "config.pbtxt").write_text(DEADLY_CONFIG.replace("deadly", "slow"))
         staged.rename(repository / "slow")
         for _ in range(2):
@@ -180,23 +182,29 @@ def test_a_model_whose_loading_others_cut_off_is_tried_until_it_is_loaded(publis
         assert not any("Not tried again" in line for line in server.lines)
 
 
+def copy_with_slow(published: Published, repository: Path, fuse: Path, pause_s: float = 0.05) -> Path:
+    """Copy a repository, with a model whose version 2 is loaded once `fuse` is gone; return its configuration."""
+    shutil.copytree(published.repository, repository)
+    folder = repository / "slow"
+    for version, text in (("1", HARMLESS), ("2", WAITING.format(fuse=str(fuse), pause_s=pause_s))):
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.py").write_text(text)
+    config = folder / "config.pbtxt"
+    config.write_text(DEADLY_CONFIG.replace("deadly", "slow") + "version_policy { specific { versions: 1 } }\n")
+    fuse.touch()
+    return config
+
+
 def test_a_neighbour_is_healed_while_a_version_of_another_is_loaded_for_long(
     published: Published, tmp_path: Path
 ) -> None:
     repository, fuse = tmp_path / "models", tmp_path / "fuse"
-    shutil.copytree(published.repository, repository)
-    folder = repository / "slow"
-    for version, text in (("1", HARMLESS), ("2", WAITING.format(fuse=str(fuse)))):
-        (folder / version).mkdir(parents=True)
-        (folder / version / "model.py").write_text(text)
-    config = DEADLY_CONFIG.replace("deadly", "slow") + "version_policy { specific { versions: 1 } }\n"
-    (folder / "config.pbtxt").write_text(config)
-    fuse.touch()
+    config = copy_with_slow(published, repository, fuse)
     with running(repository) as server:
         server.read_until("serving HTTP")
         server.follow()
         processes = len(server.find_stubs("slow"))
-        (folder / "config.pbtxt").write_text(config.replace("versions: 1", "versions: 2"))
+        config.write_text(config.read_text().replace("versions: 1", "versions: 2"))
         while len(server.find_stubs("slow")) == processes:
             time.sleep(0.05)
         server.find_stubs("sentence_embedding_model")[0].kill()
@@ -210,18 +218,11 @@ def test_a_load_that_does_nothing_is_ended_and_tried_again_from_the_beginning(
     published: Published, tmp_path: Path
 ) -> None:
     repository, fuse = tmp_path / "models", tmp_path / "fuse"
-    shutil.copytree(published.repository, repository)
-    folder = repository / "slow"
-    for version, text in (("1", HARMLESS), ("2", WAITING.format(fuse=str(fuse)).replace("0.05", "1"))):
-        (folder / version).mkdir(parents=True)
-        (folder / version / "model.py").write_text(text)
-    config = DEADLY_CONFIG.replace("deadly", "slow") + "version_policy { specific { versions: 1 } }\n"
-    (folder / "config.pbtxt").write_text(config)
-    fuse.touch()
+    config = copy_with_slow(published, repository, fuse, pause_s=1)
     with running(repository, program=IMPATIENT) as server:
         server.read_until("serving HTTP")
         server.follow()
-        (folder / "config.pbtxt").write_text(config.replace("versions: 1", "versions: 2"))
+        config.write_text(config.read_text().replace("versions: 1", "versions: 2"))
         for _ in range(2):
             server.wait_for_line("ERROR: slow cannot be served", 60)
         assert read_following(server)["slow"]["state"] == "failed", "also while it is tried again"
