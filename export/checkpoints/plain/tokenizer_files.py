@@ -49,21 +49,27 @@ def find_renamed(directory: Path) -> dict[str, str]:
             got="none",
             remedy=f"copy it there as well, or take {halves[0]} away and pass the tokenizer's folder with --base",
         )
-    _check_merges(directory)
     return _MEGATRON_NAMES
 
 
-def _check_merges(directory: Path) -> None:
+def refuse_cut_merges(directory: Path) -> None:
     """Refuse merges that make too few of the vocabulary's tokens, as a file does that was cut: texts get other ids.
 
+    Looked at where no `tokenizer.json` says the same, under the names that transformers looks for and Megatron's.
+
     Raises:
-        CheckpointError: They do.
+        CheckpointError: They do, or the two files are not whole.
     """
-    vocabulary, merges = (directory / name for name in _MEGATRON_NAMES)
+    names = tuple(find_renamed(directory)) or tuple(_MEGATRON_NAMES.values())
+    vocabulary, merges = (directory / name for name in names)
+    if has_file(directory / TOKENIZER_FILES[0]) or not (has_file(vocabulary) and has_file(merges)):
+        return
     lines = read_small(merges, max_bytes=MAX_JSON_BYTES).decode("utf-8", "replace").split("\n")
-    made = {"".join(line.rstrip("\r").split(" ")) for line in lines if not line.startswith("#")}
+    # fastBPE's have how often they were seen behind them.
+    made = {"".join(map(_strip_marks, line.rstrip("\r").split(" ")[:2])) for line in lines}
+    tokens = map(_strip_marks, read_json_beside(vocabulary))
     # Of several bytes each; a special token is made by nothing.
-    wanted = [token for token in read_json_beside(vocabulary) if len(token) > 1 and not token.startswith("<|")]
+    wanted = [token for token in tokens if len(token) > 1 and not token.startswith(("<", "["))]
     lacking = sum(token not in made for token in wanted)
     if lacking > _UNMADE * len(wanted):
         raise CheckpointError(
@@ -72,3 +78,8 @@ def _check_merges(directory: Path) -> None:
             got=f"none for {lacking} of them",
             remedy="copy both files of the tokenizer that the checkpoint was trained with",
         )
+
+
+def _strip_marks(token: str) -> str:
+    """Return a token without what tells in some vocabularies that a word ends or goes on behind it."""
+    return token.removesuffix("</w>").removesuffix("@@")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.models import BPE, WordPiece
 from transformers import AutoTokenizer, BertConfig, GPT2Config, GPT2Model, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
@@ -246,6 +246,27 @@ def test_half_of_gpt2s_tokenizer_and_merges_of_another_are_refused(tmp_path: Pat
         with pytest.raises(CheckpointError, match="one half of GPT-2's tokenizer: expected gpt2-merges.txt beside"):
             read()
     assert not out.exists()
+
+
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt")])
+def test_merges_that_were_cut_are_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    GPT2Model(GPT2Config(vocab_size=300, n_embd=8, n_layer=1, n_head=1, n_positions=16)).save_pretrained(source)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(read_verification_texts(), vocab_size=300, special_tokens=["<|endoftext|>"])
+    tokenizer.save_model(str(source))
+    for usual, name in zip(("vocab.json", "merges.txt"), names, strict=True):
+        (source / usual).rename(source / name)
+    whole = (source / names[1]).read_text()
+    text = "The server answers."
+    assert load_tokenizer(source, GPT2Config())(text)["input_ids"] == tokenizer.encode(text).ids
+    for cut in (whole[: len(whole) // 2], whole[: whole.index("\n") + 1], ""):
+        (source / names[1]).write_text(cut)
+        for read in (lambda: consolidate(source, tmp_path / "out"), lambda: load_tokenizer(source, GPT2Config())):
+            with pytest.raises(
+                CheckpointError, match=f"{names[1]} does not belong to {names[0]}, or was cut: expected"
+            ):
+                read()
 
 
 def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:
