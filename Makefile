@@ -185,6 +185,9 @@ bench: setup $(UV) ## Measure ours beside other servers on real text; make bench
 bench-gpu: setup ## Measure published sentence embeddings in ONNX Runtime on a GPU: BENCH_OPTIONS="REPOSITORY NAME ..."
 	@$(BENCH)bench_gpu $(BENCH_OPTIONS)
 
+memory-gpu: setup ## Measure what ONNX Runtime holds of a GPU: BENCH_OPTIONS="REPOSITORY NAME ..."
+	@$(BENCH)measure_gpu_memory $(BENCH_OPTIONS)
+
 bench-tune: setup ## Measure how near `tune` comes to a full sweep of the same ways
 	@$(BENCH)bench_tune $(BENCH_OPTIONS)
 

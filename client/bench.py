@@ -22,17 +22,19 @@ from .command.parser import Parser
 from .errors import ClientError
 from .locations import name_command
 from .options import DEFAULT_URLS
-from .perf_analyzer import Measurement, find_perf_analyzer, measure_texts
+from .perf_analyzer import PROTOCOLS, Measurement, find_perf_analyzer, measure_texts
 
 _EXAMPLES = f"""
 examples:
   {name_command("bench")}
   {name_command("bench")} --url localhost:8000 --grpc-url localhost:8001 --concurrency 1 --concurrency 32 --json
+  {name_command("bench")} --protocol json --protocol grpc --concurrency 16
 
 exit codes: 0 measured, 1 no server, no perf_analyzer or a failed request, 2 wrong usage,
 {EXIT_UNANSWERED} measured, but the answer cannot be written
 """
 
+_PROTOCOLS = ("http", "grpc")
 _CONCURRENCIES = (1, 2, 4, 8, 16)
 _REQUESTS = 300
 _TEXTS = 400
@@ -77,8 +79,8 @@ def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
         f"{arguments.requests} requests a window, three windows a row"
     )
     measurements = []
-    urls = {"http": arguments.url, "grpc": arguments.grpc_url}
-    for protocol in arguments.protocol or urls:
+    urls = {"http": arguments.url, "json": arguments.url, "grpc": arguments.grpc_url}
+    for protocol in arguments.protocol or _PROTOCOLS:
         for concurrency in arguments.concurrency or _CONCURRENCIES:
             _say(f"  measuring {protocol}, {concurrency} in flight")
             measurements.append(
@@ -120,7 +122,10 @@ def _build_parser() -> argparse.ArgumentParser:
         "--concurrency", type=int, action="append", help="requests in flight; may be repeated (default: 1 to 16)"
     )
     parser.add_argument(
-        "--protocol", choices=("http", "grpc"), action="append", help="what to measure; may be repeated (default: both)"
+        "--protocol",
+        choices=PROTOCOLS,
+        action="append",
+        help="how to ask, over HTTP with binary tensors or with JSON's; may be repeated (default: http and grpc)",
     )
     parser.add_argument("--requests", type=int, default=_REQUESTS, help="requests a window (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

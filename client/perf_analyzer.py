@@ -30,6 +30,13 @@ LD_LIBRARY_PATH="$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" exec "$here/per
 
 _CACHE = CACHE / "perf_analyzer"
 
+# How what is measured is asked → as perf_analyzer calls it. Over HTTP it sends and takes binary tensors by itself.
+PROTOCOLS = {
+    "http": ("-i", "http"),
+    "json": ("-i", "http", "--input-tensor-format", "json", "--output-tensor-format", "json"),
+    "grpc": ("-i", "grpc"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PerfAnalyzer:
@@ -105,7 +112,7 @@ def measure_texts(
         data, report = Path(folder, "texts.json"), Path(folder, "report.csv")
         rows = [{name: [text] for name in model.inputs} for text in texts]
         data.write_text(json.dumps({"data": rows}), encoding="utf-8")
-        options = ["-m", model.name, "-u", url, "-i", protocol, "--input-data", str(data), "-f", str(report)]
+        options = ["-m", model.name, "-u", url, *PROTOCOLS[protocol], "--input-data", str(data), "-f", str(report)]
         options += ["--concurrency-range", str(concurrency)]
         options += ["--measurement-mode", "count_windows", "--measurement-request-count", str(request_count)]
         # Every window counts, however much they differ: on a busy machine one may be many times as slow as the next.

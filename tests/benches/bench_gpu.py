@@ -29,7 +29,7 @@ Rows = Sequence[np.ndarray]
 Ask = Callable[[onnxruntime.InferenceSession, Rows], np.ndarray]
 
 # As Triton's native backend sets them, but for TF32, which is on by default.
-_CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo"}
+CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo"}
 
 
 def make_texts(count: int) -> list[str]:
@@ -110,7 +110,7 @@ def main() -> None:
     sys.stdout.write("| | run | furthest off | least cosine | texts/s |\n|---|---|---|---|---|\n")
     for name in options.names:
         for tf32 in ("0",) if options.cpu else ("0", "1"):
-            providers = cpu if options.cpu else [("CUDAExecutionProvider", {**_CUDA, "use_tf32": tf32}), *cpu]
+            providers = cpu if options.cpu else [("CUDAExecutionProvider", {**CUDA, "use_tf32": tf32}), *cpu]
             session = load(options.repository, name, providers)
             if not options.cpu and session.get_providers()[0] != "CUDAExecutionProvider":
                 parser.exit(1, "error: ONNX Runtime has no GPU here; install onnxruntime-gpu, or pass --cpu.\n")

@@ -383,12 +383,12 @@ def test_a_perf_analyzer_that_is_not_the_known_one_is_not_run(tmp_path: Path, mo
     assert not list((tmp_path / "cache").iterdir())
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("protocol", ["http", "json", "grpc"])
 def test_perf_analyzer_measures_the_ensemble_with_text(server: Addresses, protocol: str) -> None:
     measured = measure_texts(
         find_perf_analyzer(),
         model=Connection(server.http, "http", 10.0).find_model(None),
-        url=getattr(server, protocol),
+        url=server.grpc if protocol == "grpc" else server.http,
         protocol=protocol,
         texts=["short", "a text of several words", "naïve café 日本"],
         concurrency=2,
