@@ -19,17 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+from benches.gpu_sessions import CUDA, Rows, ask_joined, ask_padded, find_version, load
 from tokenizers import Tokenizer
 
 from export.tasks.texts.text import read_verification_texts
 
 TOGETHER, WINDOWS = 32, 7
 
-Rows = Sequence[np.ndarray]
 Ask = Callable[[onnxruntime.InferenceSession, Rows], np.ndarray]
-
-# As Triton's native backend sets them, but for TF32, which is on by default.
-CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo"}
 
 
 def make_texts(count: int) -> list[str]:
@@ -38,40 +35,6 @@ def make_texts(count: int) -> list[str]:
     words = " ".join(read_verification_texts()).split()
     starts = [(draw.randint(3, 60), draw.randrange(len(words) - 60)) for _ in range(count)]
     return [" ".join(words[start : start + length]) for length, start in starts]
-
-
-def load(repository: Path, name: str, providers: Sequence[object]) -> onnxruntime.InferenceSession:
-    """Return the graph of the newest version of `name`."""
-    path = find_version(repository, f"{name}_model") / "model.onnx"
-    return onnxruntime.InferenceSession(path, providers=list(providers))
-
-
-def find_version(repository: Path, folder: str) -> Path:
-    """Return the newest version of a step."""
-    versions = [path for path in (repository / folder).iterdir() if path.name.isdigit()]
-    return max(versions, key=lambda path: int(path.name))
-
-
-def ask_padded(session: onnxruntime.InferenceSession, rows: Rows) -> np.ndarray:
-    """Return the vectors [rows, width] of texts that are padded to the longest."""
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    mask = np.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)], mask[index, : len(row)] = row, 1
-    return _run(session, {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)})
-
-
-def ask_joined(session: onnxruntime.InferenceSession, rows: Rows) -> np.ndarray:
-    """Return the vectors [rows, width] of texts whose tokens follow each other, as Triton joins them."""
-    ids = np.concatenate(rows)
-    shapes = np.array([[len(row)] for row in rows], np.int32)
-    feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-    return _run(session, {**feed, "row_shapes": shapes})
-
-
-def _run(session: onnxruntime.InferenceSession, feed: dict[str, np.ndarray]) -> np.ndarray:
-    wanted = {item.name for item in session.get_inputs()}
-    return session.run(["sentence_embedding"], {name: feed[name] for name in wanted})[0]
 
 
 PADDED: Sequence[tuple[str, Ask, int]] = (("padded", ask_padded, TOGETHER), ("alone", ask_padded, 1))

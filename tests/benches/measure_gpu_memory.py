@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from benches.bench_gpu import CUDA, ask_joined, ask_padded, find_version, load
+from benches.gpu_sessions import CUDA, ask_joined, ask_padded, find_version, load
 
 _QUERY = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
 
