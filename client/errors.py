@@ -14,10 +14,7 @@ ClientError                 one sentence; exit code 1 of the command line
     └── GarbledError        it does so in words that are not KServe's, as something in front of it does
 """
 
-import re
-
-# What is not for printing, but for the ends of lines and tabulators.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from .printable import make_printable
 
 
 class ClientError(Exception):
@@ -38,7 +35,7 @@ class ClientError(Exception):
         facts = ", ".join(f"{word} {fact}" for word, fact in (("expected", expected), ("got", got)) if fact)
         sentence = what + (f": {facts}" if facts else "") + (f"; {remedy}" if remedy else "") + "."
         # What a server says may hold sequences that a terminal obeys.
-        super().__init__(_CONTROLS.sub(lambda found: repr(found[0])[1:-1], sentence))
+        super().__init__(make_printable(sentence))
 
 
 class UsageError(ClientError, ValueError):

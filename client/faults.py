@@ -40,6 +40,10 @@ _CONTENT = ("400", "StatusCode.INVALID_ARGUMENT")
 _NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED")
 
 
+class FloodError(aiohttp.ClientError):
+    """An answer that is larger than anybody would send."""
+
+
 def explain(exc: Exception, options: Options) -> ClientError:
     """Return one of `FAILURES` as an error of ours."""
     if isinstance(exc, InferenceServerException):
@@ -51,6 +55,8 @@ def explain(exc: Exception, options: Options) -> ClientError:
         return _explain_distrust(getattr(reason, "verify_message", str(reason)), options)
     if isinstance(exc, (OSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)):
         return _explain_unreachable(_read_reason(exc), options)
+    if isinstance(exc, FloodError):
+        return _explain_unreachable(str(exc), options, kind=ForeignError)
     # The peer speaks no HTTP, or what it says is no JSON.
     return _explain_foreign(options)
 
@@ -88,7 +94,9 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     is_garbled = "while decoding the response" in message
     # What stands in front of a server answers in its own words, and so does another port than the one meant.
     if is_garbled:
-        message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", str(exc.debug_details())).split())[:200]
+        # Without a body, why it could not be read.
+        reason = exc.debug_details() or re.sub("^.*?decoding the response: | response: None$", "", message)
+        message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", reason).split())[:200]
     message = message.rstrip(".")
     if status in _NO_ACCESS:
         return AccessError(

@@ -21,7 +21,7 @@ import tritonclient.http.aio
 from tritonclient.utils import np_to_triton_dtype
 
 from .errors import ClientError, CrashError, GarbledError, ModelError, UnreachableError, UsageError
-from .faults import FAILURES, explain, reading
+from .faults import FAILURES, FloodError, explain, reading
 from .model import Model, read_model
 from .options import Options
 from .ports import find_wrong_port
@@ -40,8 +40,8 @@ _MOST_CRASHES, _CRASH_PAUSE_S = 3, 1.0
 
 _CLOSE_TIMEOUT_S = 1.0
 
-# What gRPC calls a message's largest size.
-_MOST_BYTES = tritonclient.grpc.MAX_GRPC_MESSAGE_SIZE
+# Of an answer over HTTP, half of what gRPC takes: it is held twice for a moment.
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,24 +64,31 @@ class _Protocol:
 
 
 class _Answer(aiohttp.ClientResponse):
-    """An answer as large as gRPC lets one be: a program that floods would have all of the memory."""
+    """An answer within a bound: a program that floods would have all of the memory."""
 
     async def read(self) -> bytes:
         """Return the body.
 
         Raises:
-            ClientError: It is larger than that.
+            FloodError: It is larger than that.
         """
         if self._body is None:
-            pieces, count = [], 0
-            async for piece in self.content.iter_any():
-                pieces.append(piece)
-                count += len(piece)
-                if count > _MOST_BYTES:
-                    self.close()
-                    raise aiohttp.ClientError(f"an answer of more than {_MOST_BYTES} bytes")
-            self._body = b"".join(pieces)
+            try:
+                self._body = await self._collect()
+            except BaseException:
+                # Else aiohttp tells of a connection that was not closed.
+                self.close()
+                raise
         return await super().read()
+
+    async def _collect(self) -> bytes:
+        pieces, count = [], 0
+        async for piece in self.content.iter_any():
+            pieces.append(piece)
+            count += len(piece)
+            if count > _MOST_BYTES:
+                raise FloodError(f"an answer of more than {_MOST_BYTES >> 20} MB")
+        return b"".join(pieces)
 
 
 def _open_http(options: Options) -> Any:

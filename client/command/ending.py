@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+from ..printable import make_printable
+
 # What was asked for was done, and its answer could not be written.
 EXIT_UNANSWERED = 5
 
@@ -31,7 +33,7 @@ def answer(text: str, *, end: str = "\n", flush: bool = False, done: str = "") -
     """Print what was asked for.
 
     Args:
-        text: What is printed.
+        text: What is printed; on a terminal, without what it would obey: a server says what it likes.
         end: What follows it.
         flush: Whether it is to be seen at once.
         done: What there is besides, to be told where the text cannot be.
@@ -41,7 +43,8 @@ def answer(text: str, *, end: str = "\n", flush: bool = False, done: str = "") -
         BrokenPipeError: Its reader has left.
     """
     what = f"{done}, but the answer cannot be written" if done else "the answer cannot be written"
-    _write(lambda: print(text, end=end, flush=flush or bool(done)), what)  # noqa: T201
+    shown = make_printable(text) if sys.stdout.isatty() else text
+    _write(lambda: print(shown, end=end, flush=flush or bool(done)), what)  # noqa: T201
 
 
 def _write(write: Callable[[], None], what: str = "the answer cannot be written") -> None:

@@ -142,9 +142,17 @@ def test_a_program_that_floods_is_read_no_further_than_the_largest_message(monke
         with (
             dripping(f"HTTP/1.1 {status}\r\n\r\n".encode(), b" " * (1 << 20), pause_s=0) as address,
             Client(address, model="tiny", timeout_s=30) as client,
-            pytest.raises(kind),
+            pytest.raises(kind, match="an answer of more than 16 MB"),
         ):
             client.embed(["x"])
+
+
+def test_an_answer_that_breaks_off_is_told_in_a_sentence_alone() -> None:
+    beginning = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"
+    with dripping(beginning, b" ", 0.1) as address:
+        done = run(INFER, "--url", address, "--model", "tiny", "--text", "x", "--timeout", "5")
+    assert done.code == 1
+    assert re.fullmatch(r"error: no server can be reached at .*\n", done.err), done.err
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -339,4 +347,4 @@ def test_a_file_run_is_refused_in_one_sentence(server: Addresses, tmp_path: Path
 
 def test_what_a_server_says_is_no_order_to_a_terminal() -> None:
     said = ClientError("a refused", got="'\x1b[31mred\x07'\nä")
-    assert str(said) == "a refused: got '\\x1b[31mred\\x07'\nä."
+    assert str(said) == "a refused: got '\\u001b[31mred\\u0007'\nä."
