@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
-from .checkpoints.plain.documents import refuse_irregular_documents
+from .checkpoints.plain.documents import refuse_false_documents
 from .checkpoints.plain.tokenizer_files import has_tokenizer
 from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
@@ -175,7 +175,7 @@ def _read_task_source(
     request: ExportRequest, checkpoint: StoredCheckpoint, directory: Path
 ) -> tuple[str, TaskSource, VocabularyRows | None]:
     """Return the name of the task, what it is built from, and how the vocabulary was brought together."""
-    refuse_irregular_documents(directory)
+    refuse_false_documents(directory)
     config = load_config(directory, checkpoint.config, weights=checkpoint.directory)
     check_architecture(directory, config.to_dict())
     warnings = settle_quantization(config, checkpoint.specs(), directory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +134,7 @@ def consolidate(
         warnings=(
             *(_warn_of_sizes(directory, match.sizes) if fitted is None else fitted.warnings),
             *_warn_of_model(directory, match),
+            *_warn_of_no_config(files),
         ),
     )
 
@@ -159,6 +160,14 @@ def _warn_of_sizes(directory: Path, sizes: Mapping[str, int]) -> tuple[str, ...]
     said = ", ".join(f"{key} {size}" for key, size in sizes.items())
     return (
         f"config.json of {directory} has another size than the table of tokens: the one that is written has {said}.",
+    )
+
+
+def _warn_of_no_config(files: Collection[str]) -> tuple[str, ...]:
+    if "config.json" in files:
+        return ()
+    return (
+        "nothing says which model the weights are of: there is no config.json; name a folder that has it by --base.",
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..checkpoints import StateDict, TensorSpec
 from ..checkpoints.adapter_names import ADAPTER_FILE, CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from ..checkpoints.pickles.torch_zip import open_torch_zip
-from ..checkpoints.storage.paths import has_file, read_json_if_any
+from ..checkpoints.storage.paths import has_file, read_json_if_any, refuse_lfs_pointer
 from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import AdapterError, list_some
 
@@ -285,6 +285,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     safe, pickled = folder / "adapter_model.safetensors", folder / "adapter_model.bin"
     try:
         if has_file(safe):
+            refuse_lfs_pointer(safe)
             return dict(load_file(safe))
         if has_file(pickled):
             return _read_pickled(pickled)

@@ -89,6 +89,8 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, **described
             )
+    except CheckpointError:
+        raise
     # What a damaged tokenizer raises is up to the library that reads it: OSError, ValueError, a bare Exception, ...
     except Exception as exc:
         _refuse_own_code(directory)

@@ -246,6 +246,15 @@ def test_the_vocabularys_padding_is_kept_and_told_where_nothing_tells_its_size(t
     (folder / "gpt2-vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1}))
     config = open_checkpoint(folder).config
     assert config and (config["eos_token_id"], config["bos_token_id"]) == (0, 0)
+    (folder / "gpt2-vocab.json").unlink()
+    for ending in ('{"eos_token": "</s>"}', '{"eos_token": {"content": "</s>"}}'):
+        (folder / "tokenizer_config.json").write_text(ending)
+        (folder / "tokenizer.json").write_text(
+            '{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1, "content": "</s>"}]}'
+        )
+        config = open_checkpoint(folder).config
+        assert config and (config["eos_token_id"], config["bos_token_id"]) == (1, 1)
+    (folder / "tokenizer.json").unlink()
     (folder / "gpt2-vocab.json").write_text(json.dumps({f"t{index}": index for index in range(40)}))
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 50}}, "added_tokens": [{"id": 51}]}')
     assert open_checkpoint(folder).tensors["transformer.wte.weight"].shape == (52, 24)

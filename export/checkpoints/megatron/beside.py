@@ -62,7 +62,7 @@ def find_vocab_size(directory: Path, args: MegatronArgs, rows: int, *, base: Pat
 
 
 def find_end_of_text(directory: Path, *, base: Path | None = None) -> int | None:
-    """Return the id with which texts end in a vocabulary of GPT-2's kind; None where there is none.
+    """Return the id with which texts end, as far as a vocabulary of GPT-2's kind or a `tokenizer.json` tells.
 
     Args:
         directory: The checkpoint's folder.
@@ -71,7 +71,10 @@ def find_end_of_text(directory: Path, *, base: Path | None = None) -> int | None
     if base is not None and _read_sizes(base):
         directory = base
     names = (name for name in (_VOCABULARY, "vocab.json") if has_file(directory / name))
-    found = (read_json_beside(directory / name).get(_END_OF_TEXT) for name in names)
+    found = [read_json_beside(directory / name).get(_END_OF_TEXT) for name in names]
+    ending = read_json_beside(directory / "tokenizer_config.json").get("eos_token", _END_OF_TEXT)
+    ending = ending.get("content") if isinstance(ending, dict) else ending
+    found.append(_read_tokens(directory / "tokenizer.json").get(str(ending)))
     return next((each for each in found if type(each) is int), None)
 
 
@@ -101,6 +104,11 @@ def _read_sizes(directory: Path) -> dict[str, int]:
 
 def _count_tokenizer(path: Path) -> int:
     """Return one more than the highest id in a `tokenizer.json`; 0 where there is none."""
+    return _count_ids(path, _read_tokens(path))
+
+
+def _read_tokens(path: Path) -> dict[str, Any]:
+    """Return each token in a `tokenizer.json` → what it has for its id; empty where there is none."""
     content = read_json_beside(path)
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -116,7 +124,7 @@ def _count_tokenizer(path: Path) -> int:
                 raise _unlike_ids(path, f"{tokens[name]} and {number} for {name[:50]!r}")
             if not isinstance(name, str):
                 tokens[f"added token {number}"] = number
-    return _count_ids(path, tokens)
+    return tokens
 
 
 def _count_vocabulary(path: Path) -> int:

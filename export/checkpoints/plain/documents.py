@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..storage.paths import MAX_JSON_BYTES, check_inside, has_file, open_regular, read_json, read_json_object
+from ..storage.paths import MAX_JSON_BYTES, check_inside, read_json, read_json_object, refuse_lfs_pointer
 from .sentence_modules import TRANSFORMER_FILES, read_sentence_modules
 
 # As `save_pretrained` of models, tokenizers and processors names them, and Sentence-Transformers' `save`.
@@ -49,14 +49,16 @@ def find_documents(directory: Path, pattern: str) -> list[Path]:
     return [directory / pattern] if os.path.lexists(directory / pattern) else []
 
 
-def refuse_irregular_documents(directory: Path) -> None:
-    """Refuse what bears the name of a document and is no regular file: transformers would take it for absent.
+def refuse_false_documents(directory: Path) -> None:
+    """Refuse what bears the name of a document and is no regular file, which transformers would take for absent.
+
+    So is a pointer of Git LFS: of a template, say, every question would be answered as if it were that.
 
     Raises:
         CheckpointError: Something is.
     """
     for path in _list_documents(directory):
-        has_file(path)
+        refuse_lfs_pointer(path)
 
 
 def check_documents(directory: Path, *, may_lead_outside: bool = False) -> None:
@@ -83,7 +85,7 @@ def _list_documents(directory: Path) -> Iterator[Path]:
 
 
 def _check_document(path: Path) -> None:
-    open_regular(path).close()
+    refuse_lfs_pointer(path)
     # What is larger is not looked at.
     if path.suffix == ".json" and path.stat().st_size <= MAX_JSON_BYTES:
         # Lists of tokens are not all objects.

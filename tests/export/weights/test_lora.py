@@ -246,6 +246,9 @@ def test_a_pickled_adapter_is_read_as_data(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin would call or keep builtins\.print"):
         _read_tensors(tmp_path)
     assert "executed" not in capsys.readouterr().out
+    (tmp_path / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is a pointer of Git LFS"):
+        _read_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

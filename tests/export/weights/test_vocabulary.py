@@ -11,6 +11,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.models import BPE, WordPiece
 from transformers import AutoTokenizer, BertConfig, GPT2Config, GPT2Model, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
+from export.commands.inspect_checkpoint import inspect_checkpoint
 from export.consolidation.consolidate import consolidate
 from export.consolidation.vocabulary import refuse_other_ids
 from export.errors import CheckpointError, VocabularyError
@@ -260,13 +261,42 @@ def test_merges_that_were_cut_are_refused(names: tuple[str, str], tmp_path: Path
     whole = (source / names[1]).read_text()
     text = "The server answers."
     assert load_tokenizer(source, GPT2Config())(text)["input_ids"] == tokenizer.encode(text).ids
-    for cut in (whole[: len(whole) // 2], whole[: whole.index("\n") + 1], ""):
+    # At half, all of them, the whole file, and the last one.
+    last = whole.rstrip("\n").rindex("\n") + 1
+    for cut in (whole[: len(whole) // 2], whole[: whole.index("\n") + 1], "", whole[:last]):
         (source / names[1]).write_text(cut)
         for read in (lambda: consolidate(source, tmp_path / "out"), lambda: load_tokenizer(source, GPT2Config())):
             with pytest.raises(
                 CheckpointError, match=f"{names[1]} does not belong to {names[0]}, or was cut: expected"
             ):
                 read()
+    # Unless it is one that was added.
+    unmade = "".join(whole[last:].split())
+    (source / "added_tokens.json").write_text(json.dumps({unmade: tokenizer.token_to_id(unmade)}))
+    assert load_tokenizer(source, GPT2Config()) is not None
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "gpt2-merges.txt"])
+def test_merges_without_their_vocabulary_are_no_missing_tokenizer(name: str, tmp_path: Path) -> None:
+    GPT2Model(GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=16)).save_pretrained(tmp_path)
+    (tmp_path / name).write_text("#version: 0.2\na b\n")
+    request = ExportRequest(checkpoint=tmp_path, name="x", repository=tmp_path)
+    with pytest.raises(CheckpointError, match=f"one half of GPT-2's tokenizer: expected .*vocab.json beside {name}"):
+        load_source(request, Progress(Console(quiet=True)))
+
+
+def test_a_pointer_in_a_templates_place_is_not_what_every_question_is_answered_with(tmp_path: Path) -> None:
+    write_bpe(tmp_path, ["<|endoftext|>"])
+    GPT2Model(GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=16)).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\n")
+    request = ExportRequest(checkpoint=tmp_path, name="x", repository=tmp_path)
+    for read in (
+        lambda: load_source(request, Progress(Console(quiet=True))),
+        lambda: consolidate(tmp_path, tmp_path / "out"),
+        lambda: inspect_checkpoint(tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja is a pointer of Git LFS"):
+            read()
 
 
 def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:
