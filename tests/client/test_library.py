@@ -348,3 +348,11 @@ def test_a_file_run_is_refused_in_one_sentence(server: Addresses, tmp_path: Path
 def test_what_a_server_says_is_no_order_to_a_terminal() -> None:
     said = ClientError("a refused", got="'\x1b[31mred\x07'\nä")
     assert str(said) == "a refused: got '\\u001b[31mred\\u0007'\nä."
+    code = "from client.command.ending import answer; answer('\\x1b]0;x\\x07\\u202eä')"
+    main, terminal = os.openpty()
+    subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, stdout=terminal, check=True)
+    os.close(terminal)
+    assert os.read(main, 100).decode() == "\\u001b]0;x\\u0007\\u202eä\r\n"
+    os.close(main)
+    # What a program reads is what was answered.
+    assert run("-c", code).out == "\x1b]0;x\x07\u202eä\n"
