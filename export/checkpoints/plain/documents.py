@@ -6,7 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..storage.paths import MAX_JSON_BYTES, check_inside, read_json, read_json_object, refuse_lfs_pointer
+from ..storage.paths import (
+    MAX_JSON_BYTES,
+    check_inside,
+    read_json,
+    read_json_object,
+    refuse_lfs_pointer,
+    refuse_spoiled_texts,
+)
 from .sentence_modules import TRANSFORMER_FILES, read_sentence_modules
 
 # As `save_pretrained` of models, tokenizers and processors names them, and Sentence-Transformers' `save`.
@@ -86,7 +93,9 @@ def _list_documents(directory: Path) -> Iterator[Path]:
 
 def _check_document(path: Path) -> None:
     refuse_lfs_pointer(path)
+    if path.suffix != ".json":
+        refuse_spoiled_texts(path.parent, [path.name])
     # What is larger is not looked at.
-    if path.suffix == ".json" and path.stat().st_size <= MAX_JSON_BYTES:
+    elif path.stat().st_size <= MAX_JSON_BYTES:
         # Lists of tokens are not all objects.
         (read_json if "vocab" in path.name else read_json_object)(path)

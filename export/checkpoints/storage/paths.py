@@ -245,7 +245,7 @@ def refuse_spoiled_texts(directory: Path, names: Iterable[str]) -> None:
         CheckpointError: One does or is, or cannot be read.
     """
     for path in (directory / name for name in names):
-        if path.is_file():
+        if os.path.lexists(path):
             refuse_lfs_pointer(path)
             with open_regular(path) as file:
                 if file.read(_LONGEST_MARK).startswith(_BYTE_ORDER_MARKS):

@@ -263,6 +263,10 @@ def test_merges_that_were_cut_are_refused(names: tuple[str, str], tmp_path: Path
     assert load_tokenizer(source, GPT2Config())(text)["input_ids"] == tokenizer.encode(text).ids
     # At half, all of them, the whole file, and the last one.
     last = whole.rstrip("\n").rindex("\n") + 1
+    (source / names[1]).write_text("\ufeff" + whole)
+    for read in (lambda: consolidate(source, tmp_path / "out"), lambda: load_tokenizer(source, GPT2Config())):
+        with pytest.raises(CheckpointError, match=f"{names[1]} cannot be read: .* got a byte order mark in front"):
+            read()
     for cut in (whole[: len(whole) // 2], whole[: whole.index("\n") + 1], "", whole[:last]):
         (source / names[1]).write_text(cut)
         for read in (lambda: consolidate(source, tmp_path / "out"), lambda: load_tokenizer(source, GPT2Config())):
