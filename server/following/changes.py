@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .model_text import CONFIG_FILE
 from .published import Published, list_versions
+from .sums import is_kept_aside
 
 
 class Changes:
@@ -22,6 +23,8 @@ class Changes:
         # Of models that could not be served: what their files are, and which were others at the last look.
         self._files: dict[str, list[tuple[str, int, int]]] = {}
         self._changing: set[str] = set()
+        # Folder of a version → when it was another last, and what was in it then.
+        self._versions: dict[Path, tuple[int, object]] = {}
 
     def find_place(self) -> tuple[int, int] | None:
         """Return the file system and the folder that the repository is; None where it is away."""
@@ -43,7 +46,7 @@ class Changes:
         found: dict[str, object] = {}
         for folder in sorted(self._repository.iterdir()):
             try:
-                versions = [(folder / str(version)).stat().st_ctime_ns for version in list_versions(folder)]
+                versions = [self._describe_version(folder / str(version)) for version in list_versions(folder)]
                 stat = (folder / CONFIG_FILE).stat()
             except OSError:
                 continue
@@ -53,6 +56,18 @@ class Changes:
                 # Not under the name: that it is served is no change of what could not be.
                 found[f"{folder.name}/"] = _list_files(folder / str(shown[folder.name]))
         return found
+
+    def _describe_version(self, version: Path) -> object:
+        """Return what is another whenever something in a folder came, went or took another's place.
+
+        To load a model may leave something there, which makes it no other model.
+        """
+        stat = version.stat()
+        known = self._versions.get(version)
+        if known is None or known[0] != stat.st_ctime_ns:
+            known = stat.st_ctime_ns, (stat.st_mode, stat.st_uid, stat.st_gid, _list_inside(version))
+            self._versions[version] = known
+        return known[1]
 
     def find_mended(self, failed: Mapping[str, int]) -> set[str]:
         """Return which models that could not be served had files changed, and have them changed no more.
@@ -77,7 +92,21 @@ class Changes:
 
 def _list_files(version: Path) -> list[tuple[str, int, int]]:
     """Return path, time of change and size of every file below the folder of a version."""
-    return sorted(_describe(Path(folder, name) for folder, _, names in os.walk(version) for name in names))
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(version):
+        folders[:] = [name for name in folders if not is_kept_aside(name)]
+        paths += [Path(folder, name) for name in names if not is_kept_aside(name)]
+    return sorted(_describe(paths))
+
+
+def _list_inside(version: Path) -> object:
+    """Return what lies in the folder of a version, whatever comes into a folder there."""
+    try:
+        paths = [path for path in version.iterdir() if not is_kept_aside(path.name)]
+        folders = {path: path.stat().st_ino for path in paths if path.is_dir()}
+    except PermissionError as exc:
+        return exc.strerror
+    return sorted(folders.items()), sorted(_describe(path for path in paths if path not in folders))
 
 
 def _describe(paths: Iterable[Path]) -> list[tuple[str, int, int]]:

@@ -32,6 +32,7 @@ class Failure:
         is_cut_off: Whether tritonserver ended meanwhile, and nobody has said yet how.
         crashes: How often it crashed meanwhile.
         known: What was loaded of that version before, which it is held against; None where it is taken as it comes.
+        is_overtaken: Whether the repository had something else when it failed.
     """
 
     wanted: Published
@@ -41,10 +42,13 @@ class Failure:
     is_cut_off: bool = False
     crashes: int = 0
     known: Loaded | None = None
+    is_overtaken: bool = False
 
     @property
     def promise(self) -> str:
-        """When it is tried again, as a sentence."""
+        """When it is tried again, if it is, as a sentence."""
+        if self.is_overtaken:
+            return "It is no longer what the repository has."
         return f"Tried again in {self.delay_s:.0f} s, or once the repository changes."
 
     @property
@@ -125,6 +129,11 @@ class Failures(dict[str, Failure]):
         """Tell whether this very model has failed and is not to be tried again yet."""
         failure = self.get(wanted.name)
         return failure is not None and failure.wanted == wanted and failure.retry_at > time.monotonic()
+
+    def find_turn(self, wanted: Published) -> float:
+        """Return when it is a model's turn: what has failed as it stands comes after all that was not tried."""
+        failure = self.get(wanted.name)
+        return failure.retry_at if failure and failure.wanted == wanted else -math.inf
 
     def are_due(self) -> bool:
         """Tell whether one is to be tried again now."""

@@ -1,6 +1,7 @@
 """Follows the repository: what becomes active there is served here, within a second or two."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -301,7 +302,7 @@ class Follower:
         for name in self._failures.keys() - wanted.keys():
             del self._failures[name]
             self._tell(name, Following(active=0, served=0, state="served"))
-        if not self._bring_all(wanted.values()):
+        if not self._bring_all(wanted.values(), yields=True):
             # Those behind it are looked for again.
             self._seen = None
 
@@ -311,11 +312,25 @@ class Follower:
             with contextlib.suppress(OSError):
                 found = read_repository(self._repository, self._sums, self._variant)
                 wanted = {name: found.get(name, known) if known.damage else known for name, known in wanted.items()}
-        self._bring_all(wanted.values())
+        self._bring_all(wanted.values(), yields=False)
 
-    def _bring_all(self, several: Iterable[Published]) -> bool:
-        """Bring one after another; return False if tritonserver ended meanwhile, which is the doing of one of them."""
-        return all(self._ended or self._bring(published) for published in several)
+    def _bring_all(self, several: Iterable[Published], *, yields: bool) -> bool:
+        """Bring one after another; return False if tritonserver ended meanwhile, which is the doing of one of them.
+
+        Args:
+            several: What should be served. What has failed as it stands comes last: its next try may take minutes too.
+            yields: Whether what has failed is left for later where another model has changed meanwhile.
+        """
+        for published in sorted(several, key=self._failures.find_turn):
+            if self._ended or (yields and self._failures.find_turn(published) > -math.inf and self._has_changed()):
+                break
+            if not self._bring(published):
+                return False
+        return True
+
+    def _has_changed(self) -> bool:
+        """Tell whether something in the repository is another since it was looked at, but for the files served."""
+        return any(not name.endswith("/") for name in self._find_changed(self._look()))
 
     def _remove(self, name: str) -> None:
         published = self._served[name].published
@@ -417,10 +432,13 @@ class Follower:
 
     def _fail(self, wanted: Published, error: RolloutError, known: Loaded | None) -> None:
         failure, is_new = self._failures.note(wanted, error, known)
+        if wanted.name in self._waiting and not wanted.damage:
+            # What becomes of the one before it, and what to do, was said of what the repository had then.
+            failure.is_overtaken, failure.reason = True, f"{error.fault}."
         if is_new:
             # How tritonserver ended says whether it is tried again; where nothing is served, nobody is there to do it.
             is_open = failure.is_cut_off or not (self._served or self._worker)
-            self._say(f"ERROR: {error}" if is_open else f"ERROR: {error} {failure.promise}")
+            self._say(f"ERROR: {failure.reason}" if is_open else f"ERROR: {failure.reason} {failure.promise}")
         self._tell_failure(failure)
 
     def _tell_failure(self, failure: Failure) -> None:

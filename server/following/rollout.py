@@ -135,7 +135,15 @@ class Roller:
         return self._changing.setdefault(model, threading.RLock())
 
     def _order(self, model: str) -> None:
-        self._control.load(model, LoadWatch(self._find_pid(), model).has_stopped)
+        watch = LoadWatch(self._find_pid(), model)
+        try:
+            self._control.load(model, watch.has_stopped)
+        except GoneError:
+            raise
+        except ControlError as exc:
+            if watch.has_ended:
+                raise watch.explain(exc) from exc
+            raise
 
     def _check_files(self, model: str, marks: Mapping[Path, Identity] | None = None) -> Mapping[Path, Identity]:
         """Refuse to load files that are not as they were published; return marks of them.

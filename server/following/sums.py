@@ -174,9 +174,14 @@ def list_files(version: Path) -> list[Path]:
     """Return the files in the folder of a version, but for its sums and for what a program keeps for itself there."""
     found: list[Path] = []
     for folder, folders, names in os.walk(os.path.normpath(version)):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        found += [Path(folder, name) for name in names if not name.startswith(".") and name != SUMS_FILE]
+        folders[:] = [name for name in folders if not is_kept_aside(name)]
+        found += [Path(folder, name) for name in names if not is_kept_aside(name) and name != SUMS_FILE]
     return sorted(found)
+
+
+def is_kept_aside(name: str) -> bool:
+    """Tell whether a program keeps for itself what has this name, such as Python what it has compiled."""
+    return name.startswith(".") or name == "__pycache__"
 
 
 def read_told(version: Path, parts: Iterable[Path]) -> Mapping[Path, str]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ..errors import ControlError
 from .processes import kill, list_children, read_arguments, read_bytes_read, read_stat, wants_core
 
 # Less than this on a core between two looks is what idle threads take that wake once a second.
@@ -89,6 +90,15 @@ class LoadWatch:
         self._has_started = False
         self._ended_at: float | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the processes were ended."""
+        return self._ended_at is not None
+
+    def explain(self, error: ControlError) -> ControlError:
+        """Return why a load has failed whose processes were ended, which tritonserver does not know."""
+        return describe_stillness(self._model, _STILL_LOAD_LOOKS, f", so they were ended ('{error.fault}')")
+
     def has_stopped(self) -> bool:
         """Look, if a second has passed since the last look; return whether no answer will come.
 
@@ -126,6 +136,15 @@ class LoadWatch:
         for pid in self._list_new():
             if stat := read_stat(pid):
                 kill(pid, stat.started)
+
+
+def describe_stillness(model: str, looks: int, end: str = "") -> ControlError:
+    """Return why a model is not loaded whose processes did nothing in so many looks, and what `end` that came to."""
+    return ControlError(
+        f"{model} stands still while it is loaded",
+        expected="one of its processes to compute or to read",
+        got=f"nothing done in {looks} looks{end}",
+    )
 
 
 def list_server(pid: int) -> Iterator[int]:

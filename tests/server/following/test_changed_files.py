@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from launcher import Running, running
 
 from export.repository.integrity import find_damaged_files
 from export.repository.version import Version
+from server.following.changes import Changes
+from server.following.published import Published
 from server.following.sums import FileSums, find_damaged_sums, hash_file, read_sums, select_loaded
 
 PREPROCESS, MODEL, _ = PARTS
@@ -328,6 +331,27 @@ def test_a_file_that_was_another_while_it_was_loaded_is_loaded_once_more(reposit
                 time.sleep(0.15)
             wait_for(server, lambda models: models[NAME]["state"] == "served")
             assert server.check().code == 0
+
+
+def test_what_a_program_keeps_for_itself_as_it_loads_a_version_is_no_change(version: Path) -> None:
+    changes = Changes(version.parent.parent)
+    (version.parent / "config.pbtxt").touch()
+    served = [Published(name=version.parent.name, version=int(version.name), configs={version.parent.name: ""})]
+    failed = {version.parent.name: 0}
+    changes.find_mended(failed)
+    before, before_served = changes.look([]), changes.look(served)
+    for folder in (version, version / "package"):
+        (folder / "__pycache__").mkdir(parents=True)
+        (folder / "__pycache__" / "model.pyc").touch()
+    (version / ".cache").touch()
+    shutil.rmtree(version / "package")
+    assert changes.look([]) == before and changes.look(served) == before_served
+    assert not changes.find_mended(failed) and not changes.find_mended(failed)
+    other = version / "other"
+    for change in (other.touch, other.unlink, partial(version.chmod, 0o700)):
+        change()
+        assert changes.look([]) != before
+        before = changes.look([])
 
 
 def test_other_bytes_of_the_same_size_and_time_are_noticed(version: Path) -> None:

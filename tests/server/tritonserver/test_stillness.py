@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from followed import read_following, read_ready, wait_for
 from harness import Published
-from launcher import running
+from launcher import Running, running
 
 from server.tritonserver import stillness
 from server.tritonserver.processes import is_handling, list_children, read_stat
@@ -126,6 +126,9 @@ instance_group { kind: KIND_CPU }
 """
 
 
+ACTIVE = "version_policy {{ specific {{ versions: {} }} }}\n"
+
+
 def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(published: Published, tmp_path: Path) -> None:
     repository = tmp_path / "models"
     shutil.copytree(published.repository, repository)
@@ -190,7 +193,7 @@ def copy_with_slow(published: Published, repository: Path, fuse: Path, pause_s: 
         (folder / version).mkdir(parents=True)
         (folder / version / "model.py").write_text(text)
     config = folder / "config.pbtxt"
-    config.write_text(DEADLY_CONFIG.replace("deadly", "slow") + "version_policy { specific { versions: 1 } }\n")
+    config.write_text(DEADLY_CONFIG.replace("deadly", "slow") + ACTIVE.format(1))
     fuse.touch()
     return config
 
@@ -228,6 +231,66 @@ def test_a_load_that_does_nothing_is_ended_and_tried_again_from_the_beginning(
         assert read_following(server)["slow"]["state"] == "failed", "also while it is tried again"
         fuse.unlink()
         wait_for(server, lambda models: "slow" not in models and read_ready(server) == (200, "ready\n"))
+
+
+def add_versions(repository: Path, name: str, *codes: str) -> None:
+    """Add a model, made by hand, of whose versions the first is active."""
+    for number, code in enumerate(codes, 1):
+        (repository / name / str(number)).mkdir(parents=True)
+        (repository / name / str(number) / "model.py").write_text(code)
+    (repository / name / "config.pbtxt").write_text(DEADLY_CONFIG.replace("deadly", name) + ACTIVE.format(1))
+
+
+def activate(repository: Path, name: str, version: int) -> None:
+    (repository / name / "config.pbtxt").write_text(DEADLY_CONFIG.replace("deadly", name) + ACTIVE.format(version))
+
+
+def hang(server: Running, repository: Path, name: str) -> None:
+    """Make a version active that does nothing as it is loaded; return once it does."""
+    activate(repository, name, 2)
+    while len(server.find_stubs(name)) < 2:
+        time.sleep(0.05)
+
+
+def test_what_waits_for_a_load_that_does_nothing_is_brought_before_that_is_tried_again(tmp_path: Path) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    fuse.touch()
+    add_versions(repository, "first", HARMLESS, WAITING.format(fuse=fuse, pause_s=1))
+    add_versions(repository, "second", HARMLESS, HARMLESS)
+    with running(repository, program=IMPATIENT) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        hang(server, repository, "first")
+        activate(repository, "second", 2)
+        server.wait_for_line("ERROR: first cannot be served", 60)
+        told = server.lines[server.read - 1]
+        assert "got first stands still while it is loaded: expected one of its processes to compute or to read" in told
+        assert "got nothing done in 4 looks, so they were ended" in told and told.endswith("the repository changes.")
+        server.wait_for_line(("ERROR: first", "second: is served"), 60)
+        assert "second: is served" in server.lines[server.read - 1]
+        server.wait_for_line("ERROR: first cannot be served", 60)
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["set back", "removed"])
+def test_of_a_load_that_ends_when_nobody_wants_it_any_more_no_further_try_is_promised(
+    is_removed: bool, tmp_path: Path
+) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    fuse.touch()
+    add_versions(repository, "first", HARMLESS, WAITING.format(fuse=fuse, pause_s=1))
+    add_versions(repository, "second", HARMLESS)
+    with running(repository, program=IMPATIENT) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        hang(server, repository, "first")
+        if is_removed:
+            (repository / "first").rename(tmp_path / "away")
+        else:
+            activate(repository, "first", 1)
+        server.wait_for_line("ERROR: first cannot be served", 60)
+        told = server.lines[server.read - 1]
+        assert told.endswith(". It is no longer what the repository has.") and "as before" not in told
+        wait_for(server, lambda models: "first" not in models and read_ready(server) == (200, "ready\n"))
 
 
 def test_where_nothing_can_be_served_no_further_try_is_promised(published: Published, tmp_path: Path) -> None:
