@@ -43,6 +43,7 @@ class Run:
         absences: The models that it has lost.
         is_version_known: Whether it has told which tritonserver it is.
         has_ended_loads: Whether loads failed because we ended what a signal had stopped.
+        standing_still: Names of the models that it was loading when nothing was done any more.
 
     Raises:
         ShortageError: This machine has not what it takes.
@@ -73,6 +74,7 @@ class Run:
         self.absences = Absences(control, log.say)
         self.is_version_known = False
         self.has_ended_loads = False
+        self.standing_still: set[str] = set()
 
     @property
     def is_stopped(self) -> bool:

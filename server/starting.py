@@ -8,10 +8,11 @@ from functools import partial
 from .errors import AbortedStartError, StartError
 from .run import Run
 from .shortage import ShortageNotice, is_shortage
+from .tritonserver import stillness
 from .tritonserver.control_key import hide_key
 from .tritonserver.processes import end_children, list_children
 from .tritonserver.settings import Settings
-from .tritonserver.stillness import STILL_LOOKS, Stillness, list_server
+from .tritonserver.stillness import Stillness, list_server
 
 # It is looked at this often, ...
 _INTERVAL_S = 0.05
@@ -125,10 +126,11 @@ class Start:
             if not is_shortage(exc):
                 raise
         if self._stillness.is_over:
+            self._run.standing_still = self._run.healer.table.list_loading()
             # A process that is stopped does not notice the end of its parent.
             end_children(self._run.server.pid)
             raise AbortedStartError(
                 "tritonserver stands still while it loads models",
                 expected="one of its processes to compute or to read",
-                got=f"nothing done in {STILL_LOOKS} looks",
+                got=f"nothing done in {stillness.STILL_LOOKS} looks",
             )

@@ -172,9 +172,10 @@ class Status:
             if has_ended or has_recovered:
                 self._rolled_at[model] = time.monotonic()
             active, served = (f"modelyard_{kind}_version" for kind in ("active", "served"))
-            # One that could not be served goes on being told of while it is tried again.
+            # One that could not be served, or waited, goes on being told of while it is tried.
             is_retried = before is not None and following.state == "rolling"
-            if following.active or following.served or following.state == "failed" or is_retried:
+            is_told = following.state == "failed" or is_retried or bool(following.reason)
+            if following.active or following.served or is_told:
                 self._followed[model] = following
                 self._values[active, _label(model=model)] = following.active
                 self._values[served, _label(model=model)] = following.served

@@ -60,7 +60,7 @@ class Supervisor:
         sums = FileSums()
         backend = settings.backends / "python"
         self._roller = Roller(settings.repository, overlay, self._control, backend, sums, lambda: self._run.server.pid)
-        # Whether those that it could not start with are loaded one after another.
+        # Whether some that it could not start with are loaded later, one after another.
         self._loads_each = False
         self._follower = Follower(settings.repository, self._roller, sums, status.follow, log.say, settings.variant)
         self._follower.start()
@@ -180,6 +180,7 @@ class Supervisor:
             self._follower.wait()
             self._follower.tell_end(how, is_crash=is_crash)
             self._follower.leave_out_damaged()
+            self._leave_out_still()
             if attempt == _STARTS_TOGETHER:
                 self._say("loading one model after another, to find the one that tritonserver does not survive")
                 self._loads_each = True
@@ -207,6 +208,12 @@ class Supervisor:
             got=f"{MAX_FAILED_STARTS} failures in a row",
             remedy="see its log above",
         )
+
+    def _leave_out_still(self) -> None:
+        """Start without what the tritonserver before stood still over; it is tried again, after the others."""
+        if self._run.standing_still:
+            self._loads_each = True
+            self._follower.leave_out_still(self._run.standing_still)
 
     def _launch_when_possible(self) -> None:
         """Start a tritonserver, after however many attempts this machine has what it takes, or we are asked to stop."""

@@ -33,6 +33,7 @@ class Failure:
         crashes: How often it crashed meanwhile.
         known: What was loaded of that version before, which it is held against; None where it is taken as it comes.
         is_overtaken: Whether the repository had something else when it failed.
+        is_untried: Whether nothing is known of it but that it was among several of which one was not loaded.
     """
 
     wanted: Published
@@ -43,6 +44,7 @@ class Failure:
     crashes: int = 0
     known: Loaded | None = None
     is_overtaken: bool = False
+    is_untried: bool = False
 
     @property
     def promise(self) -> str:
@@ -77,7 +79,7 @@ class Failures(dict[str, Failure]):
     def note(self, wanted: Published, error: RolloutError, known: Loaded | None) -> tuple[Failure, bool]:
         """Return the failure of a try that led to nothing, and whether it is another than the one before."""
         failure = self.get(wanted.name)
-        before = failure if failure and failure.wanted == wanted else None
+        before = failure if failure and _came_of(failure, wanted) else None
         # To look at files costs nothing, and of theirs the configuration alone is watched.
         delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not wanted.damage else FIRST_RETRY_S
         self[wanted.name] = Failure(
@@ -133,8 +135,13 @@ class Failures(dict[str, Failure]):
     def find_turn(self, wanted: Published) -> float:
         """Return when it is a model's turn: what has failed as it stands comes after all that was not tried."""
         failure = self.get(wanted.name)
-        return failure.retry_at if failure and failure.wanted == wanted else -math.inf
+        return failure.retry_at if failure and _came_of(failure, wanted) else -math.inf
 
     def are_due(self) -> bool:
         """Tell whether one is to be tried again now."""
         return any(failure.retry_at <= time.monotonic() for failure in self.values())
+
+
+def _came_of(failure: Failure, wanted: Published) -> bool:
+    """Tell whether a failure is what came of trying a model as it stands."""
+    return failure.wanted == wanted and not failure.is_untried

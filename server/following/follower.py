@@ -4,7 +4,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ from .damage import compare, find_rest, refuse_damaged
 from .failures import FIRST_RETRY_S, Failure, Failures
 from .holding import Holdings
 from .published import Loaded, Published, find_fault, read_repository, take_files
-from .rollout import Roller
+from .rollout import Roller, refuse_still
 from .sums import FileSums, Identity
 from .waiting import Waiting, Waits
 
@@ -127,7 +127,24 @@ class Follower:
     def try_each(self, reason: str) -> None:
         """Have a tritonserver that is about to start load nothing, and then one model after another."""
         for name in [*self._served]:
-            self.doubt(name, reason, delay_s=0.0)
+            published = self._served[name].published
+            self._forget(published)
+            self._failures.doubt(published, reason, delay_s=0.0)
+            self._failures[name].is_untried = True
+            waits = f"waits until it is its turn to be loaded alone, for {reason}"
+            self._tell(name, Following(active=published.version, served=0, state="rolling", reason=waits))
+
+    def leave_out_still(self, models: Collection[str]) -> None:
+        """Have tritonserver start without the models that it stood still over, and load them after the others.
+
+        Args:
+            models: Names of those, which may be steps.
+        """
+        for loaded in [*self._served.values()]:
+            published = loaded.published
+            if still := sorted({*models}.intersection(published.configs)):
+                self._forget(published)
+                self._fail(published, refuse_still(published, still[0]), None)
 
     def doubt(self, name: str, reason: str, *, delay_s: float = FIRST_RETRY_S) -> None:
         """Take a model that a tritonserver was started with for one that cannot be served; it is tried again."""
@@ -385,7 +402,7 @@ class Follower:
             self._fail(wanted, refuse_damaged(wanted, old), held)
             return True
         # One that is tried again has failed until it is served, which a check that comes meanwhile is to know.
-        if failure is None or failure.wanted != wanted:
+        if failure is None or failure.wanted != wanted or failure.is_untried:
             self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
         rest, taken = "", held or take_files(self._repository, wanted, self._sums)

@@ -26,9 +26,10 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError
+from ..tritonserver import stillness
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
-from ..tritonserver.stillness import LoadWatch
+from ..tritonserver.stillness import LoadWatch, describe_stillness
 from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
@@ -451,6 +452,16 @@ def _refuse_beside(old: Published, new: Published, folder: Path, got: str) -> Ro
         remedy=f"version {old.version} is served as before; bring its files back, or restart the server, which then "
         f"loads version {new.version} alone",
     )
+
+
+def refuse_still(published: Published, model: str) -> RolloutError:
+    """Return why a model is not served that tritonserver stood still over as it started.
+
+    Args:
+        published: The model.
+        model: Name of the part of it that was being loaded.
+    """
+    return _refuse(published, describe_stillness(model, stillness.STILL_LOOKS), "it is not served")
 
 
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:

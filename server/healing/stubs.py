@@ -301,6 +301,10 @@ class StubTable:
         self._stopped_since = stopped
         return [f"{name} was stopped by a signal while a model was loaded, and was ended" for name in ended]
 
+    def list_loading(self) -> set[str]:
+        """Return the names of the models that a process had not loaded yet at the last look."""
+        return {stub.model for stub in self._stubs.values() if stub.is_loading}
+
     def _list_starting(self) -> Iterator[int]:
         """Yield the shells that are about to become stubs, or try out whether one can run, and what these wait for."""
         for pid in self._starting:

@@ -91,7 +91,7 @@ def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
 IMPATIENT = (
     sys.executable,
     "-c",
-    "import server.tritonserver.stillness as stillness\nstillness._STILL_LOAD_LOOKS = 4\n"
+    "import server.tritonserver.stillness as stillness\nstillness._STILL_LOAD_LOOKS, stillness.STILL_LOOKS = 4, 8\n"
     "from server.__main__ import main\nraise SystemExit(main())",
 )
 
@@ -271,6 +271,31 @@ def test_what_waits_for_a_load_that_does_nothing_is_brought_before_that_is_tried
         server.wait_for_line("ERROR: first cannot be served", 60)
 
 
+def test_what_does_nothing_as_tritonserver_starts_keeps_no_other_model_from_being_served(tmp_path: Path) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    fuse.touch()
+    for name in ("first", "second"):
+        add_versions(repository, name, WAITING.format(fuse=fuse, pause_s=1))
+    for name in ("third", "fourth"):
+        add_versions(repository, name, HARMLESS)
+    with running(repository, program=IMPATIENT) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        assert sum("starting it anew" in line for line in server.lines) == 1
+        assert read_ready(server) == (200, "ready, 2 of 4 models\n")
+        known = read_following(server)
+        assert {*known} == {"first", "second"} and {each["state"] for each in known.values()} == {"failed"}
+        assert "first stands still while it is loaded: " in known["first"]["reason"]
+        assert "got nothing done in 8 looks; it is not served" in known["first"]["reason"]
+        # Each is tried again like a rollout.
+        server.read = len(server.lines)
+        for name in ("first", "second"):
+            server.wait_for_line(f"ERROR: {name} cannot be served", 60)
+            assert "nothing done in 4 looks, so they were ended" in server.lines[server.read - 1]
+        fuse.unlink()
+        wait_for(server, lambda models: not models and read_ready(server) == (200, "ready\n"))
+
+
 @pytest.mark.parametrize("is_removed", [False, True], ids=["set back", "removed"])
 def test_of_a_load_that_ends_when_nobody_wants_it_any_more_no_further_try_is_promised(
     is_removed: bool, tmp_path: Path
@@ -321,6 +346,28 @@ def test_what_tritonserver_does_not_survive_at_its_start_keeps_no_other_model_fr
         server.wait_for_line("tritonserver answers again", 60)
         assert "sentence_embedding answers as verified" in server.check().err
         assert server.read_metrics()["modelyard_models_served"] == 1
+
+
+def test_what_is_loaded_alone_waits_for_its_turn_and_has_not_failed(tmp_path: Path) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    fuse.touch()
+    add_versions(repository, "any", WAITING.format(fuse=fuse, pause_s=0.05))
+    add_versions(repository, "deadly", DEADLY.format(signal="SIGABRT"))
+    add_versions(repository, "other", HARMLESS)
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        while not server.find_stubs("any"):
+            time.sleep(0.05)
+        known = read_following(server)
+        assert {each["state"] for each in known.values()} == {"rolling"} and known["any"]["reason"] == ""
+        waits = "waits until it is its turn to be loaded alone, for tritonserver did not start with all models"
+        assert known["deadly"]["reason"] == known["other"]["reason"] == waits
+        fuse.unlink()
+        server.wait_for_line("as it was loaded. Tried again in 10 s", 60)
+        server.wait_for_line(("other: is served", "ERROR: deadly"), 60)
+        assert "other: is served" in server.lines[server.read - 1]
+        wait_for(server, lambda models: {*models} == {"deadly"} and models["deadly"]["state"] == "failed")
 
 
 # What tritonserver's handler of a deadly signal ends with, and where it stays if its memory is corrupt.
