@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import ControlError
 from .processes import kill, list_children, read_arguments, read_bytes_read, read_stat, wants_core
 
-# Less than this on a core between two looks is what idle threads take that wake once a second.
+# So much on a core between two looks is what the idle threads of a process take that wake once a second.
 _IDLE_TICKS = 1
 
 # Looks in a row that find nothing done; what is loaded from afar reads something in between.
@@ -38,7 +38,8 @@ class Stillness:
 
     def __init__(self, list_processes: Callable[[], Iterable[int]]) -> None:
         self._list_processes = list_processes
-        self._done = (0, 0)
+        # Id of each process → its ticks on a core and the bytes that it has read.
+        self._done: dict[int, tuple[int, int]] = {}
         self._looks = 0
 
     def look(self) -> None:
@@ -47,15 +48,14 @@ class Stillness:
         Raises:
             OSError: This process has no descriptor or memory left to look with.
         """
-        ticks = read = 0
+        done: dict[int, tuple[int, int]] = {}
         is_busy = False
         for pid in self._list_processes():
             stat = read_stat(pid)
-            ticks += stat.cpu_ticks if stat else 0
-            read += read_bytes_read(pid)
+            done[pid] = (stat.cpu_ticks if stat else 0, read_bytes_read(pid))
             is_busy = is_busy or wants_core(pid)
-        before, self._done = self._done, (ticks, read)
-        is_still = not is_busy and abs(ticks - before[0]) <= _IDLE_TICKS and read == before[1]
+        before, self._done = self._done, done
+        is_still = not is_busy and before.keys() == done.keys() and all(_idled(before[pid], done[pid]) for pid in done)
         self._looks = self._looks + 1 if is_still else 0
 
     @property
@@ -151,6 +151,11 @@ def list_server(pid: int) -> Iterator[int]:
     """Yield the processes of a tritonserver: itself, its backend processes, and what these have started."""
     yield pid
     yield from _list_with_children(list_children(pid))
+
+
+def _idled(before: tuple[int, int], now: tuple[int, int]) -> bool:
+    """Tell whether a process has done nothing between two looks, by its ticks and what it has read."""
+    return abs(now[0] - before[0]) <= _IDLE_TICKS and now[1] == before[1]
 
 
 def _list_with_children(pids: Iterable[int]) -> Iterator[int]:

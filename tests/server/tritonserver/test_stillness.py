@@ -62,6 +62,41 @@ def test_one_whose_child_gets_on_does_not(does: str) -> None:
         assert not look(pid, 0.02).is_over
 
 
+# Computes for less than a tick whenever it is told to, without a byte read.
+BLINKS = """
+import signal, time
+while True:
+    signal.sigwait([signal.SIGUSR1])
+    end = time.process_time() + 0.004
+    while time.process_time() < end: pass
+    print(flush=True)
+"""
+
+
+def test_many_that_idle_are_as_still_as_one() -> None:
+    # Those that a program is started with are blocked in it as well.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    processes = [subprocess.Popen([sys.executable, "-c", BLINKS], stdout=subprocess.PIPE) for _ in range(10)]
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    found = Stillness(lambda: [process.pid for process in processes])
+    try:
+        looks = 0
+        while not found.lasts(5) and looks < 200:
+            looks += 1
+            for process in processes:
+                process.send_signal(signal.SIGUSR1)
+            for process in processes:
+                assert process.stdout is not None
+                process.stdout.readline()
+            signal.sigtimedwait([], 0.005)
+            found.look()
+        assert found.lasts(5)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize(("does", "stops"), [(WAITS, True), (COMPUTES, False), (READS, False)])
 def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
     does: str, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
