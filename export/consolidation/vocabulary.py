@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 
 from ..checkpoints import StoredCheckpoint
 from ..checkpoints.plain.model_shapes import ALL_INPUT_EMBEDDINGS, read_vocab_size
-from ..checkpoints.plain.tokenizer_files import find_renamed, refuse_cut_merges
+from ..checkpoints.plain.tokenizer_files import check_merges, find_renamed
 from ..checkpoints.storage.paths import MAX_JSON_BYTES, read_json_beside
 from ..errors import VocabularyError
 
@@ -68,7 +68,7 @@ def check_carried_tokenizer(directory: Path, checkpoint: StoredCheckpoint, *, al
     Raises:
         VocabularyError: It cannot be.
     """
-    refuse_cut_merges(directory)
+    check_merges(directory)
     _check_merges(directory)
     ids, table = _read_ids(directory), _find_table(directory, checkpoint)
     if ids and table:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.sentence_modules import read_transformer_settings
-from ..checkpoints.plain.tokenizer_files import TOKENIZER_FILES, find_renamed, has_tokenizer, refuse_cut_merges
+from ..checkpoints.plain.tokenizer_files import TOKENIZER_FILES, check_merges, find_renamed, has_tokenizer
 from ..checkpoints.storage.paths import (
     check_inside,
     read_json_beside,
@@ -80,7 +80,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             remedy=_PASS_BASE,
         )
     refuse_spoiled_texts(directory, (*TOKENIZER_FILES, *_MORE_FILES))
-    refuse_cut_merges(directory)
+    check_merges(directory)
     try:
         # Our own output goes to the server's workers; a fork after tokenising would only print a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,7 +1,9 @@
 """The files that tokenizers lie in. Needs no torch."""
 
 import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..storage.paths import MAX_JSON_BYTES, has_file, read_json_beside, read_small
@@ -16,13 +18,12 @@ TOKENIZER_FILES = (
     "gpt2-vocab.json",
 )
 
-# The share of a vocabulary that no merge may make where it is not one of all bytes, and may be of another kind.
-_UNMADE = 0.1
-
 # How GPT-2's tokenizer writes the 256 bytes (transformers, `bytes_to_unicode`).
 _BYTES = {*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)))}
 # Special tokens, as they are written, and what fairseq fills vocabularies up with.
 _SPECIAL = re.compile(r"<.*|\[.*|__\w+__|madeupword\d+", re.DOTALL)
+
+_ENDS, _GOES_ON = "</w>", "@@"
 
 # GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
 _MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
@@ -34,13 +35,10 @@ def has_tokenizer(directory: Path) -> bool:
     Raises:
         CheckpointError: One of the names is there and no regular file, or merges without their vocabulary.
     """
-    if any(has_file(directory / name) for name in TOKENIZER_FILES) or find_renamed(directory):
+    if any(has_file(directory / name) for name in TOKENIZER_FILES):
         return True
-    vocabulary, merges = _MEGATRON_NAMES.values()
-    # FSMT and others have vocabularies of other names beside theirs.
-    if has_file(directory / merges) and not any(directory.glob("*vocab*")):
-        raise _refuse_half(directory, merges, vocabulary)
-    return False
+    check_merges(directory)
+    return bool(find_renamed(directory))
 
 
 def _refuse_half(directory: Path, half: str, other: str) -> CheckpointError:
@@ -68,25 +66,32 @@ def find_renamed(directory: Path) -> dict[str, str]:
     return _MEGATRON_NAMES
 
 
-def refuse_cut_merges(directory: Path) -> None:
-    """Refuse merges that make too few of the vocabulary's tokens, as a file does that was cut: texts get other ids.
+def check_merges(directory: Path) -> None:
+    """Refuse merges that do not make a vocabulary's tokens, as a file does that was cut: texts get other ids.
 
     Looked at where no `tokenizer.json` says the same, under the names that transformers looks for and Megatron's.
 
     Raises:
-        CheckpointError: They do, or the two files are not whole.
+        CheckpointError: They do not, or one of the two files is missing or not whole.
     """
-    names = tuple(find_renamed(directory)) or tuple(_MEGATRON_NAMES.values())
-    vocabulary, merges = (directory / name for name in names)
-    if has_file(directory / TOKENIZER_FILES[0]) or not (has_file(vocabulary) and has_file(merges)):
+    pairs = [[directory / name for name in names] for names in (_MEGATRON_NAMES.values(), _MEGATRON_NAMES.keys())]
+    vocabulary, merges = next((pair for pair in pairs if any(map(has_file, pair))), pairs[0])
+    if has_file(directory / TOKENIZER_FILES[0]) or not (has_file(vocabulary) or has_file(merges)):
+        return
+    tokens = read_json_beside(vocabulary).keys()
+    # FSMT has two vocabularies of other names beside its merges, and others have one and no merges.
+    if not has_file(vocabulary) and not any(directory.glob("vocab-*.json")):
+        raise _refuse_half(directory, merges.name, vocabulary.name)
+    if not has_file(merges) and tokens >= _BYTES:
+        raise _refuse_half(directory, vocabulary.name, merges.name)
+    if not (has_file(vocabulary) and has_file(merges)):
         return
     lines = read_small(merges, max_bytes=MAX_JSON_BYTES).decode("utf-8", "replace").split("\n")
     # fastBPE's have how often they were seen behind them.
-    made = {"".join(map(_strip_marks, line.rstrip("\r").split(" ")[:2])) for line in lines}
-    tokens = read_json_beside(vocabulary).keys() - _list_added(directory)
-    wanted = [token for token in map(_strip_marks, tokens) if len(token) > 1 and not _SPECIAL.fullmatch(token)]
-    unmade = sorted(token for token in wanted if token not in made)
-    if len(unmade) > (0 if tokens >= _BYTES else _UNMADE * len(wanted)):
+    made = {"".join(line.rstrip("\r").split(" ")[:2]) for line in lines}
+    wanted = _name_merges(tokens - _list_added(directory), made)
+    unmade = [token for token, merge in wanted.items() if merge not in made]
+    if unmade:
         raise CheckpointError(
             f"{merges} does not belong to {vocabulary.name}, or was cut",
             expected=f"a merge for each of {len(wanted)} tokens",
@@ -96,15 +101,34 @@ def refuse_cut_merges(directory: Path) -> None:
         )
 
 
+def _name_merges(tokens: Collection[str], made: Collection[str]) -> dict[str, str]:
+    """Return token → what a merge makes of it, of those that are more than a letter.
+
+    Merges write the end of a word as `</w>`. Some vocabularies write a word that goes on with `@@` in place of that
+    (subword-nmt).
+    """
+    marks_going_on = any(token.endswith(_GOES_ON) for token in tokens) and any(merge.endswith(_ENDS) for merge in made)
+    found = {}
+    for token in tokens:
+        goes_on = token.endswith(_GOES_ON) and len(token) > len(_GOES_ON)
+        merge = token if not marks_going_on else token.removesuffix(_GOES_ON) if goes_on else token + _ENDS
+        if len(merge.removesuffix(_ENDS)) > 1 and not _SPECIAL.fullmatch(token):
+            found[token] = merge
+    return found
+
+
 def _list_added(directory: Path) -> set[str]:
     """Return the tokens of which the files beside a vocabulary say that they were added, or are special."""
-    described = read_json_beside(directory / "tokenizer_config.json").get("added_tokens_decoder")
-    entries = [*described.values()] if isinstance(described, dict) else []
-    entries += read_json_beside(directory / "special_tokens_map.json").values()
-    contents = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
-    return {*read_json_beside(directory / "added_tokens.json"), *(each for each in contents if isinstance(each, str))}
+    described = read_json_beside(directory / "tokenizer_config.json")
+    named = [value for key, value in described.items() if "token" in key]
+    named += read_json_beside(directory / "special_tokens_map.json").values()
+    return {*read_json_beside(directory / "added_tokens.json"), *_list_texts(named)}
 
 
-def _strip_marks(token: str) -> str:
-    """Return a token without what tells in some vocabularies that a word ends or goes on behind it."""
-    return token.removesuffix("</w>").removesuffix("@@")
+def _list_texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _list_texts(each)

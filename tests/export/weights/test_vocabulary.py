@@ -11,6 +11,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.models import BPE, WordPiece
 from transformers import AutoTokenizer, BertConfig, GPT2Config, GPT2Model, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
+from export.checkpoints.plain.tokenizer_files import check_merges
 from export.commands.inspect_checkpoint import inspect_checkpoint
 from export.consolidation.consolidate import consolidate
 from export.consolidation.vocabulary import refuse_other_ids
@@ -280,13 +281,39 @@ def test_merges_that_were_cut_are_refused(names: tuple[str, str], tmp_path: Path
     assert load_tokenizer(source, GPT2Config()) is not None
 
 
+# As the slow tokenizers of XLM, CTRL and CLIP keep them: with a mark where a word ends, or where it goes on.
+@pytest.mark.parametrize(
+    ("tokens", "merges"),
+    [
+        (["<s>", "a", "b", "a</w>", "b</w>", "ab", "ab</w>", "aab</w>"], ["a b 7", "a b</w> 5", "a ab</w> 3"]),
+        (["a", "b", "a@@", "b@@", "ab", "ab@@", "aab", "__unk__"], ["a b</w>", "a b", "a ab</w>"]),
+        (["a", "b", "joe@@", "USER", "USER2", "joe@"], ["joe@ @", "joe @", "j oe", "o e", "jo e"]),
+    ],
+)
+def test_merges_are_asked_for_every_token_of_every_kind(tokens: list[str], merges: list[str], tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
+    (tmp_path / "special_tokens_map.json").write_text('{"additional_special_tokens": [{"content": "USER"}]}')
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_special_tokens": ["USER2"]}')
+    (tmp_path / "merges.txt").write_text("\n".join(merges))
+    check_merges(tmp_path)
+    (tmp_path / "merges.txt").write_text("\n".join(merges[1:]))
+    with pytest.raises(CheckpointError, match="expected a merge for each of . tokens, got none for 1: "):
+        check_merges(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["merges.txt", "gpt2-merges.txt"])
 def test_merges_without_their_vocabulary_are_no_missing_tokenizer(name: str, tmp_path: Path) -> None:
     GPT2Model(GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=16)).save_pretrained(tmp_path)
     (tmp_path / name).write_text("#version: 0.2\na b\n")
     request = ExportRequest(checkpoint=tmp_path, name="x", repository=tmp_path)
-    with pytest.raises(CheckpointError, match=f"one half of GPT-2's tokenizer: expected .*vocab.json beside {name}"):
-        load_source(request, Progress(Console(quiet=True)))
+    for read in (
+        lambda: load_source(request, Progress(Console(quiet=True))),
+        lambda: consolidate(tmp_path, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=f"one half of GPT-2's tokenizer: expected .*vocab.json beside {name}"
+        ):
+            read()
 
 
 def test_a_pointer_in_a_templates_place_is_not_what_every_question_is_answered_with(tmp_path: Path) -> None:
