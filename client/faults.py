@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import struct
 from collections.abc import Iterator
 
 import aiohttp
@@ -44,8 +45,15 @@ class FloodError(aiohttp.ClientError):
     """An answer that is larger than anybody would send."""
 
 
+# Characters of a refusal that are told.
+_MOST_SAID = 2000
+
+
 def explain(exc: Exception, options: Options) -> ClientError:
     """Return one of `FAILURES` as an error of ours."""
+    # What was met as an answer was read.
+    if isinstance(exc, ClientError):
+        return exc
     if isinstance(exc, InferenceServerException):
         return _explain_refusal(exc, options)
     if isinstance(exc, (asyncio.TimeoutError, TimeoutError)):
@@ -70,7 +78,7 @@ def reading(options: Options) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError) as exc:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error) as exc:
         raise _explain_foreign(options) from exc
 
 
@@ -82,7 +90,8 @@ def _read_reason(exc: Exception) -> str:
     if isinstance(exc, OSError):
         # asyncio writes its own text, with the address in it; the resolver's numbers are not the system's.
         return os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
-    return str(exc)
+    # Both tell what they have read so far.
+    return "the end of the connection" if isinstance(exc, aiohttp.ServerDisconnectedError) else "half an answer"
 
 
 def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientError:
@@ -97,7 +106,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
         # Without a body, why it could not be read.
         reason = exc.debug_details() or re.sub("^.*?decoding the response: | response: None$", "", message)
         message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", reason).split())[:200]
-    message = message.rstrip(".")
+    message = message[:_MOST_SAID].rstrip(".")
     if status in _NO_ACCESS:
         return AccessError(
             f"{options.address} lets nobody in without leave",

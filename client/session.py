@@ -87,6 +87,8 @@ class _Answer(aiohttp.ClientResponse):
             pieces.append(piece)
             count += len(piece)
             if count > _MOST_BYTES:
+                # The error keeps what it was met with.
+                pieces.clear()
                 raise FloodError(f"an answer of more than {_MOST_BYTES >> 20} MB")
         return b"".join(pieces)
 
@@ -262,17 +264,20 @@ class Session:
                 tensors.append(tensor)
             asked = self._protocol.ask_options(self.options)
             asked["headers"].update(headers or {})
-            result = await client.infer(
-                model.name,
-                tensors,
-                outputs=[library.InferRequestedOutput(name, **encoding) for name in names],
-                **asked,
-                **self._protocol.infer_options(self.options),
-            )
             with reading(self.options):
+                result = await client.infer(
+                    model.name,
+                    tensors,
+                    outputs=[library.InferRequestedOutput(name, **encoding) for name in names],
+                    **asked,
+                    **self._protocol.infer_options(self.options),
+                )
                 arrays = {name: result.as_numpy(name) for name in names}
                 if lacking := [name for name, values in arrays.items() if values is None]:
                     raise ValueError(f"no {lacking[0]}")
+                rows = {len(values) for values in (*inputs.values(), *arrays.values())} if model.has_batch else set()
+                if len(rows) > 1:
+                    raise ValueError(f"other rows than were asked for: {sorted(rows)}")
                 return arrays
 
         return await self.repeat(ask)

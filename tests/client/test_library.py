@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -207,6 +208,33 @@ class Described(Session):
 def describe(name: str, *takes: tuple[str, str, tuple[int, ...]]) -> Model:
     tensors = tuple(Tensor(name=name, datatype=datatype, shape=shape) for name, datatype, shape in takes)
     return Model(name=name, version="1", takes=tensors, makes=(), max_batch_size=8, has_batch=True)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{}",
+        "[]",
+        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "parameters": {"binary_data_size": "x"}}]}',
+        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "data": [1%s]}]}' % ("0" * 400),
+        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [3, 1], "data": [1, 2, 3]}]}',
+        '{"outputs": [{"name": "Z", "datatype": "FP32", "shape": [1, 1], "data": [1]}]}',
+    ],
+)
+def test_an_answer_that_cannot_be_one_is_no_servers(answer: str) -> None:
+    made = Tensor(name="Y", datatype="FP32", shape=(-1, 1))
+    model = replace(describe("tiny", ("TEXT", "BYTES", (-1, 1))), makes=(made,))
+
+    async def ask(address: str) -> None:
+        session = Session(Options(address))
+        try:
+            await session.infer(model, {"TEXT": np.array([[b"x"]], dtype=np.object_)})
+        finally:
+            await session.close()
+
+    with answering(answer) as address, pytest.raises(ForeignError) as refusal:
+        asyncio.run(ask(address))
+    assert str(refusal.value).count("no server can be reached") == 1
 
 
 IDS = (("input_ids", "INT64", (-1, -1)), ("attention_mask", "INT64", (-1, -1)))
