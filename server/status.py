@@ -24,7 +24,11 @@ _HELP = {
     "modelyard_backend_deaths_total": ("counter", "Backend processes that died or hung, by model."),
     "modelyard_model_revivals_total": ("counter", "Times a model was loaded anew after a death, by model."),
     "modelyard_model_given_up": ("gauge", "1 for a model that died too often and was unloaded."),
-    "modelyard_active_version": ("gauge", "Version that the repository says should be served, by model; 0 for none."),
+    "modelyard_active_version": (
+        "gauge",
+        "Version that the repository says should be served, by model; 0 for none. With --follow off, as it said at the "
+        "start.",
+    ),
     "modelyard_served_version": ("gauge", "Version that is served, by model; 0 for none."),
     "modelyard_rollouts_total": ("counter", "Changes of what is served, by model and outcome."),
     "modelyard_tritonserver_restarts_total": ("counter", "Times tritonserver was started anew after it died or hung."),

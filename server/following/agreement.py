@@ -2,14 +2,16 @@
 
 import http.client
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from modelyard.exchange import fetch
 
+from .damage import find_rest
 from .model_text import CONFIG_FILE
 
 _TIMEOUT_S = 5.0
@@ -69,6 +71,29 @@ def is_being_loaded(repository: Path, name: str, following: Told) -> bool:
         return time.time() - (repository / name).stat().st_ctime < _NOTICE_S
     except OSError:
         return True
+
+
+def find_lost(repository: Path, found: Collection[str], following: Told) -> dict[str, str]:
+    """Return name → what is wrong with each model that a server has and its repository has not, or not whole.
+
+    Args:
+        repository: The model repository.
+        found: Names of the models that should be served.
+        following: What `read_following` returned; nothing where nobody could be asked.
+    """
+    lost = {}
+    for name, known in following.models.items():
+        if name in found:
+            continue
+        served, folder = known["served"], repository / name
+        # What is a step of another by now, and was served by nobody, is lost by nobody.
+        is_meant = served or not os.path.lexists(folder / CONFIG_FILE)
+        if is_meant and (rest := find_rest(folder, served or known["active"])):
+            lost[name] = rest
+        # One that follows is about to unload it.
+        elif served and not following.follows:
+            lost[name] = f"version {served} is served, and the model is no longer in the repository; {NOT_FOLLOWED}"
+    return lost
 
 
 def find_wait(name: str, following: Told) -> str:

@@ -13,7 +13,7 @@ from modelyard.exchange import fetch
 from ..errors import CheckError, GoldenError
 from ..locations import name_command
 from ..tritonserver.control import pick_from
-from .agreement import NOT_FOLLOWED, Told, find_disagreement, find_wait, is_being_loaded, read_following
+from .agreement import NOT_FOLLOWED, Told, find_disagreement, find_lost, find_wait, is_being_loaded, read_following
 from .health import check_answer
 from .model_text import CONFIG_FILE
 from .published import Published, read_repository
@@ -87,7 +87,8 @@ def check_ensembles(
     # Of one without a configuration or a version, which may be there again, the server knows that it was to be served;
     # what this project did not write has no version.
     lost = {folder.name for folder in published} | {name for name in reasons if following.models[name].get("served")}
-    faults = {name: reasons[name] for name in reasons.keys() & (lost - {*names})}
+    faults = find_lost(repository, wanted, following)
+    faults |= {name: reasons[name] for name in reasons.keys() & (lost - {*names})}
     faults |= {name: each.damage for name, each in wanted.items() if each.damage}
     checked, failures, remedy = dict[str, Checked](), [], "see the server's log"
     for name in dict.fromkeys([*faults, *names]):

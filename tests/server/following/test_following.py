@@ -364,3 +364,28 @@ def test_a_server_that_does_not_follow_stays_with_what_it_started_with(repositor
         assert done.code == 1
         assert "version 2 is active in the repository; the server does not follow it (--follow off), so" in done.err
         assert server.check("--any-version").code == 0
+
+
+def test_a_model_that_is_removed_is_named_where_the_server_does_not_follow(repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy)
+    activate(copy, 1)
+    half = publish_half(copy, tmp_path)
+    with running(copy, "--follow", "off") as server:
+        server.read_until("serving HTTP")
+        assert server.check().code == 0
+        config = copy / half / "config.pbtxt"
+        config.rename(tmp_path / "away")
+        lost = server.check()
+        assert lost.code == 1 and f"got {half}: {config} is missing; see" in lost.err
+        (tmp_path / "away").rename(config)
+        (copy / half).rename(tmp_path / half)
+        judged, lenient = server.check(), server.check("--any-version")
+        told = (
+            "version 1 is served, and the model is no longer in the repository; the server does not follow it "
+            "(--follow off), so start it anew"
+        )
+        assert judged.code == 1 and f"got {half}: {told}; see" in judged.err
+        assert lenient.code == 0 and f"warning: {half} is ready, but {told}\n" in lenient.err
+        (tmp_path / half).rename(copy / half)
+        assert server.check().code == 0
