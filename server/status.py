@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .following.follower import Following
-from .following.waiting import Waiting
+from .following.waiting import Waiting, drop_told
 
 _HELP = {
     "modelyard_ready": (
@@ -168,7 +168,7 @@ class Status:
     def follow(self, model: str, following: Following) -> None:
         """Tell how far `model` is followed; what is in order without a version of ours is forgotten."""
         with self._lock:
-            self._waiting.pop(model, None)
+            self._waiting = drop_told(self._waiting, model, following.active)
             before = self._followed.pop(model, None)
             has_ended = before is not None and before.state == "rolling" and following.state != "rolling"
             # One that is tried again is told as failed until it is served.

@@ -17,7 +17,7 @@ from .holding import Holdings
 from .published import Loaded, Published, find_fault, read_repository, take_files
 from .rollout import Roller, refuse_still
 from .sums import FileSums, Identity
-from .waiting import Waiting, Waits
+from .waiting import Waiting, Waits, drop_told
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -82,9 +82,13 @@ class Follower:
         self._waits = Waits(repository, variant)
         # What has changed since the worker looked, and what it is busy with.
         self._waiting: Mapping[str, Waiting] = {}
+        # Held while that is changed: one thread finds what waits, and another brings it.
+        self._finding = threading.Lock()
         self._busy: Published | None = None
         # What tritonserver loads now, and since when.
         self._loading: tuple[Published, float] | None = None
+        # What the repository looked like after the last load; None where nothing was loaded since it was read.
+        self._looked: Mapping[str, object] | None = None
         self._seen: Mapping[str, object] | None = None
         # The file system and the folder of the repository.
         self._place: tuple[int, int] | None = None
@@ -247,7 +251,8 @@ class Follower:
 
     def _tell_waiting(self, now: float) -> None:
         """Tell what has changed meanwhile; say once that it waits, where what is being loaded takes long."""
-        self._waiting = self._find_waiting()
+        with self._finding:
+            self._waiting = self._find_waiting()
         loading, since = self._loading or (None, now)
         if loading and self._waiting and now - since >= _LONG_S:
             self._loading = None
@@ -319,7 +324,7 @@ class Follower:
         for name in self._failures.keys() - wanted.keys():
             del self._failures[name]
             self._tell(name, Following(active=0, served=0, state="served"))
-        if not self._bring_all(wanted.values(), yields=True):
+        if not self._bring_all(wanted.values(), self._seen):
             # Those behind it are looked for again.
             self._seen = None
 
@@ -329,21 +334,35 @@ class Follower:
             with contextlib.suppress(OSError):
                 found = read_repository(self._repository, self._sums, self._variant)
                 wanted = {name: found.get(name, known) if known.damage else known for name, known in wanted.items()}
-        self._bring_all(wanted.values(), yields=False)
+        self._bring_all(wanted.values())
 
-    def _bring_all(self, several: Iterable[Published], *, yields: bool) -> bool:
+    def _bring_all(self, several: Iterable[Published], seen: Mapping[str, object] | None = None) -> bool:
         """Bring one after another; return False if tritonserver ended meanwhile, which is the doing of one of them.
 
         Args:
             several: What should be served. What has failed as it stands comes last: its next try may take minutes too.
-            yields: Whether what has failed is left for later where another model has changed meanwhile.
+            seen: What the repository looked like before they were read. What has become another since, while one before
+                it was loaded, is left to the next look, before anything that has failed. None to bring all.
         """
+        self._looked = None
         for published in sorted(several, key=self._failures.find_turn):
-            if self._ended or (yields and self._failures.find_turn(published) > -math.inf and self._has_changed()):
+            has_failed = self._failures.find_turn(published) > -math.inf
+            if self._ended or (has_failed and seen is not None and self._has_changed()):
                 break
-            if not self._bring(published):
+            if changed := self._find_changed_since(published, seen):
+                self._seen = {**(self._seen or {}), **dict.fromkeys(changed)}
+            elif not self._bring(published):
                 return False
         return True
+
+    def _find_changed_since(self, published: Published, seen: Mapping[str, object] | None) -> set[str]:
+        """Return what of a model was another before the last load than after it; nothing where none was."""
+        if seen is None or self._looked is None:
+            return set()
+        loaded = self._served.get(published.name)
+        parts = {published.name, *published.configs, *(loaded.published.configs if loaded else ())}
+        names = {*parts, *(f"{part}/" for part in parts)}
+        return {name for name in names if seen.get(name) != self._looked.get(name)}
 
     def _has_changed(self) -> bool:
         """Tell whether something in the repository is another since it was looked at, but for the files served."""
@@ -419,7 +438,7 @@ class Follower:
                 self._fail(wanted, exc, held)
             return not isinstance(exc.__cause__, GoneError)
         finally:
-            self._loading = None
+            self._loading, self._looked = None, self._look()
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(taken)
@@ -444,7 +463,8 @@ class Follower:
         self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
 
     def _tell(self, name: str, following: Following) -> None:
-        self._waiting = {waits: each for waits, each in self._waiting.items() if waits != name}
+        with self._finding:
+            self._waiting = drop_told(self._waiting, name, following.active)
         self._report(name, following)
 
     def _fail(self, wanted: Published, error: RolloutError, known: Loaded | None) -> None:

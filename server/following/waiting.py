@@ -21,6 +21,14 @@ class Waiting:
     reason: str
 
 
+def drop_told(waiting: Mapping[str, Waiting], name: str, active: int) -> dict[str, Waiting]:
+    """Return what still waits once it was told how far a model is followed to a version.
+
+    What is told of one version says nothing of another that has become active since: that goes on waiting.
+    """
+    return {waits: each for waits, each in waiting.items() if waits != name or each.active != active}
+
+
 class Waits:
     """Tells what has changed in a repository, as far as that takes no longer than a moment.
 

@@ -308,6 +308,93 @@ def test_what_waits_for_a_model_that_is_loaded_for_long_is_told_as_that(
     assert server.read_metrics()[f'modelyard_rollouts_total{{model="{NAME}",outcome="done"}}'] == 1
 
 
+# Of the second version no process begins to answer: it ends with an error once there is a file `go`.
+FAILING = """
+import os, time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        while args["model_version"] == "2" and not os.path.exists({go!r}):
+            time.sleep(0.1)
+        assert args["model_version"] != "2"
+
+    def execute(self, requests):
+        given = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", array)]) for array in given]
+"""
+
+
+def publish_failing(go: Path, repository: Path) -> Path:
+    """Publish three versions of a model that comes before all others, the first active; return its configuration."""
+    tensor = {"datatype": "FP32", "shape": [1], "data": [7.0]}
+    sample = {"inputs": [{"name": "X", **tensor}], "outputs": [{"name": "Y", **tensor}]}
+    folder = repository / "a.part"
+    for version in ("1", "2", "3"):
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.py").write_text(FAILING.format(go=str(go)))
+        golden = {"samples": [sample], "tolerances": {"max_abs_error": 0.0}}
+        (folder / version / "golden.json").write_text(json.dumps(golden))
+    (folder / "config.pbtxt").write_text(
+        'name: "a" backend: "python" version_policy { specific { versions: 1 } }\n'
+        'parameters { key: "modelyard_owner" value { string_value: "a" } }\n'
+        'input { name: "X" data_type: TYPE_FP32 dims: [1] }\noutput { name: "Y" data_type: TYPE_FP32 dims: [1] }\n'
+    )
+    folder.rename(repository / "a")
+    return repository / "a" / "config.pbtxt"
+
+
+def test_what_waits_is_told_as_that_until_it_is_brought_also_after_a_load_that_failed(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    go = tmp_path / "go"
+    config = publish_failing(go, repository)
+    wait_for(server, lambda models: models.get("a", {}).get("state") == "served")
+    config.write_text(config.read_text().replace("versions: 1", "versions: 2"))
+    wait_for(server, lambda models: bool(server.find_stubs("a.candidate")))
+    activate(repository, 2)
+    config.write_text(config.read_text().replace("versions: 2", "versions: 3"))
+    waits = ("rolling", "waits until version 2 of a is loaded")
+    wait_for(server, lambda models: all((each["state"], each["reason"]) == waits for each in models.values()))
+    go.touch()
+    told: dict[str, set[tuple[int, int, str]]] = {"a": set(), NAME: set()}
+    active = set()
+
+    def have_come(models: dict[str, dict[str, object]]) -> bool:
+        metrics = server.read_metrics()
+        for name, each in models.items():
+            told[name].add((each["active"], each["served"], each["state"]))  # type: ignore[arg-type]
+            active.add((name, metrics[f'modelyard_active_version{{model="{name}"}}']))
+        return models["a"]["served"] == 3 and models[NAME]["served"] == 2
+
+    wait_for(server, have_come)
+    assert told == {
+        "a": {(3, 1, "rolling"), (3, 3, "served")},
+        NAME: {(2, 1, "rolling"), (2, 2, "served")},
+    }
+    assert active == {("a", 3), (NAME, 2)}
+    assert sum("ERROR: version 2 of a cannot be served" in line for line in server.lines) == 1
+
+
+def test_what_goes_while_another_model_is_loaded_is_unloaded_after_it(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    go = tmp_path / "go"
+    config = publish_failing(go, repository)
+    wait_for(server, lambda models: models.get("a", {}).get("state") == "served")
+    config.write_text(config.read_text().replace("versions: 1", "versions: 2"))
+    wait_for(server, lambda models: bool(server.find_stubs("a.candidate")))
+    (repository / NAME).rename(tmp_path / "away")
+    wait_for(server, lambda models: models[NAME]["active"] == 0)
+    go.touch()
+    wait_for(server, lambda models: NAME not in models)
+    server.wait_for_line(f"{NAME}: is no longer in the repository; unloaded", 60)
+    (tmp_path / "away").rename(repository / NAME)
+    wait_for(server, lambda models: models.get(NAME, {}).get("served") == 1)
+
+
 def test_a_tritonserver_that_is_started_anew_serves_what_was_proven_and_not_what_failed(
     served: tuple[Running, Path],
 ) -> None:
