@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from .following.follower import Following
+from .following.follower import Following, State
 from .following.waiting import Waiting, drop_told
 
 _HELP = {
@@ -220,13 +220,14 @@ class Status:
 
     def _tell_all(self) -> dict[str, Following]:
         """Return how far each model is followed, those that wait for it included."""
-        told = {name: self._tell(name, item) for name, item in self._followed.items()}
+        told = {**self._followed}
         for name, item in self._waiting.items():
-            # As in `follow`: what has no version of ours is not told of.
-            if name in told or item.active:
+            # As in `follow`: what has no version of ours is told of where it is damaged.
+            if name in told or item.active or item.is_damaged:
                 served = told[name].served if name in told else 0
-                told[name] = Following(active=item.active, served=served, state="rolling", reason=item.reason)
-        return told
+                state: State = "failed" if item.is_damaged else "rolling"
+                told[name] = Following(active=item.active, served=served, state=state, reason=item.reason)
+        return {name: self._tell(name, item) for name, item in told.items()}
 
     def _tell(self, name: str, item: Following) -> Following:
         """Return how far a model is followed, for its clients: it is served while it answers."""

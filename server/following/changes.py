@@ -75,13 +75,14 @@ class Changes:
         Args:
             failed: Name → version of those that could not; 0 for any.
         """
-        now = {name: self._list_all(name, version) for name, version in failed.items()}
+        now = {name: self.list_all(name, version) for name, version in failed.items()}
         changing = {name for name, files in now.items() if name in self._files and files != self._files[name]}
         settled = self._changing & now.keys() - changing
         self._files, self._changing = now, changing
         return settled
 
-    def _list_all(self, name: str, version: int) -> list[tuple[str, int, int]]:
+    def list_all(self, name: str, version: int) -> list[tuple[str, int, int]]:
+        """Return path, time of change and size of each file of one version of a model and its steps; 0 for any."""
         folders = [self._repository / name, *self._repository.glob(f"{glob.escape(name)}_*")]
         versions = [
             folder / str(number) for folder in folders for number in ([version] if version else list_versions(folder))

@@ -17,7 +17,7 @@ from .holding import Holdings
 from .published import Loaded, Published, find_fault, read_repository, take_files
 from .rollout import Roller, refuse_still
 from .sums import FileSums, Identity
-from .waiting import Waiting, Waits, drop_told
+from .waiting import Followed, Waiting, Waits, drop_told
 
 # Looked at rather than waited for: no notice of a change comes over NFS or into a container's mount.
 _INTERVAL_S = 0.5
@@ -236,12 +236,14 @@ class Follower:
         if seen != self._seen or due:
             self._failures.hurry(self._find_changed(seen))
             self._seen, self._busy = seen, None
+            self._waits.begin(self._sums)
             task = self._follow if follows else self._retry
             self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
             self._worker.start()
         else:
             # Taken back meanwhile, or done. Else it waits on, until it is its turn.
             self._waiting = {}
+            self._waits.end()
 
     def _find_changed(self, seen: Mapping[str, object] | None) -> set[str]:
         """Return what is another than when it was looked at last; nothing where that is to be done once more."""
@@ -254,19 +256,23 @@ class Follower:
         with self._finding:
             self._waiting = self._find_waiting()
         loading, since = self._loading or (None, now)
-        if loading and self._waiting and now - since >= _LONG_S:
+        waiting = sorted(name for name, each in self._waiting.items() if not each.is_damaged)
+        if loading and waiting and now - since >= _LONG_S:
             self._loading = None
             self._say(
                 f"{loading.title} has been loading for {now - since:.0f} s; what has changed meanwhile waits until "
-                f"that ends: {', '.join(sorted(self._waiting))}"
+                f"that ends: {', '.join(waiting)}"
             )
 
     def _find_waiting(self) -> Mapping[str, Waiting]:
-        known = {loaded.published.name: loaded.published for loaded in [*self._served.values()]}
-        # What was tried last says more of a model than what is served as before.
-        known |= {name: failure.wanted for name, failure in [*self._failures.items()]}
+        followed = Followed(served={**self._served}, failures={**self._failures}, busy=self._busy)
+        # Of these, files matter that are not those of a version that is served.
+        versions = {name: each.wanted.version for name, each in followed.failures.items()}
+        versions |= {name: each.active for name, each in self._waiting.items()}
+        look = self._look()
+        seen = look and (look, {name: self._changes.list_all(name, each) for name, each in versions.items()})
         try:
-            found = self._waits.find(self._look(), known, self._busy)
+            found = self._waits.find(seen, followed)
         # What cannot be read now says nothing, and whoever reads it next says why.
         except (OSError, ValueError):
             return self._waiting

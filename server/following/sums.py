@@ -61,6 +61,12 @@ class FileSums:
     def __init__(self) -> None:
         self._states: dict[Path, _State] = {}
 
+    def copy(self) -> "FileSums":
+        """Return one that knows as much, for another thread: what is read there is not marked as looked at here."""
+        copied = FileSums()
+        copied._states = self._states.copy()
+        return copied
+
     def find_changed(self, sums: Mapping[Path, str], part: Path | None = None, *, since: str = "published") -> str:
         """Return which file is not as it was; empty where all are.
 

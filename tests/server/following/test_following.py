@@ -308,6 +308,79 @@ def test_what_waits_for_a_model_that_is_loaded_for_long_is_told_as_that(
     assert server.read_metrics()[f'modelyard_rollouts_total{{model="{NAME}",outcome="done"}}'] == 1
 
 
+def test_what_is_damaged_while_another_model_is_loaded_is_told_at_once(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    go, away, waits = tmp_path / "go", tmp_path / "away", "waits until slow is loaded"
+    as_before = read_following(server)
+    load_until(go, server, repository)
+
+    def tell(path: Path, active: int) -> None:
+        """See a model that is served at version 1 told as failed for a file, by all who tell of it."""
+        models = wait_for(server, lambda models: models[NAME]["state"] == "failed")
+        assert (models[NAME]["active"], models[NAME]["served"]) == (active, 1)
+        assert str(path) in models[NAME]["reason"] and "version 1 of followed is served as before" in str(models)
+        metrics = server.read_metrics()
+        assert metrics[f'modelyard_active_version{{model="{NAME}"}}'] == active
+        assert metrics[f'modelyard_served_version{{model="{NAME}"}}'] == 1
+        judged, lenient = server.check(), server.check("--any-version")
+        assert judged.code == 1 and f"{NAME}: " in judged.err and str(path) in judged.err
+        assert lenient.code == 0 and lenient.err.startswith(f"warning: {NAME} ") and str(path) in lenient.err
+
+    public, step = (repository / part / "config.pbtxt" for part in (NAME, f"{NAME}_model"))
+    for path, active in ((public, 0), (step, 1), (repository / NAME / "1" / "SHA256SUMS", 1)):
+        path.rename(away)
+        tell(path, active)
+        away.rename(path)
+        wait_for(server, lambda models: models == as_before)
+    graph = repository / f"{NAME}_model" / "1" / "model.onnx"
+    whole = graph.read_bytes()
+    graph.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    tell(graph, 1)
+    graph.write_bytes(whole)
+    wait_for(server, lambda models: models == as_before)
+    # So is what waits.
+    activate(repository, 2)
+    rolling = {NAME: {"active": 2, "served": 1, "state": "rolling", "reason": waits}}
+    for part, name in ((f"{NAME}_model", "model.onnx"), (NAME, "SHA256SUMS"), (f"{NAME}_preprocess", "tokenizer.json")):
+        wait_for(server, lambda models: models == rolling)
+        path = repository / part / "2" / name
+        whole = path.read_bytes()
+        # Versions may share it.
+        path.unlink()
+        path.write_bytes(whole[:-9])
+        tell(path, 2)
+        path.unlink()
+        # A version without sums is held against its lock.
+        if name != "SHA256SUMS":
+            tell(path, 2)
+        path.write_bytes(whole)
+    wait_for(server, lambda models: models == rolling)
+    assert not any(line.startswith("ERROR") for line in server.lines)
+    go.touch()
+    wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
+
+
+def test_what_had_failed_and_is_mended_while_another_model_is_loaded_waits_for_that(
+    served: tuple[Running, Path], tmp_path: Path
+) -> None:
+    server, repository = served
+    go, graph = tmp_path / "go", repository / f"{NAME}_model" / "1" / "model.onnx"
+    as_before, whole = read_following(server), graph.read_bytes()
+    graph.write_bytes(whole[:5000])
+    failed = wait_for(server, lambda models: models[NAME]["state"] == "failed")
+    load_until(go, server, repository)
+    for _ in range(20):
+        assert read_following(server) == failed
+        time.sleep(0.1)
+    graph.write_bytes(whole)
+    reason = "waits until slow is loaded"
+    wait_for(server, lambda models: models[NAME] == {"active": 1, "served": 1, "state": "rolling", "reason": reason})
+    go.touch()
+    wait_for(server, lambda models: models == as_before)
+
+
 # Of the second version no process begins to answer: it ends with an error once there is a file `go`.
 FAILING = """
 import os, time
