@@ -6,12 +6,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ModelError, UsageError
+from .errors import GarbledError, ModelError, UsageError
 from .model import Model
 from .options import Words
 from .pieces import Text, ask_tensors, ask_texts, encode
 from .session import Arrays, Session, gather
 from .ways import find_way, find_whole
+
+# Answers that are texts; all others are numbers.
+_TEXTS = ("LABEL", "ANSWER")
+_LABELS, _ENTITIES, _ANSWERS = (
+    ("LABEL", "SCORE"),
+    ("LABEL", "SCORE", "START", "END"),
+    ("ANSWER", "SCORE", "START", "END"),
+)
 
 
 class Label(NamedTuple):
@@ -71,7 +79,7 @@ async def classify(
     session: Session, texts: Sequence[Text], pairs: Sequence[Text] | None, model: str | None
 ) -> list[list[Label]]:
     """Return each text's labels, best first."""
-    arrays = await _ask(session, texts, pairs or (), model, makes=("LABEL", "SCORE"))
+    arrays = await _ask(session, texts, pairs or (), model, makes=_LABELS)
     rows = zip(arrays["LABEL"], arrays["SCORE"].tolist(), strict=True)
     return [[Label(label.decode(), score) for label, score in zip(*row, strict=True)] for row in rows]
 
@@ -122,7 +130,7 @@ async def _find_files(session: Session, name: str, nouns: str, model: str | None
 
 async def entities(session: Session, texts: Sequence[Text], model: str | None) -> list[list[Entity]]:
     """Return what each text names, in the order of the text."""
-    arrays = await _ask(session, texts, (), model, makes=("LABEL", "SCORE", "START", "END"))
+    arrays = await _ask(session, texts, (), model, makes=_ENTITIES)
     return [[Entity(*found) for found in row] for row in _read_spans(arrays, "LABEL")]
 
 
@@ -130,7 +138,7 @@ async def answer(
     session: Session, questions: Sequence[Text], contexts: Sequence[Text], model: str | None
 ) -> list[list[Answer]]:
     """Return each question's answers, best first."""
-    arrays = await _ask(session, questions, contexts, model, makes=("ANSWER", "SCORE", "START", "END"))
+    arrays = await _ask(session, questions, contexts, model, makes=_ANSWERS)
     return [[Answer(*found) for found in row] for row in _read_spans(arrays, "ANSWER")]
 
 
@@ -178,7 +186,27 @@ async def _ask(
             got=", ".join(found.outputs),
             remedy=f"choose with {session.options.words.model}, or ask this one by `infer`, which returns all of these",
         )
-    return await ask_texts(session, found, encode(texts), encode(pairs))
+    arrays = await ask_texts(session, found, encode(texts), encode(pairs))
+    check_answers(found.name, arrays)
+    return arrays
+
+
+def check_answers(model: str, arrays: Arrays) -> None:
+    """Refuse answers of our tasks that cannot be read together: other than as many of each kind in each row.
+
+    Raises:
+        GarbledError: They are something else.
+    """
+    if not any({*arrays} == {*names} for names in (("EMBEDDING",), _LABELS, _ENTITIES, _ANSWERS)):
+        return
+    shapes = {values.shape for values in arrays.values()}
+    are_alike = len(shapes) == 1 and all(len(shape) == 2 for shape in shapes)
+    if not are_alike or any((values.dtype == object) != (name in _TEXTS) for name, values in arrays.items()):
+        raise GarbledError(
+            f"the answers of {model} cannot be read",
+            expected=f"rows of {', '.join(arrays)}, as many of each",
+            got=", ".join(f"{name} {values.dtype} {list(values.shape)}" for name, values in arrays.items()),
+        )
 
 
 def _read_spans(arrays: Arrays, words: str) -> list[list[tuple[str, float, int, int]]]:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gzip
 import os
 import re
 import struct
+import zlib
 from collections.abc import Iterator
 
 import aiohttp
@@ -28,6 +30,19 @@ from .options import Options
 # What a call may raise beside InferenceServerException. ValueError: the answer is not JSON; RecursionError: it is
 # brackets within brackets.
 FAILURES = (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError, RecursionError)
+
+# What an answer may be that cannot be read as KServe's.
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    gzip.BadGzipFile,
+)
 
 # 502: a proxy could not reach the server, or lost it.
 _FOR_NOW = ("502", "503", "StatusCode.UNAVAILABLE")
@@ -78,7 +93,7 @@ def reading(options: Options) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error) as exc:
+    except _UNREADABLE as exc:
         raise _explain_foreign(options) from exc
 
 

@@ -29,6 +29,7 @@ import re
 import time
 
 try:
+    from .answers import check_answers
     from .batch.files import answer_file
     from .command.connection import COMMAND_WORDS, Connection
     from .command.parser import Parser
@@ -128,6 +129,7 @@ def _ask_texts(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     shown = [decode(text) for text in texts]
     shown_pairs = [decode(text) for text in pairs]
+    check_answers(model.name, answers)
     if arguments.json:
         answer(json.dumps(to_json(model, shown, shown_pairs, answers), ensure_ascii=False))
     else:

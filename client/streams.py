@@ -15,7 +15,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from .errors import DeadlineError, ModelError, UsageError
-from .faults import FAILURES, explain
+from .faults import FAILURES, explain, reading
 from .pieces import Text, encode
 from .session import Session, make_trust
 from .ways import find_way
@@ -81,7 +81,10 @@ async def write(session: Session, model: str, inputs: Values, *, is_streamed: bo
     """
     async with aclosing(listen(session, model, inputs, is_streamed=is_streamed)) as answers:
         async for answer in answers:
-            yield answer[WRITTEN][0]
+            with reading(session.options):
+                # Half a character is none.
+                piece = answer[WRITTEN][0].encode("utf-8", errors="replace").decode()
+            yield piece
 
 
 async def listen(
@@ -198,7 +201,7 @@ async def _listen_grpc(
 
 
 async def _listen_http(
-    session: Session, client: Any, model: str, inputs: Values, said: Mapping[str, str]
+    session: Session, client: Any, model: str, inputs: Values, headers: Mapping[str, str]
 ) -> AsyncGenerator[Answer, None]:
     options = session.options
     # tritonclient has no such call.
@@ -210,18 +213,22 @@ async def _listen_http(
     url = f"{'https' if options.is_encrypted else 'http'}://{options.address}/v2/models/{quote(model)}/{ending}"
     connector = aiohttp.TCPConnector(ssl=make_trust(options))
     async with (
-        aiohttp.ClientSession(connector=connector, timeout=times, headers=said, read_bufsize=_LINE_BYTES) as connection,
+        aiohttp.ClientSession(
+            connector=connector, timeout=times, headers=headers, read_bufsize=_LINE_BYTES
+        ) as connection,
         connection.post(url, json=asked) as answer,
     ):
         if answer.status != 200:
             raise InferenceServerException(msg=_read_error(await answer.text()), status=str(answer.status))
         async for line in answer.content:
             if text := line.removeprefix(b"data: ").strip():
-                event = json.loads(text)
-                if "error" in event:
-                    raise InferenceServerException(msg=event["error"], status=_UNTOLD)
-                # One value stands there without a list.
-                yield {name: values if isinstance(values, list) else [values] for name, values in event.items()}
+                with reading(options):
+                    event = json.loads(text)
+                    # One value stands there without a list.
+                    said = {name: values if isinstance(values, list) else [values] for name, values in event.items()}
+                if "error" in said:
+                    raise InferenceServerException(msg=str(said["error"][0]), status=_UNTOLD)
+                yield said
 
 
 def _to_text(value: Any) -> Any:

@@ -84,6 +84,8 @@ class _Examination(threading.Thread):
         super().__init__(daemon=True)
         self.seen = seen
         self.found: Mapping[str, Published] = {}
+        # Name → what is wrong with the version that is served until another one is.
+        self.lost: Mapping[str, str] = {}
         self._read = (repository, sums, variant)
         self._followed = followed
 
@@ -91,6 +93,13 @@ class _Examination(threading.Thread):
         # What cannot be read now says nothing, and whoever reads it next says why.
         with contextlib.suppress(Exception):
             self.found = {name: self._hold(wanted) for name, wanted in read_repository(*self._read).items()}
+            self.lost = {name: self._find_lost(wanted) for name, wanted in self.found.items()}
+
+    def _find_lost(self, wanted: Published) -> str:
+        served = self._followed.served.get(wanted.name)
+        if not served or served.published.version == wanted.version:
+            return ""
+        return self._read[1].find_changed(served.files, since="loaded")
 
     def _hold(self, wanted: Published) -> Published:
         """Hold a model against what was loaded of it."""
@@ -178,6 +187,9 @@ class Waits:
             if wanted == tried or is_loaded:
                 return None
             return Waiting(active=wanted.version, reason=str(refuse_damaged(wanted, old)), is_damaged=True)
+        if old and (lost := self._examined.lost.get(name) if self._examined else ""):
+            reason = f"{old.title} is served until {wanted.title} is loaded, and {lost}; mend that"
+            return Waiting(active=wanted.version, reason=f"{reason}.", is_damaged=True)
         return Waiting(active=wanted.version, reason=waits) if self._is_other(wanted, tried) else None
 
     def _find_wanted(self, name: str) -> Published | None:

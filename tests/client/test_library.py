@@ -35,13 +35,13 @@ from client import (
     UsageError,
     session,
 )
-from client.answers import find_texts_model
+from client.answers import check_answers, find_texts_model
 from client.batch.files import answer_file
 from client.model import Model, Tensor
 from client.options import Options
 from client.ports import find_wrong_port
 from client.session import Session
-from client.streams import find_writer
+from client.streams import find_writer, write
 from demo.serving import Addresses
 
 INFER = str(CHECKOUT / "client" / "infer.py")
@@ -235,6 +235,38 @@ def test_an_answer_that_cannot_be_one_is_no_servers(answer: str) -> None:
     with answering(answer) as address, pytest.raises(ForeignError) as refusal:
         asyncio.run(ask(address))
     assert str(refusal.value).count("no server can be reached") == 1
+
+
+@pytest.mark.parametrize(
+    "event",
+    ['data: {"x": 1}', "data: [1]", 'data: {"text_output": 5}', "data: 1", "data: " + "x" * 100],
+)
+def test_a_stream_of_something_else_is_no_writers(event: str) -> None:
+    async def listen(address: str) -> list[str]:
+        session = Session(Options(address))
+        try:
+            prompt = {"text_input": np.array([b"x"], dtype=np.object_)}
+            return [piece async for piece in write(session, "tiny", prompt)]
+        finally:
+            await session.close()
+
+    with answering(f"{event}\n\n") as address, pytest.raises(ForeignError, match="another answer than KServe's"):
+        asyncio.run(listen(address))
+
+
+@pytest.mark.parametrize(
+    ("labels", "scores"),
+    [
+        (np.array([[b"a", b"b"]], object), np.ones((1, 3))),
+        (np.array([b"a"], object), np.ones(1)),
+        (np.ones((1, 2)), np.ones((1, 2))),
+        (np.array([[b"a"]], object), np.array([[b"x"]], object)),
+    ],
+)
+def test_answers_that_do_not_belong_together_are_refused(labels: np.ndarray, scores: np.ndarray) -> None:
+    with pytest.raises(GarbledError, match="the answers of tiny cannot be read: expected rows of LABEL, SCORE, as"):
+        check_answers("tiny", {"LABEL": labels, "SCORE": scores})
+    check_answers("tiny", {"Y": labels, "SCORE": scores})
 
 
 IDS = (("input_ids", "INT64", (-1, -1)), ("attention_mask", "INT64", (-1, -1)))

@@ -59,13 +59,17 @@ def find_documents(directory: Path, pattern: str) -> list[Path]:
 def refuse_false_documents(directory: Path) -> None:
     """Refuse what bears the name of a document and is no regular file, which transformers would take for absent.
 
-    So is a pointer of Git LFS: of a template, say, every question would be answered as if it were that.
+    So is a pointer of Git LFS: of a template, say, every question would be answered as if it were that. A byte order
+    mark in front of one would be part of every question.
 
     Raises:
         CheckpointError: Something is.
     """
     for path in _list_documents(directory):
-        refuse_lfs_pointer(path)
+        if path.suffix == ".json":
+            refuse_lfs_pointer(path)
+        else:
+            refuse_spoiled_texts(path.parent, [path.name])
 
 
 def check_documents(directory: Path, *, may_lead_outside: bool = False) -> None:

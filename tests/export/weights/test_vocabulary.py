@@ -328,6 +328,9 @@ def test_a_pointer_in_a_templates_place_is_not_what_every_question_is_answered_w
     ):
         with pytest.raises(CheckpointError, match=r"chat_template\.jinja is a pointer of Git LFS"):
             read()
+    (tmp_path / "chat_template.jinja").write_text("\ufeff{{ messages[0].content }}")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read: .* got a byte order mark"):
+        load_source(request, Progress(Console(quiet=True)))
 
 
 def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:

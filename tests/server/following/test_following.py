@@ -357,6 +357,15 @@ def test_what_is_damaged_while_another_model_is_loaded_is_told_at_once(
             tell(path, 2)
         path.write_bytes(whole)
     wait_for(server, lambda models: models == rolling)
+    # And what is served until that is loaded.
+    whole = graph.read_bytes()
+    graph.write_bytes(whole[:-9])
+    models = wait_for(server, lambda models: models[NAME]["state"] == "failed")
+    assert (models[NAME]["active"], models[NAME]["served"]) == (2, 1) and str(graph) in models[NAME]["reason"]
+    checked = server.check()
+    assert checked.code == 1 and str(graph) in checked.err
+    graph.write_bytes(whole)
+    wait_for(server, lambda models: models == rolling)
     assert not any(line.startswith("ERROR") for line in server.lines)
     go.touch()
     wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
