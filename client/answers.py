@@ -15,11 +15,9 @@ from .ways import find_way, find_whole
 
 # Answers that are texts; all others are numbers.
 _TEXTS = ("LABEL", "ANSWER")
-_LABELS, _ENTITIES, _ANSWERS = (
-    ("LABEL", "SCORE"),
-    ("LABEL", "SCORE", "START", "END"),
-    ("ANSWER", "SCORE", "START", "END"),
-)
+_LABELS = ("LABEL", "SCORE")
+_ENTITIES = (*_LABELS, "START", "END")
+_ANSWERS = ("ANSWER", "SCORE", "START", "END")
 
 
 class Label(NamedTuple):
@@ -206,6 +204,7 @@ def check_answers(model: str, arrays: Arrays) -> None:
             f"the answers of {model} cannot be read",
             expected=f"rows of {', '.join(arrays)}, as many of each",
             got=", ".join(f"{name} {values.dtype} {list(values.shape)}" for name, values in arrays.items()),
+            remedy="take them as they are, by --json or the library's `infer`",
         )
 
 

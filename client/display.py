@@ -20,10 +20,11 @@ def decode(text: bytes) -> str:
 
 def to_json(model: Model, texts: list[str], pairs: list[str], answers: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
     """Return the answers with the texts that they belong to, as JSON knows values."""
+    plain = {name: to_plain(array) for name, array in answers.items()}
     rows = [
         {"text": text}
         | ({"pair": pairs[index]} if pairs else {})
-        | {name: to_plain(array[index]) for name, array in answers.items()}
+        | {name: values[index] for name, values in plain.items()}
         for index, text in enumerate(texts)
     ]
     return {"model": model.name, "version": model.version, "results": rows}
@@ -42,16 +43,23 @@ def to_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str
     """Return lines for a terminal: vectors by their similarity, everything else by text."""
     if list(answers) == ["EMBEDDING"]:
         return _to_similarity_table(texts, answers["EMBEDDING"])
+    if not {*_HEADINGS}.intersection(answers):
+        return _to_output_table(texts, answers)
     return _to_answer_table(texts, answers)
+
+
+def _to_output_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
+    """Return one line an output of a model that is of no task of ours: its name and its values."""
+    rows = []
+    for index, text in enumerate(texts):
+        rows.append(f"{index + 1:>4}  {_shorten(text)}")
+        rows += [f"      {name}: {_shorten(str(to_plain(array)[index]))}" for name, array in answers.items()]
+    return rows
 
 
 def _to_answer_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:
     """Return one line an answer: the text, then what was found in it, best first or in the order of the text."""
-    headings: list[str] = [
-        name
-        for name in ("SCORE", "SHARE", "REWARD", "START", "END", "ID", "LABEL", "ANSWER", "TOKEN", *_PLACES)
-        if name in answers
-    ]
+    headings = [name for name in _HEADINGS if name in answers]
     rows = ["".join(f"{name:>9}" if name not in (*_WORDS, *_PLACES) else f"  {name:<24}" for name in headings).rstrip()]
     for index, text in enumerate(texts):
         rows.append(f"\n{index + 1:>4}  {_shorten(text)}")
@@ -73,6 +81,7 @@ _NUMBERS = ("SCORE", "SHARE", "REWARD")
 _WORDS = ("LABEL", "ANSWER", "TOKEN")
 # Edges of whole pixels; a keypoint is told apart by less than one.
 _PLACES = {"BOX": ".0f", "KEYPOINT": ".1f"}
+_HEADINGS = (*_NUMBERS, "START", "END", "ID", *_WORDS, *_PLACES)
 
 
 def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:

@@ -56,17 +56,17 @@ _CONTENT = ("400", "StatusCode.INVALID_ARGUMENT")
 _NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED")
 
 
-class FloodError(aiohttp.ClientError):
-    """An answer that is larger than anybody would send."""
-
-
 # Characters of a refusal that are told.
 _MOST_SAID = 2000
 
 
+class FloodError(aiohttp.ClientError):
+    """An answer that is larger than anybody would send."""
+
+
 def explain(exc: Exception, options: Options) -> ClientError:
     """Return one of `FAILURES` as an error of ours."""
-    # What was met as an answer was read.
+    # It was found as the answer was read, and is said already.
     if isinstance(exc, ClientError):
         return exc
     if isinstance(exc, InferenceServerException):

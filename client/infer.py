@@ -129,11 +129,11 @@ def _ask_texts(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     shown = [decode(text) for text in texts]
     shown_pairs = [decode(text) for text in pairs]
-    check_answers(model.name, answers)
     if arguments.json:
         answer(json.dumps(to_json(model, shown, shown_pairs, answers), ensure_ascii=False))
     else:
         head = f"{model.name}, version {model.version}, at {connection.url} over {connection.protocol}"
+        check_answers(model.name, answers)
         answer(f"{head}: {count(len(texts), 'text')} in {seconds * 1000:.1f} ms\n")
         answer("\n".join(to_table(shown, answers)))
     return 0

@@ -150,6 +150,24 @@ _PROTOCOLS = {
 }
 
 
+def _check_outputs(model: Model, inputs: Mapping[str, npt.NDArray[Any]], arrays: Mapping[str, Any]) -> None:
+    """Refuse an answer that lacks an output, or has other rows than were asked for.
+
+    Raises:
+        GarbledError: It does.
+    """
+    rows = {len(values) for values in inputs.values()} if model.has_batch else set()
+    shapes = {name: None if values is None else values.shape for name, values in arrays.items()}
+    if None in shapes.values() or any(rows and {*shape[:1]} != rows for shape in shapes.values() if shape is not None):
+        said = (f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items())
+        raise GarbledError(
+            f"the answer of {model.name} is not whole",
+            expected=f"{', '.join(arrays)}" + (f", of {rows.pop()} rows each" if len(rows) == 1 else ""),
+            got=", ".join(said),
+            remedy="mend the model, or ask for the outputs that it has",
+        )
+
+
 class Session:
     """A server; it belongs to the event loop in which it was first asked."""
 
@@ -273,12 +291,8 @@ class Session:
                     **self._protocol.infer_options(self.options),
                 )
                 arrays = {name: result.as_numpy(name) for name in names}
-                if lacking := [name for name, values in arrays.items() if values is None]:
-                    raise ValueError(f"no {lacking[0]}")
-                rows = {len(values) for values in (*inputs.values(), *arrays.values())} if model.has_batch else set()
-                if len(rows) > 1:
-                    raise ValueError(f"other rows than were asked for: {sorted(rows)}")
-                return arrays
+            _check_outputs(model, inputs, arrays)
+            return arrays
 
         return await self.repeat(ask)
 

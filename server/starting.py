@@ -8,7 +8,6 @@ from functools import partial
 from .errors import AbortedStartError, StartError
 from .run import Run
 from .shortage import ShortageNotice, is_shortage
-from .tritonserver import stillness
 from .tritonserver.control_key import hide_key
 from .tritonserver.processes import end_children, list_children
 from .tritonserver.settings import Settings
@@ -132,5 +131,5 @@ class Start:
             raise AbortedStartError(
                 "tritonserver stands still while it loads models",
                 expected="one of its processes to compute or to read",
-                got=f"nothing done in {stillness.STILL_LOOKS} looks",
+                got=self._stillness.finding,
             )

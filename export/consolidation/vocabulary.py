@@ -69,14 +69,14 @@ def check_carried_tokenizer(directory: Path, checkpoint: StoredCheckpoint, *, al
         VocabularyError: It cannot be.
     """
     check_merges(directory)
-    _check_merges(directory)
+    _refuse_other_merges(directory)
     ids, table = _read_ids(directory), _find_table(directory, checkpoint)
     if ids and table:
         rows = checkpoint.tensors[table].shape[0]
         refuse_other_ids(ids, rows, table, directory=directory, allow_other_tokenizer=allow_other_tokenizer)
 
 
-def _check_merges(directory: Path) -> None:
+def _refuse_other_merges(directory: Path) -> None:
     """Refuse GPT-2's two files under Megatron's names where they are not of one tokenizer.
 
     Under other names they may be of a kind that is read otherwise.

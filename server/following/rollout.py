@@ -26,10 +26,9 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError
-from ..tritonserver import stillness
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
-from ..tritonserver.stillness import LoadWatch, describe_stillness
+from ..tritonserver.stillness import LoadWatch, describe_still_start
 from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
@@ -461,7 +460,7 @@ def refuse_still(published: Published, model: str) -> RolloutError:
         published: The model.
         model: Name of the part of it that was being loaded.
     """
-    return _refuse(published, describe_stillness(model, stillness.STILL_LOOKS), "it is not served")
+    return _refuse(published, describe_still_start(model), "it is not served")
 
 
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:

@@ -91,7 +91,7 @@ class _Examination(threading.Thread):
 
     def run(self) -> None:
         # What cannot be read now says nothing, and whoever reads it next says why.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(OSError, ValueError):
             self.found = {name: self._hold(wanted) for name, wanted in read_repository(*self._read).items()}
             self.lost = {name: self._find_lost(wanted) for name, wanted in self.found.items()}
 

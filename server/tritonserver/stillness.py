@@ -63,6 +63,11 @@ class Stillness:
         """Whether nothing was done for so long that nothing will be."""
         return self.lasts(STILL_LOOKS)
 
+    @property
+    def finding(self) -> str:
+        """What the last looks have found, in words."""
+        return f"nothing done in {self._looks} looks"
+
     def lasts(self, looks: int) -> bool:
         """Tell whether so many looks in a row found nothing done."""
         return self._looks >= looks
@@ -97,7 +102,7 @@ class LoadWatch:
 
     def explain(self, error: ControlError) -> ControlError:
         """Return why a load has failed whose processes were ended, which tritonserver does not know."""
-        return describe_stillness(self._model, _STILL_LOAD_LOOKS, f", so they were ended ('{error.fault}')")
+        return _describe(self._model, _STILL_LOAD_LOOKS, f", so they were ended ('{error.fault}')")
 
     def has_stopped(self) -> bool:
         """Look, if a second has passed since the last look; return whether no answer will come.
@@ -138,8 +143,12 @@ class LoadWatch:
                 kill(pid, stat.started)
 
 
-def describe_stillness(model: str, looks: int, end: str = "") -> ControlError:
-    """Return why a model is not loaded whose processes did nothing in so many looks, and what `end` that came to."""
+def describe_still_start(model: str) -> ControlError:
+    """Return why a model is not loaded that tritonserver stood still over as it started."""
+    return _describe(model, STILL_LOOKS, "")
+
+
+def _describe(model: str, looks: int, end: str) -> ControlError:
     return ControlError(
         f"{model} stands still while it is loaded",
         expected="one of its processes to compute or to read",

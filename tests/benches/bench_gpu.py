@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from benches.gpu_sessions import CUDA, Rows, ask_joined, ask_padded, find_version, load
+from benches.gpu_sessions import NoGPUError, Rows, ask_joined, ask_padded, find_version, load, load_on_gpu
 from tokenizers import Tokenizer
 
 from export.tasks.texts.text import read_verification_texts
@@ -73,10 +73,11 @@ def main() -> None:
     sys.stdout.write("| | run | furthest off | least cosine | texts/s |\n|---|---|---|---|---|\n")
     for name in options.names:
         for tf32 in ("0",) if options.cpu else ("0", "1"):
-            providers = cpu if options.cpu else [("CUDAExecutionProvider", {**CUDA, "use_tf32": tf32}), *cpu]
-            session = load(options.repository, name, providers)
-            if not options.cpu and session.get_providers()[0] != "CUDAExecutionProvider":
-                parser.exit(1, "error: ONNX Runtime has no GPU here; install onnxruntime-gpu, or pass --cpu.\n")
+            try:
+                load_it = partial(load, providers=cpu) if options.cpu else partial(load_on_gpu, tf32=tf32)
+                session = load_it(options.repository, name)
+            except NoGPUError as exc:
+                parser.exit(1, f"error: {exc}, or pass --cpu.\n")
             joins = any(item.name == "row_shapes" for item in session.get_inputs())
             for way, ask, together in JOINED if joins else PADDED:
                 run = partial(ask_all, session, rows, ask, together)

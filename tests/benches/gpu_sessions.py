@@ -9,13 +9,29 @@ import onnxruntime
 Rows = Sequence[np.ndarray]
 
 # As Triton's native backend sets them, but for TF32, which is on by default.
-CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo"}
+_CUDA = {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo"}
+
+
+class NoGPUError(Exception):
+    """Nothing can be measured."""
 
 
 def load(repository: Path, name: str, providers: Sequence[object]) -> onnxruntime.InferenceSession:
     """Return the graph of the newest version of `name`."""
     path = find_version(repository, f"{name}_model") / "model.onnx"
     return onnxruntime.InferenceSession(path, providers=list(providers))
+
+
+def load_on_gpu(repository: Path, name: str, *, tf32: str = "0") -> onnxruntime.InferenceSession:
+    """Return the same on the first GPU.
+
+    Raises:
+        NoGPUError: There is none, or this ONNX Runtime knows none.
+    """
+    session = load(repository, name, [("CUDAExecutionProvider", {**_CUDA, "use_tf32": tf32}), "CPUExecutionProvider"])
+    if session.get_providers()[0] != "CUDAExecutionProvider":
+        raise NoGPUError("ONNX Runtime has no GPU here; install onnxruntime-gpu")
+    return session
 
 
 def find_version(repository: Path, folder: str) -> Path:

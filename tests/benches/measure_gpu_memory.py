@@ -9,20 +9,28 @@ the GPU. Wants onnxruntime-gpu in onnxruntime's place.
 """
 
 import argparse
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import onnx
-from benches.gpu_sessions import CUDA, ask_joined, ask_padded, find_version, load
+from benches.gpu_sessions import NoGPUError, ask_joined, ask_padded, find_version, load_on_gpu
 
 _QUERY = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
 
 
 def read_used() -> int:
-    """Return what the first GPU holds, in bytes."""
+    """Return what the first GPU holds, in bytes.
+
+    Raises:
+        NoGPUError: There is none.
+    """
+    if not shutil.which("nvidia-smi"):
+        raise NoGPUError("there is no nvidia-smi, and so no GPU; run it where one is")
     return int(subprocess.run(_QUERY, stdout=subprocess.PIPE, text=True, check=True).stdout) << 20
 
 
@@ -41,9 +49,7 @@ def count_weights(path: Path) -> int:
 def measure(repository: Path, name: str, rows: int, tokens: int) -> str:
     """Return a line of the table."""
     before = read_used()
-    session = load(repository, name, [("CUDAExecutionProvider", {**CUDA, "use_tf32": "0"}), "CPUExecutionProvider"])
-    if session.get_providers()[0] != "CUDAExecutionProvider":
-        raise SystemExit("error: ONNX Runtime has no GPU here; install onnxruntime-gpu.")
+    session = load_on_gpu(repository, name)
     ask = ask_joined if any(item.name == "row_shapes" for item in session.get_inputs()) else ask_padded
     held = [read_used() - before]
     for count, length in ((1, 8), (rows, tokens)):
@@ -63,9 +69,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="of the largest batch (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="of each of its rows (default: %(default)s)")
     options = parser.parse_args()
-    if len(options.names) == 1:
-        sys.stdout.write(measure(options.repository, options.names[0], options.rows, options.tokens) + "\n")
-        return
     heads = (
         "",
         "weights",
@@ -77,9 +80,14 @@ def main() -> None:
     sys.stdout.write(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n")
     sys.stdout.flush()
     for name in options.names:
-        size = ["--rows", str(options.rows), "--tokens", str(options.tokens)]
-        command = [sys.executable, "-m", "benches.measure_gpu_memory", str(options.repository), name, *size]
-        subprocess.run(command, check=True)
+        # A new one each: what a session has taken, its process keeps.
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            try:
+                line = process.apply(measure, (options.repository, name, options.rows, options.tokens))
+            except NoGPUError as exc:
+                parser.exit(1, f"error: {exc}.\n")
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

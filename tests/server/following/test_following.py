@@ -426,15 +426,21 @@ def publish_failing(go: Path, repository: Path) -> Path:
     return repository / "a" / "config.pbtxt"
 
 
+def load_failing(go: Path, server: Running, repository: Path) -> Path:
+    """Have the second version of that model begin to be loaded; return its configuration."""
+    config = publish_failing(go, repository)
+    wait_for(server, lambda models: models.get("a", {}).get("state") == "served")
+    config.write_text(config.read_text().replace("versions: 1", "versions: 2"))
+    wait_for(server, lambda models: bool(server.find_stubs("a.candidate")))
+    return config
+
+
 def test_what_waits_is_told_as_that_until_it_is_brought_also_after_a_load_that_failed(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
     server, repository = served
     go = tmp_path / "go"
-    config = publish_failing(go, repository)
-    wait_for(server, lambda models: models.get("a", {}).get("state") == "served")
-    config.write_text(config.read_text().replace("versions: 1", "versions: 2"))
-    wait_for(server, lambda models: bool(server.find_stubs("a.candidate")))
+    config = load_failing(go, server, repository)
     activate(repository, 2)
     config.write_text(config.read_text().replace("versions: 2", "versions: 3"))
     waits = ("rolling", "waits until version 2 of a is loaded")
@@ -464,10 +470,7 @@ def test_what_goes_while_another_model_is_loaded_is_unloaded_after_it(
 ) -> None:
     server, repository = served
     go = tmp_path / "go"
-    config = publish_failing(go, repository)
-    wait_for(server, lambda models: models.get("a", {}).get("state") == "served")
-    config.write_text(config.read_text().replace("versions: 1", "versions: 2"))
-    wait_for(server, lambda models: bool(server.find_stubs("a.candidate")))
+    load_failing(go, server, repository)
     (repository / NAME).rename(tmp_path / "away")
     wait_for(server, lambda models: models[NAME]["active"] == 0)
     go.touch()
