@@ -156,14 +156,16 @@ def _check_outputs(model: Model, inputs: Mapping[str, npt.NDArray[Any]], arrays:
     Raises:
         GarbledError: It does.
     """
-    rows = {len(values) for values in inputs.values()} if model.has_batch else set()
-    shapes = {name: None if values is None else values.shape for name, values in arrays.items()}
-    if None in shapes.values() or any(rows and {*shape[:1]} != rows for shape in shapes.values() if shape is not None):
-        said = (f"{name} {'missing' if shape is None else list(shape)}" for name, shape in shapes.items())
+    asked = next(map(len, inputs.values()), 0) if model.has_batch else None
+    is_whole = all(values is not None and (asked is None or values.shape[:1] == (asked,)) for values in arrays.values())
+    if not is_whole:
+        shape = "" if asked is None else f" [{asked}, ...]"
         raise GarbledError(
             f"the answer of {model.name} is not whole",
-            expected=f"{', '.join(arrays)}" + (f", of {rows.pop()} rows each" if len(rows) == 1 else ""),
-            got=", ".join(said),
+            expected=", ".join(f"{name}{shape}" for name in arrays),
+            got=", ".join(
+                f"{name} {'missing' if values is None else list(values.shape)}" for name, values in arrays.items()
+            ),
             remedy="mend the model, or ask for the outputs that it has",
         )
 

@@ -86,3 +86,11 @@ def test_vectors_are_not_drawn(tmp_path: Path) -> None:
         "got EMBEDDING; leave --output out, or ask with --json."
     )
     assert not (tmp_path / "annotated.png").exists()
+
+
+def test_outputs_of_no_task_of_ours_are_listed_as_they_are() -> None:
+    answers = {"H": np.array([[1, 2], [3, 4]]), "N": np.array([[b"one"], [b"two"]], object), "S": np.array([0.5, 1.5])}
+    assert to_table(["a", "b"], answers) == [
+        "   1  a", "      H: [1, 2]", "      N: ['one']", "      S: 0.5",
+        "   2  b", "      H: [3, 4]", "      N: ['two']", "      S: 1.5",
+    ]  # fmt: skip

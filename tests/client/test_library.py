@@ -1,6 +1,7 @@
 """The client library and runs over files, against the real server."""
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -210,31 +211,55 @@ def describe(name: str, *takes: tuple[str, str, tuple[int, ...]]) -> Model:
     return Model(name=name, version="1", takes=tensors, makes=(), max_batch_size=8, has_batch=True)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "{}",
-        "[]",
-        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "parameters": {"binary_data_size": "x"}}]}',
-        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "data": [1%s]}]}' % ("0" * 400),
-        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [3, 1], "data": [1, 2, 3]}]}',
-        '{"outputs": [{"name": "Z", "datatype": "FP32", "shape": [1, 1], "data": [1]}]}',
-    ],
-)
-def test_an_answer_that_cannot_be_one_is_no_servers(answer: str) -> None:
+def ask_for_y(address: str) -> None:
+    """Ask whoever is there for the output Y of one text."""
     made = Tensor(name="Y", datatype="FP32", shape=(-1, 1))
     model = replace(describe("tiny", ("TEXT", "BYTES", (-1, 1))), makes=(made,))
 
-    async def ask(address: str) -> None:
-        session = Session(Options(address))
+    async def ask() -> None:
+        session = Session(Options(address, timeout_s=5))
         try:
             await session.infer(model, {"TEXT": np.array([[b"x"]], dtype=np.object_)})
         finally:
             await session.close()
 
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "[]",
+        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "parameters": {"binary_data_size": "x"}}]}',
+        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "data": [1%s]}]}' % ("0" * 400),
+    ],
+)
+def test_an_answer_that_cannot_be_one_is_no_servers(answer: str) -> None:
     with answering(answer) as address, pytest.raises(ForeignError) as refusal:
-        asyncio.run(ask(address))
+        ask_for_y(address)
     assert str(refusal.value).count("no server can be reached") == 1
+
+
+@pytest.mark.parametrize(
+    ("outputs", "got"),
+    [
+        ('{"name": "Y", "datatype": "FP32", "shape": [3, 1], "data": [1, 2, 3]}', r"Y \[3, 1\]"),
+        ("", "Y missing"),
+        ('{"name": "Z", "datatype": "FP32", "shape": [1, 1], "data": [1]}', "Y missing"),
+    ],
+)
+def test_what_a_model_leaves_out_or_adds_is_told_of_the_model(outputs: str, got: str) -> None:
+    sentence = rf"the answer of tiny is not whole: expected Y \[1, \.\.\.\], got {got}; mend the model"
+    with answering(f'{{"outputs": [{outputs}]}}') as address, pytest.raises(GarbledError, match=sentence):
+        ask_for_y(address)
+
+
+@pytest.mark.parametrize("encoding", ["deflate", "gzip"])
+def test_what_cannot_be_unpacked_is_no_servers(encoding: str) -> None:
+    beginning = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: 12\r\n\r\n"
+    for body in (b"no such thing", gzip.compress(b"{}" * 100)):
+        with dripping(beginning.encode() + body[:12], b"", 0.1) as address, pytest.raises(ForeignError):
+            ask_for_y(address)
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,16 @@ def save_trained_writer(directory: Path, steps: int = 120) -> Path:
     model.eval().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+# The tokens of the vocabulary that `write_bpe` writes.
+BYTES = [*"abcdefgh", "Ġ", "ab", "Ġa"]
+
+
+def write_bpe(folder: Path, special: list[str], names: tuple[str, str] = ("vocab.json", "merges.txt")) -> Path:
+    """Write a byte-level vocabulary as GPT-2's and OPT's tokenizers save it, and nothing that says whose it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {token: index for index, token in enumerate([*special, *BYTES])}
+    (folder / names[0]).write_text(json.dumps(vocabulary))
+    (folder / names[1]).write_text("#version: 0.2\na b\nĠ a\n")
+    return folder
