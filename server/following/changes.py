@@ -44,9 +44,12 @@ class Changes:
         """
         shown = {name: each.version for each in served if each.version for name in each.configs}
         found: dict[str, object] = {}
+        paths = set[Path]()
         for folder in sorted(self._repository.iterdir()):
             try:
-                versions = [self._describe_version(folder / str(version)) for version in list_versions(folder)]
+                numbered = [folder / str(version) for version in list_versions(folder)]
+                paths.update(numbered)
+                versions = [*map(self._describe_version, numbered)]
                 stat = (folder / CONFIG_FILE).stat()
             except OSError:
                 continue
@@ -55,6 +58,7 @@ class Changes:
             if folder.name in shown:
                 # Not under the name: that it is served is no change of what could not be.
                 found[f"{folder.name}/"] = _list_files(folder / str(shown[folder.name]))
+        self._versions = {path: known for path, known in [*self._versions.items()] if path in paths}
         return found
 
     def _describe_version(self, version: Path) -> object:

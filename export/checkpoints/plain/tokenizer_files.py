@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
 # How GPT-2's tokenizer writes the 256 bytes (transformers, `bytes_to_unicode`).
 _BYTES = {*map(chr, (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324)))}
 # Special tokens, as they are written, and what fairseq fills vocabularies up with.
-_SPECIAL = re.compile(r"<.*|\[.*|__\w+__|madeupword\d+", re.DOTALL)
+_SPECIAL = re.compile(r"<.+>|\[.+\]|__\w+__|madeupword\d+", re.DOTALL)
 
 _ENDS, _GOES_ON = "</w>", "@@"
 
