@@ -6,6 +6,7 @@ import contextlib
 import random
 import ssl
 import weakref
+import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -40,8 +41,12 @@ _MOST_CRASHES, _CRASH_PAUSE_S = 3, 1.0
 
 _CLOSE_TIMEOUT_S = 1.0
 
-# Of an answer over HTTP, half of what gRPC takes: it is held twice for a moment.
+# Of an answer over HTTP, packed and unpacked, half of what gRPC takes: it is held twice for a moment.
 _MOST_BYTES = 1 << 30
+# What is unpacked at a time, to count it.
+_PIECE_BYTES = 1 << 20
+# Encoding → what zlib calls its header.
+_PACKED = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,8 @@ class _Answer(aiohttp.ClientResponse):
         if self._body is None:
             try:
                 self._body = await self._collect()
+                if header := _PACKED.get(self.headers.get("Content-Encoding", "")):
+                    _check_unpacked(self._body, header)
             except BaseException:
                 # Else aiohttp tells of a connection that was not closed.
                 self.close()
@@ -91,6 +98,27 @@ class _Answer(aiohttp.ClientResponse):
                 pieces.clear()
                 raise FloodError(f"an answer of more than {_MOST_BYTES >> 20} MB")
         return b"".join(pieces)
+
+
+def _check_unpacked(body: bytes, header: int) -> None:
+    """Refuse a body that unpacks to more than an answer may have; tritonclient unpacks it whole.
+
+    Raises:
+        FloodError: It does.
+        zlib.error: It is not packed, or damaged.
+    """
+    count, unpacker = 0, zlib.decompressobj(header)
+    for start in range(0, len(body), _PIECE_BYTES):
+        packed = body[start : start + _PIECE_BYTES]
+        while packed:
+            # gzip may have several members, one behind the other, and zeros at its end.
+            if unpacker.eof and not (packed := packed.lstrip(b"\0")):
+                break
+            unpacker = zlib.decompressobj(header) if unpacker.eof else unpacker
+            count += len(unpacker.decompress(packed, _PIECE_BYTES))
+            packed = unpacker.unconsumed_tail or unpacker.unused_data
+            if count > _MOST_BYTES:
+                raise FloodError(f"an answer that unpacks to more than {_MOST_BYTES >> 20} MB")
 
 
 def _open_http(options: Options) -> Any:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -147,6 +148,32 @@ def test_a_program_that_floods_is_read_no_further_than_the_largest_message(monke
             pytest.raises(kind, match="an answer of more than 16 MB"),
         ):
             client.embed(["x"])
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_an_answer_that_unpacks_to_more_than_the_largest_message_is_not_unpacked(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, pack: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(session, "_MOST_BYTES", 1 << 24)
+    body = pack(bytes(1 << 26))
+    beginning = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with (
+        dripping(beginning + body, b"") as address,
+        Client(address, model="tiny", timeout_s=30) as client,
+        pytest.raises(ForeignError, match="an answer that unpacks to more than 16 MB"),
+    ):
+        client.embed(["x"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 1 << 20, (1 << 20) + 1, 1 << 22])
+def test_what_an_answer_unpacks_to_is_counted_over_all_its_members(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(session, "_MOST_BYTES", 2 * count)
+    members = 2 * gzip.compress(np.random.default_rng(0).bytes(count))
+    session._check_unpacked(members + bytes(8), session._PACKED["gzip"])
+    with pytest.raises(session.FloodError):
+        session._check_unpacked(members + gzip.compress(b"x"), session._PACKED["gzip"])
 
 
 def test_an_answer_that_breaks_off_is_told_in_a_sentence_alone() -> None:
