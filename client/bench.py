@@ -17,7 +17,7 @@ import statistics
 import sys
 from dataclasses import asdict
 
-from .command.connection import HTTP_WORDS, Connection
+from .command.connection import GRPC_WORDS, HTTP_WORDS, Connection
 from .command.parser import Parser
 from .errors import ClientError
 from .locations import name_command
@@ -69,6 +69,10 @@ def read_corpus() -> list[str]:
 
 def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
     model = Connection(arguments.url, "http", 30.0, words=HTTP_WORDS).find_model(arguments.model)
+    protocols = arguments.protocol or _PROTOCOLS
+    if "grpc" in protocols:
+        # perf_analyzer waits without end for a port that says nothing.
+        Connection(arguments.grpc_url, "grpc", 30.0, words=GRPC_WORDS).find_model(model.name)
     program = find_perf_analyzer()
     # The same texts in the same order every time.
     texts = random.Random(0).sample(read_corpus(), _TEXTS)
@@ -80,7 +84,7 @@ def _sweep(arguments: argparse.Namespace) -> list[Measurement]:
     )
     measurements = []
     urls = {"http": arguments.url, "json": arguments.url, "grpc": arguments.grpc_url}
-    for protocol in arguments.protocol or _PROTOCOLS:
+    for protocol in protocols:
         for concurrency in arguments.concurrency or _CONCURRENCIES:
             _say(f"  measuring {protocol}, {concurrency} in flight")
             measurements.append(
