@@ -42,6 +42,8 @@ _UNREADABLE = (
     struct.error,
     zlib.error,
     gzip.BadGzipFile,
+    # A line of more than was agreed on.
+    aiohttp.http_exceptions.BadHttpMessage,
 )
 
 # 502: a proxy could not reach the server, or lost it.
@@ -58,6 +60,8 @@ _NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION
 
 # Characters of a refusal that are told.
 _MOST_SAID = 2000
+# Characters of what another program said, or a library did.
+_MOST_QUOTED = 200
 
 
 class FloodError(aiohttp.ClientError):
@@ -86,7 +90,7 @@ def explain(exc: Exception, options: Options) -> ClientError:
 
 @contextlib.contextmanager
 def reading(options: Options) -> Iterator[None]:
-    """Read an answer in JSON; what KServe's protocol never says is another program's.
+    """Read what a server says of itself; what KServe's protocol never says is another program's.
 
     Raises:
         ForeignError: It cannot be read as KServe's.
@@ -95,6 +99,26 @@ def reading(options: Options) -> Iterator[None]:
         yield
     except _UNREADABLE as exc:
         raise _explain_foreign(options) from exc
+
+
+@contextlib.contextmanager
+def reading_answer(model: str) -> Iterator[None]:
+    """Read what a model answers, of which the server has told before that it is there.
+
+    Raises:
+        GarbledError: It cannot be read as KServe's.
+    """
+    try:
+        yield
+    except _UNREADABLE as exc:
+        # What Python misses in it says nothing to whoever has not written this.
+        said = "" if isinstance(exc, (AttributeError, LookupError)) else " ".join(str(exc).split())[:_MOST_QUOTED]
+        raise GarbledError(
+            f"the answer of {model} cannot be read",
+            expected="one in KServe's protocol",
+            got=f"'{said}'" if said else "another",
+            remedy="look at the model, and at what stands in front of its server",
+        ) from exc
 
 
 def _explain_foreign(options: Options) -> ClientError:
@@ -120,7 +144,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     if is_garbled:
         # Without a body, why it could not be read.
         reason = exc.debug_details() or re.sub("^.*?decoding the response: | response: None$", "", message)
-        message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", reason).split())[:200]
+        message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", reason).split())[:_MOST_QUOTED]
     message = message[:_MOST_SAID].rstrip(".")
     if status in _NO_ACCESS:
         return AccessError(

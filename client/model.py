@@ -23,6 +23,12 @@ class Tensor:
     datatype: str
     shape: tuple[int, ...]
 
+    def is_of(self, values: npt.NDArray[Any]) -> bool:
+        """Tell whether values are of its type and shape."""
+        are_sizes_right = all(size in (-1, found) for size, found in zip(self.shape, values.shape, strict=False))
+        is_shape_right = len(self.shape) == values.ndim and are_sizes_right
+        return is_shape_right and values.dtype == np.dtype(triton_to_np_dtype(self.datatype))
+
     def make_empty(self) -> npt.NDArray[Any]:
         """Return its values for no rows at all."""
         shape = (0, *(max(size, 0) for size in self.shape[1:]))

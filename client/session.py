@@ -22,7 +22,7 @@ import tritonclient.http.aio
 from tritonclient.utils import np_to_triton_dtype
 
 from .errors import ClientError, CrashError, GarbledError, ModelError, UnreachableError, UsageError
-from .faults import FAILURES, FloodError, explain, reading
+from .faults import FAILURES, FloodError, explain, reading, reading_answer
 from .model import Model, read_model
 from .options import Options
 from .ports import find_wrong_port
@@ -68,7 +68,7 @@ class _Protocol:
     has_json: bool
 
 
-class _Answer(aiohttp.ClientResponse):
+class BoundedResponse(aiohttp.ClientResponse):
     """An answer within a bound: a program that floods would have all of the memory."""
 
     async def read(self) -> bytes:
@@ -130,7 +130,7 @@ def _open_http(options: Options) -> Any:
         ssl_context=make_trust(options),
     )
     # tritonclient passes nothing on to aiohttp's session.
-    client._stub._response_class = _Answer
+    client._stub._response_class = BoundedResponse
     return client
 
 
@@ -178,8 +178,22 @@ _PROTOCOLS = {
 }
 
 
-def _check_outputs(model: Model, inputs: Mapping[str, npt.NDArray[Any]], arrays: Mapping[str, Any]) -> None:
-    """Refuse an answer that lacks an output, or has other rows than were asked for.
+def _read_output(result: Any, name: str) -> npt.NDArray[Any] | None:
+    """Return the values of an output, strings as bytes however they came; None where there is none."""
+    values: npt.NDArray[Any] | None = result.as_numpy(name)
+    if values is None or values.dtype != np.object_:
+        return values
+    texts = [value.encode() if isinstance(value, str) else value for value in values.flat]
+    for value in texts:
+        if not isinstance(value, bytes):
+            raise TypeError(f"{name} holds {value!r}, which is no string")
+    read = np.empty(len(texts), dtype=np.object_)
+    read[:] = texts
+    return read.reshape(values.shape)
+
+
+def _check_outputs(model: Model, inputs: Mapping[str, npt.NDArray[Any]], arrays: Mapping[str, Any]) -> Arrays:
+    """Return an answer, and refuse one that is not whole or is not what the model says that it makes.
 
     Raises:
         GarbledError: It does.
@@ -196,6 +210,16 @@ def _check_outputs(model: Model, inputs: Mapping[str, npt.NDArray[Any]], arrays:
             ),
             remedy="mend the model, or ask for the outputs that it has",
         )
+    for tensor in model.makes:
+        if tensor.name in arrays and not tensor.is_of(arrays[tensor.name]):
+            values = arrays[tensor.name]
+            raise GarbledError(
+                f"{tensor.name} of {model.name} is not what the model says that it makes",
+                expected=f"{tensor.datatype} {list(tensor.shape)}",
+                got=f"{np_to_triton_dtype(values.dtype)} {list(values.shape)}",
+                remedy="mend the model, or its config.pbtxt",
+            )
+    return dict(arrays)
 
 
 class Session:
@@ -312,7 +336,7 @@ class Session:
                 tensors.append(tensor)
             asked = self._protocol.ask_options(self.options)
             asked["headers"].update(headers or {})
-            with reading(self.options):
+            with reading_answer(model.name):
                 result = await client.infer(
                     model.name,
                     tensors,
@@ -320,9 +344,8 @@ class Session:
                     **asked,
                     **self._protocol.infer_options(self.options),
                 )
-                arrays = {name: result.as_numpy(name) for name in names}
-            _check_outputs(model, inputs, arrays)
-            return arrays
+                arrays = {name: _read_output(result, name) for name in names}
+            return _check_outputs(model, inputs, arrays)
 
         return await self.repeat(ask)
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from .errors import DeadlineError, ModelError, UsageError
-from .faults import FAILURES, explain, reading
+from .errors import DeadlineError, GarbledError, ModelError, UsageError
+from .faults import FAILURES, explain, reading_answer
 from .pieces import Text, encode
-from .session import Session, make_trust
+from .session import BoundedResponse, Session, make_trust
 from .ways import find_way
 
 # What a model that generates text calls its input, and what it makes.
@@ -81,9 +81,10 @@ async def write(session: Session, model: str, inputs: Values, *, is_streamed: bo
     """
     async with aclosing(listen(session, model, inputs, is_streamed=is_streamed)) as answers:
         async for answer in answers:
-            with reading(session.options):
+            with reading_answer(model):
+                (text,) = answer[WRITTEN]
                 # Half a character is none.
-                piece = answer[WRITTEN][0].encode("utf-8", errors="replace").decode()
+                piece = text.encode("utf-8", errors="replace").decode()
             yield piece
 
 
@@ -120,6 +121,13 @@ async def listen(
         return answers, await anext(answers, None)
 
     answers, answer = await session.repeat(begin)
+    if answer is None:
+        raise GarbledError(
+            f"{model} answers nothing",
+            expected="an answer, if only an empty text",
+            got="the end of the stream",
+            remedy="look at the model, and at what stands in front of its server",
+        )
     try:
         while answer is not None:
             yield answer
@@ -214,21 +222,45 @@ async def _listen_http(
     connector = aiohttp.TCPConnector(ssl=make_trust(options))
     async with (
         aiohttp.ClientSession(
-            connector=connector, timeout=times, headers=headers, read_bufsize=_LINE_BYTES
+            connector=connector,
+            timeout=times,
+            headers=headers,
+            read_bufsize=_LINE_BYTES,
+            response_class=BoundedResponse,
         ) as connection,
         connection.post(url, json=asked) as answer,
     ):
         if answer.status != 200:
             raise InferenceServerException(msg=_read_error(await answer.text()), status=str(answer.status))
-        async for line in answer.content:
-            if text := line.removeprefix(b"data: ").strip():
-                with reading(options):
-                    event = json.loads(text)
-                    # One value stands there without a list.
-                    said = {name: values if isinstance(values, list) else [values] for name, values in event.items()}
+        with reading_answer(model):
+            async for text in _read_events(answer) if asked["stream"] else _read_whole(answer):
+                event = json.loads(text)
+                # One value stands there without a list.
+                said = {name: values if isinstance(values, list) else [values] for name, values in event.items()}
                 if "error" in said:
                     raise InferenceServerException(msg=str(said["error"][0]), status=_UNTOLD)
                 yield said
+
+
+async def _read_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    data = []
+    async for line in answer.content:
+        field, _, value = line.rstrip(b"\r\n").partition(b":")
+        if field == b"data":
+            data.append(value.removeprefix(b" "))
+        elif field not in (b"", b"event", b"id", b"retry"):
+            raise ValueError(f"no event: {line[:80].decode(errors='replace')}")
+        # A line without anything ends an event; one without a field is a comment, as proxies send to be heard.
+        if not line.strip() and data:
+            yield b"\n".join(data)
+            data = []
+    if data:
+        yield b"\n".join(data)
+
+
+async def _read_whole(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    yield await answer.read()
 
 
 def _to_text(value: Any) -> Any:

@@ -36,6 +36,7 @@ from client import (
     UnreachableError,
     UsageError,
     session,
+    streams,
 )
 from client.answers import check_answers, find_texts_model
 from client.batch.files import answer_file
@@ -166,9 +167,7 @@ def test_an_answer_that_unpacks_to_more_than_the_largest_message_is_not_unpacked
 
 
 @pytest.mark.parametrize("count", [0, 1, 1 << 20, (1 << 20) + 1, 1 << 22])
-def test_what_an_answer_unpacks_to_is_counted_over_all_its_members(
-    monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
+def test_what_an_answer_unpacks_to_is_counted_over_all_its_members(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(session, "_MOST_BYTES", 2 * count)
     members = 2 * gzip.compress(np.random.default_rng(0).bytes(count))
     session._check_unpacked(members + bytes(8), session._PACKED["gzip"])
@@ -261,10 +260,9 @@ def ask_for_y(address: str) -> None:
         '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "data": [1%s]}]}' % ("0" * 400),
     ],
 )
-def test_an_answer_that_cannot_be_one_is_no_servers(answer: str) -> None:
-    with answering(answer) as address, pytest.raises(ForeignError) as refusal:
+def test_an_answer_that_cannot_be_one_is_told_of_the_model(answer: str) -> None:
+    with answering(answer) as address, pytest.raises(GarbledError, match="the answer of tiny cannot be read"):
         ask_for_y(address)
-    assert str(refusal.value).count("no server can be reached") == 1
 
 
 @pytest.mark.parametrize(
@@ -282,28 +280,120 @@ def test_what_a_model_leaves_out_or_adds_is_told_of_the_model(outputs: str, got:
 
 
 @pytest.mark.parametrize("encoding", ["deflate", "gzip"])
-def test_what_cannot_be_unpacked_is_no_servers(encoding: str) -> None:
+def test_what_cannot_be_unpacked_is_told_of_the_model(encoding: str) -> None:
     beginning = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: 12\r\n\r\n"
     for body in (b"no such thing", gzip.compress(b"{}" * 100)):
-        with dripping(beginning.encode() + body[:12], b"", 0.1) as address, pytest.raises(ForeignError):
+        with dripping(beginning.encode() + body[:12], b"", 0.1) as address, pytest.raises(GarbledError):
             ask_for_y(address)
 
 
 @pytest.mark.parametrize(
-    "event",
-    ['data: {"x": 1}', "data: [1]", 'data: {"text_output": 5}', "data: 1", "data: " + "x" * 100],
+    ("datatype", "shape", "data", "got"),
+    [
+        ("INT32", "[1, 1]", "[1]", r"INT32 \[1, 1\]"),
+        ("FP32", "[1, 2]", "[1, 2]", r"FP32 \[1, 2\]"),
+        ("FP32", "[1]", "[1]", r"FP32 \[1\]"),
+        ("BYTES", "[1, 1]", '["1"]', r"BYTES \[1, 1\]"),
+    ],
 )
-def test_a_stream_of_something_else_is_no_writers(event: str) -> None:
-    async def listen(address: str) -> list[str]:
-        session = Session(Options(address))
+def test_values_of_another_type_or_shape_than_the_models_are_refused(
+    datatype: str, shape: str, data: str, got: str
+) -> None:
+    output = f'{{"name": "Y", "datatype": "{datatype}", "shape": {shape}, "data": {data}}}'
+    sentence = rf"Y of tiny is not what the model says that it makes: expected FP32 \[-1, 1\], got {got}"
+    with answering(f'{{"outputs": [{output}]}}') as address, pytest.raises(GarbledError, match=sentence):
+        ask_for_y(address)
+
+
+@pytest.mark.parametrize(("text", "is_one"), [(r'"\u00e9"', True), ("1", False), ("null", False)])
+def test_strings_inside_of_json_are_those_that_come_as_bytes(text: str, is_one: bool) -> None:
+    metadata = {
+        "name": "tiny",
+        "versions": ["1"],
+        "inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [-1, 1]}],
+        "outputs": [
+            {"name": name, "datatype": kind, "shape": [-1, 1]} for name, kind in (("LABEL", "BYTES"), ("SCORE", "FP32"))
+        ],
+        "max_batch_size": 8,
+    }
+    label = f'{{"name": "LABEL", "datatype": "BYTES", "shape": [1, 1], "data": [{text}]}}'
+    score = '{"name": "SCORE", "datatype": "FP32", "shape": [1, 1], "data": [0.5]}'
+    known = json.dumps(metadata)
+    with (
+        answering(known, known, f'{{"outputs": [{label}, {score}]}}') as address,
+        Client(address, model="tiny") as client,
+    ):
+        if is_one:
+            assert client.classify(["x"]) == [[(json.loads(text), 0.5)]]
+            return
+        with pytest.raises(GarbledError, match="the answer of tiny cannot be read"):
+            client.classify(["x"])
+
+
+def write_text(address: str, *, is_streamed: bool = True) -> list[str]:
+    """Return the pieces that whoever is there writes."""
+
+    async def listen() -> list[str]:
+        session = Session(Options(address, timeout_s=5))
         try:
             prompt = {"text_input": np.array([b"x"], dtype=np.object_)}
-            return [piece async for piece in write(session, "tiny", prompt)]
+            return [piece async for piece in write(session, "tiny", prompt, is_streamed=is_streamed)]
         finally:
             await session.close()
 
-    with answering(f"{event}\n\n") as address, pytest.raises(ForeignError, match="another answer than KServe's"):
-        asyncio.run(listen(address))
+    return asyncio.run(listen())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        'data: {"x": 1}',
+        "data: [1]",
+        'data: {"text_output": 5}',
+        'data: {"text_output": ["a", "b"]}',
+        'data: {"text_output": []}',
+        "data: 1",
+        "data: " + "x" * 100,
+        "<html>",
+        '{"text_output": "a"}',
+    ],
+)
+def test_a_stream_of_something_else_is_told_of_the_model(event: str) -> None:
+    with (
+        answering(f"{event}\n\n") as address,
+        pytest.raises(GarbledError, match="the answer of tiny cannot be read"),
+    ):
+        write_text(address)
+
+
+@pytest.mark.parametrize("answer", ["", "\n", ": nothing\n\n"])
+def test_a_stream_without_any_event_is_no_empty_text(answer: str) -> None:
+    with answering(answer) as address, pytest.raises(GarbledError, match="tiny answers nothing"):
+        write_text(address)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        'data: {"text_output": "a"}\n\ndata: {"text_output": "b"}\n\n',
+        'data:{"text_output":"a"}\r\n\r\ndata:{"text_output":"b"}\r\n\r\n',
+        ': heard\n\nevent: piece\nid: 1\ndata: {"text_output":\ndata: "a"}\n\n:\nretry: 10\ndata: {"text_output": "b"}',
+    ],
+)
+def test_a_stream_is_read_as_server_sent_events_are(stream: str) -> None:
+    with answering(stream) as address:
+        assert write_text(address) == ["a", "b"]
+
+
+def test_a_line_without_end_in_a_stream_is_read_no_further_than_a_whole_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "_LINE_BYTES", 1 << 16)
+    with (
+        dripping(b"HTTP/1.1 200 OK\r\n\r\ndata: ", b"x" * (1 << 16), pause_s=0) as address,
+        pytest.raises(GarbledError, match="the answer of tiny cannot be read"),
+    ):
+        write_text(address)
 
 
 @pytest.mark.parametrize(
