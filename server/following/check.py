@@ -84,11 +84,9 @@ def check_ensembles(
     reasons = {
         name: str(each.get("reason", "")) for name, each in following.models.items() if each.get("state") == "failed"
     }
-    # Of one without a configuration or a version, which may be there again, the server knows that it was to be served;
-    # what this project did not write has no version.
-    lost = {folder.name for folder in published} | {name for name in reasons if following.models[name].get("served")}
     faults = find_lost(repository, wanted, following)
-    faults |= {name: reasons[name] for name in reasons.keys() & (lost - {*names})}
+    # Of one without a recorded answer, such as one that was written by hand, the server alone knows.
+    faults |= {name: reasons[name] for name in reasons.keys() - {*names}}
     faults |= {name: each.damage for name, each in wanted.items() if each.damage}
     checked, failures, remedy = dict[str, Checked](), [], "see the server's log"
     for name in dict.fromkeys([*faults, *names]):

@@ -220,6 +220,8 @@ def test_a_model_that_was_made_by_hand_and_cannot_be_loaded_is_named_without_a_v
     assert told.startswith("ERROR: made cannot be served: expected it to load, got ")
     assert "; it is not served, mend its folder or take it out of the repository. Tried again" in told
     assert ".;" not in told and ";." not in told
+    checked = server.check()
+    assert checked.code == 1 and "made cannot be served" in checked.err
 
 
 def load_until(go: Path, server: Running, repository: Path) -> None:
