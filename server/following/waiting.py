@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .damage import compare, find_rest, refuse_damaged
 from .failures import Failure
-from .published import Loaded, Published, read_repository
+from .published import Loaded, Published, find_missing, read_repository
 from .sums import FileSums
 
 # For so long files are looked into before the answer is left to the next look.
@@ -99,7 +99,8 @@ class _Examination(threading.Thread):
         served = self._followed.served.get(wanted.name)
         if not served or served.published.version == wanted.version:
             return ""
-        return self._read[1].find_changed(served.files, since="loaded")
+        repository, sums, _ = self._read
+        return find_missing(served.files, repository) or sums.find_changed(served.files, since="loaded")
 
     def _hold(self, wanted: Published) -> Published:
         """Hold a model against what was loaded of it."""

@@ -360,13 +360,22 @@ def test_what_is_damaged_while_another_model_is_loaded_is_told_at_once(
         path.write_bytes(whole)
     wait_for(server, lambda models: models == rolling)
     # And what is served until that is loaded.
+    vocabulary = repository / f"{NAME}_preprocess" / "1" / "tokenizer.json"
+
+    def tell_of_served(path: Path) -> None:
+        models = wait_for(server, lambda models: models[NAME]["state"] == "failed")
+        assert (models[NAME]["active"], models[NAME]["served"]) == (2, 1) and str(path) in models[NAME]["reason"]
+        checked = server.check()
+        assert checked.code == 1 and str(path) in checked.err
+
     whole = graph.read_bytes()
     graph.write_bytes(whole[:-9])
-    models = wait_for(server, lambda models: models[NAME]["state"] == "failed")
-    assert (models[NAME]["active"], models[NAME]["served"]) == (2, 1) and str(graph) in models[NAME]["reason"]
-    checked = server.check()
-    assert checked.code == 1 and str(graph) in checked.err
+    tell_of_served(graph)
     graph.write_bytes(whole)
+    wait_for(server, lambda models: models == rolling)
+    vocabulary.parent.rename(away)
+    tell_of_served(vocabulary)
+    away.rename(vocabulary.parent)
     wait_for(server, lambda models: models == rolling)
     assert not any(line.startswith("ERROR") for line in server.lines)
     go.touch()
