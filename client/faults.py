@@ -139,11 +139,16 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
         return _explain_deadline(options)
     if match := re.search(r"CERTIFICATE_VERIFY_FAILED: [^:;]+|Hostname Verification Check failed", message):
         return _explain_distrust(match[0].split(": ")[-1], options)
-    is_garbled = "while decoding the response" in message
+    is_empty = "received an empty response" in message
+    is_garbled = is_empty or "while decoding the response" in message
     # What stands in front of a server answers in its own words, and so does another port than the one meant.
     if is_garbled:
         # Without a body, why it could not be read.
-        reason = exc.debug_details() or re.sub("^.*?decoding the response: | response: None$", "", message)
+        reason = (
+            "without a word"
+            if is_empty
+            else exc.debug_details() or re.sub("^.*?decoding the response: | response: None$", "", message)
+        )
         message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", reason).split())[:_MOST_QUOTED]
     message = message[:_MOST_SAID].rstrip(".")
     if status in _NO_ACCESS:

@@ -175,6 +175,14 @@ def test_what_an_answer_unpacks_to_is_counted_over_all_its_members(monkeypatch: 
         session._check_unpacked(members + gzip.compress(b"x"), session._PACKED["gzip"])
 
 
+def test_a_refusal_without_a_body_is_told_with_its_status() -> None:
+    with (
+        dripping(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b"") as address,
+        pytest.raises(GarbledError, match="the server refused the request: HTTP 404 without a word"),
+    ):
+        ask_for_y(address)
+
+
 def test_an_answer_that_breaks_off_is_told_in_a_sentence_alone() -> None:
     beginning = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"
     with dripping(beginning, b" ", 0.1) as address:
