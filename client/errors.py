@@ -11,7 +11,7 @@ ClientError                 one sentence; exit code 1 of the command line
 ├── ModelError              the server has no such model, or it is of another task
 └── RefusedError            the server refuses this request, and would refuse it again
     ├── CrashError          what computed it died; repeated a few times, for the request may be what kills
-    └── GarbledError        it does so in words that are not KServe's, as something in front of it does
+    └── GarbledError        what comes back is not KServe's, as from something in front of it
 """
 
 from .printable import make_printable
@@ -98,4 +98,4 @@ class CrashError(RefusedError):
 
 
 class GarbledError(RefusedError):
-    """The request is refused in words that are not KServe's, as something in front of a server does."""
+    """What comes back is not KServe's: a refusal of something in front of a server, or an answer of no known form."""

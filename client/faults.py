@@ -144,11 +144,8 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     # What stands in front of a server answers in its own words, and so does another port than the one meant.
     if is_garbled:
         # Without a body, why it could not be read.
-        reason = (
-            "without a word"
-            if is_empty
-            else exc.debug_details() or re.sub("^.*?decoding the response: | response: None$", "", message)
-        )
+        reason = exc.debug_details() or re.sub("^.*?decoding the response: | response: None$", "", message)
+        reason = "without a word" if is_empty else reason
         message = f"HTTP {status} " + " ".join(re.sub(r"<[^>]*>", " ", reason).split())[:_MOST_QUOTED]
     message = message[:_MOST_SAID].rstrip(".")
     if status in _NO_ACCESS:
