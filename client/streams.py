@@ -244,19 +244,20 @@ async def _listen_http(
 
 async def _read_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Yield the data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
-    data = []
+    data, count = [], 0
     async for line in answer.content:
         field, _, value = line.rstrip(b"\r\n").partition(b":")
         if field == b"data":
             data.append(value.removeprefix(b" "))
-            if sum(map(len, data)) > _LINE_BYTES:
+            count += len(line)
+            if count > _LINE_BYTES:
                 raise ValueError(f"an event of more than {_LINE_BYTES >> 20} MB")
         elif field not in (b"", b"event", b"id", b"retry"):
             raise ValueError(f"no event: {line[:80].decode(errors='replace')}")
         # A line without anything ends an event; one without a field is a comment, as proxies send to be heard.
         if not line.strip() and data:
             yield b"\n".join(data)
-            data = []
+            data, count = [], 0
     if data:
         yield b"\n".join(data)
 

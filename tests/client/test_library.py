@@ -393,12 +393,13 @@ def test_a_stream_is_read_as_server_sent_events_are(stream: str) -> None:
         assert write_text(address) == ["a", "b"]
 
 
-def test_a_line_without_end_in_a_stream_is_read_no_further_than_a_whole_answer(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("drop", [b"x" * (1 << 16), b"x\ndata:" * (1 << 13)])
+def test_an_event_without_end_is_read_no_further_than_a_whole_answer(
+    monkeypatch: pytest.MonkeyPatch, drop: bytes
 ) -> None:
     monkeypatch.setattr(streams, "_LINE_BYTES", 1 << 16)
     with (
-        dripping(b"HTTP/1.1 200 OK\r\n\r\ndata: ", b"x" * (1 << 16), pause_s=0) as address,
+        dripping(b"HTTP/1.1 200 OK\r\n\r\ndata: ", drop, pause_s=0) as address,
         pytest.raises(GarbledError, match="the answer of tiny cannot be read"),
     ):
         write_text(address)
