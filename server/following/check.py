@@ -212,12 +212,16 @@ def _check(
     Raises:
         StrangerError: Another program answers.
         OSError: The server does not answer, or refuses.
+        _DamageError: Its recorded answer is gone.
         ValueError: It answers something else, or from another version than it should.
     """
     version = _read_version(url, name)
     error = check_answer(url, repository, name, version)
     if error is None:
-        raise ValueError(f"version {version} has no {GOLDEN_FILE}")
+        # It may be gone with the rest of its folder, which the server tells while it waits for the next one.
+        told = following.models.get(name, {})
+        reason = str(told.get("reason", "")).rstrip(".") if told.get("state") == "failed" else ""
+        raise _DamageError(reason or f"version {version} has no {GOLDEN_FILE}")
     reason = find_disagreement(repository, name, active, int(version), following)
     if reason and doubt:
         reason = f"{reason}, and {doubt}"

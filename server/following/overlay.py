@@ -67,8 +67,16 @@ class Overlay:
         return sorted(entry for entry in folder.iterdir() if entry.name.isdecimal()) if folder.is_dir() else []
 
     def write_config(self, name: str, config: str) -> None:
-        """Give a model that is shown another configuration."""
-        (self.directory / name / CONFIG_FILE).write_text(config, encoding="utf-8", errors="surrogateescape")
+        """Give a model that is shown another configuration.
+
+        Raises:
+            OSError: It cannot be written; names the file, which a write to a full disk does not.
+        """
+        path = self.directory / name / CONFIG_FILE
+        try:
+            path.write_text(config, encoding="utf-8", errors="surrogateescape")
+        except OSError as exc:
+            raise OSError(exc.errno, exc.strerror, str(path)) from exc
 
     def read_config(self, name: str) -> str:
         """Return the configuration under which a model is shown."""

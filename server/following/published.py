@@ -294,6 +294,13 @@ def take_files(repository: Path, published: Published, sums: FileSums) -> Loaded
     return Loaded(published=published, files=taken, asked=sums.take([folder / GOLDEN_FILE], told))
 
 
+def find_gone(repository: Path, loaded: Loaded) -> str:
+    """Return what is not there any more of a version that was loaded, a folder or a file; empty where all is."""
+    published = loaded.published
+    folders = _list_parts(repository, published.name, published.version, published.steps) if published.version else []
+    return find_missing((*folders, *loaded.files), repository)
+
+
 def find_partial(repository: Path, published: Published, sums: FileSums) -> str:
     """Return which file of a version, records among them, is not the one in its sums; empty where it is whole."""
     folder = repository / published.name / str(published.version)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .damage import compare, find_rest, refuse_damaged
 from .failures import Failure
-from .published import Loaded, Published, find_missing, read_repository
+from .published import Loaded, Published, find_gone, read_repository
 from .sums import FileSums
 
 # For so long files are looked into before the answer is left to the next look.
@@ -100,7 +100,7 @@ class _Examination(threading.Thread):
         if not served or served.published.version == wanted.version:
             return ""
         repository, sums, _ = self._read
-        return find_missing(served.files, repository) or sums.find_changed(served.files, since="loaded")
+        return find_gone(repository, served) or sums.find_changed(served.files, since="loaded")
 
     def _hold(self, wanted: Published) -> Published:
         """Hold a model against what was loaded of it."""
