@@ -110,15 +110,27 @@ def reading_answer(model: str) -> Iterator[None]:
     """
     try:
         yield
+    except InferenceServerException as exc:
+        # What a server refuses has a status; this is tritonclient's own word on an answer.
+        if exc.status() is not None:
+            raise
+        raise _explain_garbled(model, exc) from exc
     except _UNREADABLE as exc:
+        raise _explain_garbled(model, exc) from exc
+
+
+def _explain_garbled(model: str, exc: Exception) -> GarbledError:
+    if isinstance(exc, InferenceServerException):
+        said = str(exc.message()).split(". ", 1)[0]
+    else:
         # What Python misses in it says nothing to whoever has not written this.
-        said = "" if isinstance(exc, (AttributeError, LookupError)) else " ".join(str(exc).split())[:_MOST_QUOTED]
-        raise GarbledError(
-            f"the answer of {model} cannot be read",
-            expected="one in KServe's protocol",
-            got=f"'{said}'" if said else "another",
-            remedy="look at the model, and at what stands in front of its server",
-        ) from exc
+        said = "" if isinstance(exc, (AttributeError, LookupError)) else str(exc)
+    return GarbledError(
+        f"the answer of {model} cannot be read",
+        expected="one in KServe's protocol",
+        got=f"'{' '.join(said.split())[:_MOST_QUOTED]}'" if said else "another",
+        remedy="look at the model, and at what stands in front of its server",
+    )
 
 
 def _explain_foreign(options: Options) -> ClientError:

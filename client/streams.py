@@ -232,8 +232,10 @@ async def _listen_http(
     ):
         if answer.status != 200:
             raise InferenceServerException(msg=_read_error(await answer.text()), status=str(answer.status))
+        events = _read_events(answer) if asked["stream"] else _read_whole(answer)
         with reading_answer(model):
-            async for text in _read_events(answer) if asked["stream"] else _read_whole(answer):
+            # The answer takes as long as it takes; each piece has its time, whatever else comes meanwhile.
+            while (text := await asyncio.wait_for(anext(events, None), options.timeout_s)) is not None:
                 event = json.loads(text)
                 # One value stands there without a list.
                 said = {name: values if isinstance(values, list) else [values] for name, values in event.items()}
@@ -242,7 +244,7 @@ async def _listen_http(
                 yield said
 
 
-async def _read_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
     """Yield the data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
     data, count = [], 0
     async for line in answer.content:
@@ -262,7 +264,7 @@ async def _read_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         yield b"\n".join(data)
 
 
-async def _read_whole(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _read_whole(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
     yield await answer.read()
 
 

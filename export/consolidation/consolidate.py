@@ -23,7 +23,7 @@ from .carried_files import carry_over, replace_files, set_sizes, write_derived_c
 from .fitted import Fit
 from .safetensors_output import SafetensorsOutput, refuse_inflated
 from .staging import stage_folder
-from .vocabulary import check_carried_tokenizer, has_other_rows
+from .vocabulary import check_carried_tokenizer, has_other_table
 
 # For tables that were changed, until they are written.
 _SCRATCH = ".scratch"
@@ -143,12 +143,14 @@ def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bo
     """Return what `config.json` says that the weights know better, and what of it they cannot fill.
 
     The model that it describes takes seconds and some 400 MB to look at, so nobody waits for it where the file comes
-    from beside the weights and agrees with their rows.
+    from beside the weights, which are one whole, and agrees with their rows and columns.
 
     Raises:
         CheckpointError: The weights are not of the model that it describes.
     """
-    if not is_other and not has_other_rows(directory, checkpoint):
+    # Files that are whole each by itself may be of several runs.
+    is_sharded = checkpoint.format_name.startswith("Hugging Face") and len(checkpoint.weight_files) > 1
+    if not (is_other or is_sharded or has_other_table(directory, checkpoint)):
         return ConfigMatch()
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     return match_config(directory, shapes, checkpoint.tied)

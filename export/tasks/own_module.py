@@ -103,6 +103,9 @@ class FactoryTask(TensorTask):
         outputs = infer_outputs(self.module, spec.inputs, spec.outputs, self.tensors)
         if any(tensor.dims[:1] != (BATCH,) for tensor in outputs):
             return self._build_apart(spec, "not every output begins with the batch")
+        if any(tensor.dims == (BATCH,) for tensor in (*spec.inputs, *outputs)):
+            # tritonserver takes no batch of tensors without a dimension of their own.
+            return self._build_apart(spec, "not every tensor has an axis beside the batch")
         smallest = {symbol: limits.smallest for symbol, limits in self.tensors.sizes.items() if limits.smallest > 1}
         return ModelSignature(inputs=spec.inputs, outputs=outputs, smallest=smallest)
 
@@ -111,10 +114,17 @@ class FactoryTask(TensorTask):
         inputs = spec.inputs
         if why:
             self.notes.append(f"{why}, so requests are never joined")
+            places = {tensor.name: tensor.dims.index(BATCH) for tensor in inputs if BATCH in tensor.dims}
+            samples = [
+                {name: np.expand_dims(value, places[name]) if name in places else value for name, value in row.items()}
+                for row in self.tensors.samples
+            ]
             inputs = tuple(
                 replace(tensor, dims=tuple(_ROWS if dim == BATCH else dim for dim in tensor.dims)) for tensor in inputs
             )
-            self.tensors = replace(self.tensors, sizes={_ROWS: SizeRange(largest=32), **self.tensors.sizes}, padded=())
+            self.tensors = replace(
+                self.tensors, samples=samples, sizes={_ROWS: SizeRange(largest=32), **self.tensors.sizes}, padded=()
+            )
         return ModelSignature(inputs=inputs, outputs=infer_outputs(self.module, inputs, spec.outputs, self.tensors))
 
     def _check_determinism(self) -> None:

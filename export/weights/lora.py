@@ -19,8 +19,17 @@ from ..checkpoints.storage.paths import has_file, read_json_if_any, refuse_lfs_p
 from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import AdapterError, list_some
 
+# Each may try every place of the path anew: with more of them a pattern may take hours.
+_MOST_REPEATS = 3
+_REPEAT = re.compile(r"[*+]|\{\d*,\d*\}")
+_REPEATED_GROUP = re.compile(r"\)\s*(?:[*+]|\{)")
+
 # Initialisations that change the base weights as well, so that the adapter belongs to none that is on disk.
 _CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
+# peft's own, where a configuration leaves them out.
+_RANK, _ALPHA = 8, 8
+_SWITCHES = ("use_rslora", "fan_in_fan_out", "use_dora", "lora_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +278,64 @@ def _read_adapter_config(folder: Path) -> Mapping[str, Any]:
             got=", ".join(unsupported),
             remedy="merge it with peft and export the result",
         )
+    _check_settings(folder, settings)
     return settings
+
+
+def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse settings of other types than peft writes, which would be taken for something that they do not say.
+
+    Raises:
+        AdapterError: One is.
+    """
+    alphas, ranks = settings.get("alpha_pattern") or {}, settings.get("rank_pattern") or {}
+    saved = settings.get("modules_to_save") or []
+    wanted = {
+        "lora_alpha": ("a number", _is_number(settings.get("lora_alpha", _ALPHA))),
+        "alpha_pattern": ("patterns and numbers", isinstance(alphas, dict) and all(map(_is_number, alphas.values()))),
+        "r": ("a rank of 1 or more", _is_rank(settings.get("r", _RANK))),
+        "rank_pattern": ("patterns and ranks", isinstance(ranks, dict) and all(map(_is_rank, ranks.values()))),
+        "modules_to_save": ("names", isinstance(saved, list) and all(isinstance(name, str) for name in saved)),
+        **{key: ("true or false", isinstance(settings.get(key, False), bool | None)) for key in _SWITCHES},
+    }
+    for key, (expected, is_right) in wanted.items():
+        if not is_right:
+            raise AdapterError(
+                f"{key} in {folder / ADAPTER_FILE} is not what peft writes",
+                expected=expected,
+                got=repr(settings.get(key))[:80],
+                remedy="copy the file that was saved with the adapter",
+            )
+    for pattern in (*alphas, *ranks):
+        _check_pattern(folder, pattern)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _check_pattern(folder: Path, pattern: str) -> None:
+    """Refuse a pattern that is none, or that may be tried for hours: nothing is run for ever that a file holds.
+
+    Raises:
+        AdapterError: It is.
+    """
+    try:
+        re.compile(pattern)
+        is_quick = not _REPEATED_GROUP.search(pattern) and len(_REPEAT.findall(pattern)) <= _MOST_REPEATS
+    except (re.error, OverflowError, RecursionError):
+        is_quick = False
+    if not is_quick:
+        raise AdapterError(
+            f"a pattern in {folder / ADAPTER_FILE} cannot be followed",
+            expected=f"a regular expression with {_MOST_REPEATS} repeats at most, and none of a group",
+            got=repr(pattern)[:80],
+            remedy="merge the adapter with peft and export the result",
+        )
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
@@ -352,7 +418,15 @@ def _build_update(path: str, sides: Mapping[str, Tensor], settings: Mapping[str,
             remedy="merge it with peft and export the result",
         )
     rank = right.shape[0]
-    alpha = float(_match_pattern(settings.get("alpha_pattern"), path, settings.get("lora_alpha", 8)))
+    told = _match_pattern(settings.get("rank_pattern"), path, settings.get("r", _RANK))
+    if rank != told:
+        raise AdapterError(
+            f"the update of {path} in {folder} has another rank than {ADAPTER_FILE} says",
+            expected=str(told),
+            got=str(rank),
+            remedy="copy the file that was saved with the adapter",
+        )
+    alpha = float(_match_pattern(settings.get("alpha_pattern"), path, settings.get("lora_alpha", _ALPHA)))
     scaling = alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
     is_transposed = is_embedding or bool(settings.get("fan_in_fan_out"))
     return LowRankUpdate(left=left, right=right, scaling=scaling, is_transposed=is_transposed)

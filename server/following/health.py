@@ -2,6 +2,7 @@
 
 import base64
 import http.client
+import io
 import json
 import os
 import struct
@@ -109,9 +110,31 @@ def _has_changed(path: Path) -> bool:
 
 def _infer(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tensors that a sample's request is answered with."""
-    outputs = [{"name": tensor["name"]} for tensor in sample["outputs"]]
+    outputs = [
+        {"name": tensor["name"], **({"parameters": {"binary_data": True}} if tensor["datatype"] == "FP16" else {})}
+        for tensor in sample["outputs"]
+    ]
     answer = _post(f"{url}/infer", _build_request(sample["inputs"], outputs))
-    return _pick(answer, lambda told: [{key: tensor[key] for key in _OF_TENSOR} for tensor in told["outputs"]])
+    header, binary = _split(answer)
+    return _pick(header, lambda told: [_read_tensor(tensor, binary) for tensor in told["outputs"]])
+
+
+def _split(answer: bytes) -> tuple[bytes, io.BytesIO]:
+    """Return the JSON of an answer, and what stands behind it."""
+    try:
+        # One byte a character, so that the end of the one is the place of the other.
+        _, end = json.JSONDecoder().raw_decode(answer.decode("latin-1"))
+    except (ValueError, RecursionError):
+        # It is none, which whoever reads it says.
+        end = len(answer)
+    return answer[:end], io.BytesIO(answer[end:])
+
+
+def _read_tensor(tensor: Mapping[str, Any], binary: io.BytesIO) -> dict[str, Any]:
+    """Return an output with its values, those of 16-bit floats from behind the JSON, where they stand in its order."""
+    size = tensor.get("parameters", {}).get("binary_data_size")
+    data = tensor["data"] if size is None else [value for (value,) in struct.iter_unpack("<e", binary.read(size))]
+    return {**{key: tensor[key] for key in _OF_TENSOR if key != "data"}, "data": data}
 
 
 def _generate(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -139,15 +162,13 @@ def _pick(answer: bytes, pick: Callable[[Any], list[dict[str, Any]]]) -> list[di
 
 
 def _build_request(inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> tuple[bytes, dict[str, str]]:
-    """Return body and headers of a request; what a `golden.json` holds in base64 goes behind the JSON, as bytes."""
+    """Return body and headers of a request; what tritonserver takes in no JSON goes behind it, as bytes."""
     listed, content = [], b""
     for tensor in inputs:
-        if tensor.get("parameters", {}).get("encoding") != "base64":
+        binary = _pack(tensor)
+        if binary is None:
             listed.append(tensor)
             continue
-        values = [base64.b64decode(text) for text in tensor["data"]]
-        # As KServe's extension for binary tensors writes strings: the length of each in front of it.
-        binary = b"".join(struct.pack("<I", len(value)) + value for value in values)
         described = {key: tensor[key] for key in ("name", "shape", "datatype")}
         listed.append(described | {"parameters": {"binary_data_size": len(binary)}})
         content += binary
@@ -156,6 +177,17 @@ def _build_request(inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) 
         return header, {"Content-Type": "application/json"}
     headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(header))}
     return header + content, headers
+
+
+def _pack(tensor: Mapping[str, Any]) -> bytes | None:
+    """Return values as KServe's extension for binary tensors writes them: 16-bit floats, and what is in base64."""
+    if tensor["datatype"] == "FP16":
+        return struct.pack(f"<{len(tensor['data'])}e", *tensor["data"])
+    if tensor.get("parameters", {}).get("encoding") != "base64":
+        return None
+    values = [base64.b64decode(text) for text in tensor["data"]]
+    # The length of each string in front of it.
+    return b"".join(struct.pack("<I", len(value)) + value for value in values)
 
 
 def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> bytes:

@@ -313,7 +313,12 @@ def test_values_of_another_type_or_shape_than_the_models_are_refused(
         ask_for_y(address)
 
 
-@pytest.mark.parametrize(("text", "is_one"), [(r'"\u00e9"', True), ("1", False), ("null", False)])
+def test_a_stream_of_comments_alone_is_waited_for_no_longer_than_for_a_piece() -> None:
+    with dripping(b"HTTP/1.1 200 OK\r\n\r\n", b": heard\n\n", 30) as address, pytest.raises(DeadlineError):
+        write_text(address)
+
+
+@pytest.mark.parametrize(("text", "is_one"), [(r'"\u00e9"', True), (r'"\ud800"', False), ("1", False), ("null", False)])
 def test_strings_inside_of_json_are_those_that_come_as_bytes(text: str, is_one: bool) -> None:
     metadata = {
         "name": "tiny",

@@ -1,6 +1,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BertModel,
     CLIPConfig,
     CLIPModel,
     CLIPTextConfig,
@@ -541,6 +543,25 @@ def test_the_configuration_has_as_many_tokens_as_the_table(is_beside: bool, reco
     save_base(described, model, vocab_size=recorded, n_layer=1)
     with pytest.raises(CheckpointError, match="config.json does not describe the weights: "):
         consolidate(run_folder, tmp_path / "other", base=None if is_beside else described)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_weights_of_another_width_than_their_own_configuration_are_refused(is_sharded: bool, tmp_path: Path) -> None:
+    one, other = (BertModel(BertConfig(**{**BERT.to_dict(), "hidden_size": width})) for width in (12, 24))
+    size = "20KB" if is_sharded else "1GB"
+    for name, model in (("one", one), ("other", other)):
+        model.save_pretrained(tmp_path / name, max_shard_size=size)
+    assert (tmp_path / "one" / "model.safetensors.index.json").exists() == is_sharded
+    if is_sharded:
+        # The last one is of another run, and holds what the index says.
+        index = json.loads((tmp_path / "one" / "model.safetensors.index.json").read_text())["weight_map"]
+        last, state = max(index.values()), other.state_dict()
+        save_file({name: state[name].clone() for name, file in index.items() if file == last}, tmp_path / "one" / last)
+    else:
+        shutil.copy(tmp_path / "other" / "config.json", tmp_path / "one")
+    with pytest.raises(CheckpointError, match="one/config.json does not describe the weights: "):
+        consolidate(tmp_path / "one", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_configuration_of_which_no_model_can_be_built_is_told(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from google.protobuf import text_format
 from harness import Finished, fingerprint
+from launcher import running
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.errors import ModelError, SettingsError
@@ -46,6 +47,18 @@ class Shared(nn.Module):
         return (values * weights).sum(-1, keepdim=True), weights * 2
 
 
+class Half(nn.Module):
+    """Of 16 bits, and of one number a row."""
+
+    def forward(self, values, added):
+        return (values + added.float().sum(-1, keepdim=True)).half(), values.sum(-1)
+
+
+class Added(nn.Module):
+    def forward(self, values, added):
+        return values + added.reshape(-1, 1)
+
+
 class Summary(nn.Module):
     def forward(self, values):
         return values * 2, values.new_ones(3)
@@ -75,9 +88,9 @@ class Looping(nn.Module):
     """Its loop over an axis is what the exporter refuses; a trace would make the length a constant."""
 
     def forward(self, values):
-        total = torch.zeros(values.shape[0])
+        total = torch.zeros(values.shape[0], 1)
         for index in range(values.shape[1]):
-            total = total + values[:, index]
+            total = total + values[:, index : index + 1]
         return total
 
 
@@ -241,6 +254,28 @@ def test_tensors_of_which_some_have_no_batch_keep_theirs_as_an_axis(module_file:
     mixed = ModelSignature(inputs=(values, weights), outputs=(values,))
     config = build_configs(name_models("x", mixed), mixed, version=1, served=[1])["x"]
     assert [list(tensor.dims) for tensor in (*config.input, *config.output)] == [[-1, 4], [4], [-1, 4]]
+
+
+def test_numbers_of_16_bits_and_tensors_of_one_a_row_are_served_and_checked(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    values, half = {"shape": ["batch", 4]}, {"shape": ["batch", 2], "dtype": "float16"}
+    for name, added, outputs in (("Half", half, ["sums", "totals"]), ("Added", {"shape": ["batch"]}, ["sums"])):
+        kind = np.dtype(added.get("dtype", "float32"))
+        real = {"values": np.ones((3, 4), dtype=np.float32), "added": np.ones((3, *added["shape"][1:]), dtype=kind)}
+        np.savez(module_file.parent / "real.npz", **real)
+        spec = {"inputs": {"values": values, "added": added}, "outputs": outputs, "samples": "real.npz"}
+        entry = ["--factory", f"{module_file}:{name}", "--inputs", str(write_spec(module_file.parent, spec))]
+        where = ["--name", name.lower(), "--repository", str(module_file.parent / "models")]
+        done = export_cli("run", *entry, *where, "--json")
+        assert done.code == 0, done.err
+        said = json.loads(done.out)
+        assert "not every tensor has an axis beside the batch, so requests are never joined" in said["served_as"]
+        assert said["report"]["cases"][-1]["name"] == "samples one by one"
+    with running(module_file.parent / "models") as server:
+        server.read_until("serving HTTP")
+        checked = server.check()
+    assert checked.code == 0, checked.err
 
 
 def test_what_answers_differently_each_time_is_refused(module_file: Path) -> None:

@@ -228,6 +228,35 @@ def test_an_adapter_of_another_model_or_kind_is_refused(base: Path, tmp_path: Pa
         merge_here(base, AutoModelForSequenceClassification, folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lora_alpha": "x"}, "lora_alpha in .* is not what peft writes: expected a number, got 'x'"),
+        ({"lora_alpha": None}, "lora_alpha in .* got None"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern in .* expected patterns and numbers, got \[1\]"),
+        ({"alpha_pattern": {"query": "x"}}, "alpha_pattern in .* got {'query': 'x'}"),
+        ({"modules_to_save": 7}, "modules_to_save in .* expected names, got 7"),
+        ({"use_rslora": "no"}, "use_rslora in .* expected true or false, got 'no'"),
+        ({"r": 0}, "r in .* expected a rank of 1 or more, got 0"),
+        ({"r": "4"}, "r in .* got '4'"),
+        ({"r": 8}, r"another rank than adapter_config\.json says: expected 8, got 4"),
+        ({"rank_pattern": {"query": 2}}, "expected 2, got 4"),
+        ({"alpha_pattern": {"[": 3}}, r"a pattern in .* cannot be followed: .* got '\['"),
+        ({"alpha_pattern": {"(([a-z.0-9_]+)+)+X": 3}}, "a pattern in .* cannot be followed"),
+        ({"rank_pattern": {".*.*.*.*.*X": 4}}, "a pattern in .* cannot be followed"),
+    ],
+)
+def test_settings_that_peft_does_not_write_are_refused(
+    changes: dict[str, Any], sentence: str, base: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    train_adapter(AutoModel.from_pretrained(base), folder, r=4, target_modules=["query"])
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(AdapterError, match=sentence):
+        merge_here(base, AutoModelForSequenceClassification, folder)
+
+
 class Hostile:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return print, ("executed",)
