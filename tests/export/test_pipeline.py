@@ -91,6 +91,7 @@ def test_texts_are_padded_where_it_moves_none(copy: Path, repository: Path, expo
     assert tokenizer["padding"]["direction"] == "Right"
 
 
+@pytest.mark.rarer
 def test_run_again_it_publishes_nothing_new(copy: Path, repository: Path, export_cli: Cli) -> None:
     arguments = ("run", str(copy), "--name", "tiny", "--repository", str(repository), "--json")
     first = json.loads(export_cli(*arguments).out)

@@ -430,6 +430,7 @@ def test_a_damaged_model_that_lost_its_processes_is_healthy_to_nobody(served: tu
     assert server.check().code == 0
 
 
+@pytest.mark.rarer
 def test_a_file_that_is_mended_in_place_is_noticed_at_once(served: tuple[Running, Path]) -> None:
     server, copy = served
     graph = copy / f"{NAME}_model" / "2" / "model.onnx"

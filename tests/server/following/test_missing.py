@@ -406,6 +406,7 @@ def test_an_ensemble_that_was_written_by_hand_is_served_with_its_steps(tmp_path:
     body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [7.0]}]}).encode()
     with running(tmp_path) as server:
         server.read_until("serving HTTP")
+        server.follow()
         server.wait_for_line(f"Next: curl localhost:{server.http}/v2/models/part ", 10)
         for name in ("whole", "part"):
             url = f"http://127.0.0.1:{server.http}/v2/models/{name}/infer"
