@@ -166,6 +166,8 @@ def check(arguments: argparse.Namespace) -> int:
     found = check_ensembles(
         endpoints.http_url, arguments.repository, endpoints.status_url, any_version=arguments.any_version
     )
+    if not any(checked.served for checked in found.values()):
+        _say("ready; no model has a recorded answer to be asked for")
     for name, checked in found.items():
         if not checked.served:
             _say(_describe_absent(name, checked))

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,7 +312,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_rank(value: Any) -> bool:
@@ -325,7 +326,7 @@ def _check_pattern(folder: Path, pattern: str) -> None:
         AdapterError: It is.
     """
     try:
-        re.compile(pattern)
+        _compile(pattern)
         is_quick = not _REPEATED_GROUP.search(pattern) and len(_REPEAT.findall(pattern)) <= _MOST_REPEATS
     except (re.error, OverflowError, RecursionError):
         is_quick = False
@@ -435,9 +436,13 @@ def _build_update(path: str, sides: Mapping[str, Tensor], settings: Mapping[str,
 def _match_pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of `path`, as peft's `get_pattern_key` does."""
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
+        if _compile(pattern).match(path):
             return value
     return default
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _check_shapes(

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..errors import RolloutError
 from .model_text import CONFIG_FILE
 from .published import Loaded, Published, find_partial, list_versions
-from .sums import LOCK_FILE, SUMS_FILE, FileSums
+from .sums import GOLDEN_FILE, LOCK_FILE, SUMS_FILE, FileSums
 
 
 def compare(repository: Path, sums: FileSums, known: Loaded, wanted: Published, *, asks: bool) -> Loaded | None:
@@ -61,8 +61,11 @@ def refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
     remedy = "mend that, or move the file away and activate a version"
     if wanted.damage.endswith("is missing") or LOCK_FILE in wanted.damage:
         remedy = "bring it back, or activate another version"
-    if SUMS_FILE in wanted.damage:
-        # Without them nothing would say what the files were.
+    if not wanted.version:
+        # It may have been written by hand, of which no version can be activated.
+        remedy = "bring that back whole, or take the folder out of the repository"
+    if SUMS_FILE in wanted.damage or GOLDEN_FILE in wanted.damage:
+        # Without them nothing would say what the files were, or what they should answer.
         remedy = "restore it, or promote or export that version again"
     return RolloutError(
         f"{wanted.title} cannot be served",

@@ -241,6 +241,8 @@ def test_an_adapter_of_another_model_or_kind_is_refused(base: Path, tmp_path: Pa
         ({"r": "4"}, "r in .* got '4'"),
         ({"r": 8}, r"another rank than adapter_config\.json says: expected 8, got 4"),
         ({"rank_pattern": {"query": 2}}, "expected 2, got 4"),
+        ({"lora_alpha": 10**400}, "lora_alpha in .* expected a number, got 1000"),
+        ({"alpha_pattern": {"(?i)query": 3}}, "a pattern in .* cannot be followed"),
         ({"alpha_pattern": {"[": 3}}, r"a pattern in .* cannot be followed: .* got '\['"),
         ({"alpha_pattern": {"(([a-z.0-9_]+)+)+X": 3}}, "a pattern in .* cannot be followed"),
         ({"rank_pattern": {".*.*.*.*.*X": 4}}, "a pattern in .* cannot be followed"),
