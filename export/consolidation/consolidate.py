@@ -143,14 +143,14 @@ def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bo
     """Return what `config.json` says that the weights know better, and what of it they cannot fill.
 
     The model that it describes takes seconds and some 400 MB to look at, so nobody waits for it where the file comes
-    from beside the weights, which are one whole, and agrees with their rows and columns.
+    from beside what a trainer saved and agrees with its rows and columns.
 
     Raises:
         CheckpointError: The weights are not of the model that it describes.
     """
-    # Files that are whole each by itself may be of several runs.
-    is_sharded = checkpoint.format_name.startswith("Hugging Face") and len(checkpoint.weight_files) > 1
-    if not (is_other or is_sharded or has_other_table(directory, checkpoint)):
+    # What a trainer saved is one whole; files that lie in a folder may be of several runs.
+    is_folder = checkpoint.format_name.startswith("Hugging Face")
+    if not (is_other or is_folder or has_other_table(directory, checkpoint)):
         return ConfigMatch()
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     return match_config(directory, shapes, checkpoint.tied)

@@ -398,7 +398,7 @@ def _find(target: str, specs: Mapping[str, TensorSpec], folder: Path) -> str:
             f"the adapter in {folder} changes a weight that the checkpoint does not have",
             expected=f"one tensor named {target}",
             got=list_some(found) or f"none among {list_some(specs, 5)}",
-            remedy="pass the checkpoint that the adapter was trained on",
+            remedy="pass the checkpoint that it was trained on, or merge it with peft and export the result",
         )
     return found[0]
 
@@ -459,5 +459,5 @@ def _check_shapes(
             f"the adapter in {where} does not fit the checkpoint",
             expected="updates of the weights' shapes",
             got=list_some(wrong, 3),
-            remedy="pass the checkpoint that it was trained on",
+            remedy="pass the checkpoint that it was trained on, or merge it with peft and export the result",
         )
