@@ -9,8 +9,9 @@ import numpy.typing as npt
 from .errors import GarbledError, ModelError, UsageError
 from .model import Model
 from .options import Words
+from .outputs import Arrays
 from .pieces import Text, ask_tensors, ask_texts, encode
-from .session import Arrays, Session, gather
+from .session import Session, gather
 from .ways import find_way, find_whole
 
 # Answers that are texts; all others are numbers.

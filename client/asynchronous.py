@@ -11,8 +11,9 @@ from . import answers, streams
 from .answers import Answer, Entity, Label, Ranked
 from .model import Model
 from .options import Options
+from .outputs import Arrays
 from .pieces import Text
-from .session import Arrays, Session
+from .session import Session
 
 P = ParamSpec("P")
 

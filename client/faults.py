@@ -7,7 +7,8 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import aiohttp
 from tritonclient.utils import InferenceServerException
@@ -88,35 +89,35 @@ def explain(exc: Exception, options: Options) -> ClientError:
     return _explain_foreign(options)
 
 
-@contextlib.contextmanager
-def reading(options: Options) -> Iterator[None]:
+def reading(options: Options) -> contextlib.AbstractContextManager[None]:
     """Read what a server says of itself; what KServe's protocol never says is another program's.
 
     Raises:
         ForeignError: It cannot be read as KServe's.
     """
-    try:
-        yield
-    except _UNREADABLE as exc:
-        raise _explain_foreign(options) from exc
+    return _reading(lambda _: _explain_foreign(options))
 
 
-@contextlib.contextmanager
-def reading_answer(model: str) -> Iterator[None]:
+def reading_answer(model: str) -> contextlib.AbstractContextManager[None]:
     """Read what a model answers, of which the server has told before that it is there.
 
     Raises:
         GarbledError: It cannot be read as KServe's.
     """
+    return _reading(partial(_explain_garbled, model))
+
+
+@contextlib.contextmanager
+def _reading(explain_it: Callable[[Exception], ClientError]) -> Iterator[None]:
     try:
         yield
     except InferenceServerException as exc:
         # What a server refuses has a status; this is tritonclient's own word on an answer.
         if exc.status() is not None:
             raise
-        raise _explain_garbled(model, exc) from exc
+        raise explain_it(exc) from exc
     except _UNREADABLE as exc:
-        raise _explain_garbled(model, exc) from exc
+        raise explain_it(exc) from exc
 
 
 def _explain_garbled(model: str, exc: Exception) -> GarbledError:

@@ -9,7 +9,8 @@ import numpy.typing as npt
 from .errors import RefusedError, UsageError
 from .model import Model
 from .options import Words
-from .session import Arrays, Session, gather
+from .outputs import Arrays
+from .session import Session, gather
 
 Text = str | bytes
 

@@ -6,13 +6,11 @@ import contextlib
 import random
 import ssl
 import weakref
-import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
-import aiohttp
 import numpy as np
 import numpy.typing as npt
 import tritonclient.grpc
@@ -22,13 +20,14 @@ import tritonclient.http.aio
 from tritonclient.utils import np_to_triton_dtype
 
 from .errors import ClientError, CrashError, GarbledError, ModelError, UnreachableError, UsageError
-from .faults import FAILURES, FloodError, explain, reading, reading_answer
+from .faults import FAILURES, explain, reading, reading_answer
+from .http_answer import BoundedResponse
 from .model import Model, read_model
 from .options import Options
+from .outputs import Arrays, read_outputs
 from .ports import find_wrong_port
 
 T = TypeVar("T")
-Arrays = dict[str, npt.NDArray[Any]]
 
 # What tritonserver calls models that take what a person would send: an ensemble's steps in as many models, or in one.
 _PLATFORMS = ("ensemble", "python_lean")
@@ -40,13 +39,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _MOST_CRASHES, _CRASH_PAUSE_S = 3, 1.0
 
 _CLOSE_TIMEOUT_S = 1.0
-
-# Of an answer over HTTP, packed and unpacked, half of what gRPC takes: it is held twice for a moment.
-_MOST_BYTES = 1 << 30
-# What is unpacked at a time, to count it.
-_PIECE_BYTES = 1 << 20
-# Encoding → what zlib calls its header.
-_PACKED = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,59 +58,6 @@ class _Protocol:
     ask_options: Callable[[Options], dict[str, Any]]
     infer_options: Callable[[Options], dict[str, Any]]
     has_json: bool
-
-
-class BoundedResponse(aiohttp.ClientResponse):
-    """An answer within a bound: a program that floods would have all of the memory."""
-
-    async def read(self) -> bytes:
-        """Return the body.
-
-        Raises:
-            FloodError: It is larger than that.
-        """
-        if self._body is None:
-            try:
-                self._body = await self._collect()
-                if header := _PACKED.get(self.headers.get("Content-Encoding", "")):
-                    _check_unpacked(self._body, header)
-            except BaseException:
-                # Else aiohttp tells of a connection that was not closed.
-                self.close()
-                raise
-        return await super().read()
-
-    async def _collect(self) -> bytes:
-        pieces, count = [], 0
-        async for piece in self.content.iter_any():
-            pieces.append(piece)
-            count += len(piece)
-            if count > _MOST_BYTES:
-                # The error keeps what it was met with.
-                pieces.clear()
-                raise FloodError(f"an answer of more than {_MOST_BYTES >> 20} MB")
-        return b"".join(pieces)
-
-
-def _check_unpacked(body: bytes, header: int) -> None:
-    """Refuse a body that unpacks to more than an answer may have; tritonclient unpacks it whole.
-
-    Raises:
-        FloodError: It does.
-        zlib.error: It is not packed, or damaged.
-    """
-    count, unpacker = 0, zlib.decompressobj(header)
-    for start in range(0, len(body), _PIECE_BYTES):
-        packed = body[start : start + _PIECE_BYTES]
-        while packed:
-            # gzip may have several members, one behind the other, and zeros at its end.
-            if unpacker.eof and not (packed := packed.lstrip(b"\0")):
-                break
-            unpacker = zlib.decompressobj(header) if unpacker.eof else unpacker
-            count += len(unpacker.decompress(packed, _PIECE_BYTES))
-            packed = unpacker.unconsumed_tail or unpacker.unused_data
-            if count > _MOST_BYTES:
-                raise FloodError(f"an answer that unpacks to more than {_MOST_BYTES >> 20} MB")
 
 
 def _open_http(options: Options) -> Any:
@@ -176,50 +115,6 @@ _PROTOCOLS = {
         has_json=False,
     ),
 }
-
-
-def _read_output(result: Any, name: str) -> npt.NDArray[Any] | None:
-    """Return the values of an output, strings as bytes however they came; None where there is none."""
-    values: npt.NDArray[Any] | None = result.as_numpy(name)
-    if values is None or values.dtype != np.object_:
-        return values
-    texts = [value.encode() if isinstance(value, str) else value for value in values.flat]
-    for value in texts:
-        if not isinstance(value, bytes):
-            raise TypeError(f"{name} holds {value!r}, which is no string")
-    read = np.empty(len(texts), dtype=np.object_)
-    read[:] = texts
-    return read.reshape(values.shape)
-
-
-def _check_outputs(model: Model, inputs: Mapping[str, npt.NDArray[Any]], arrays: Mapping[str, Any]) -> Arrays:
-    """Return an answer, and refuse one that is not whole or is not what the model says that it makes.
-
-    Raises:
-        GarbledError: It does.
-    """
-    asked = next(map(len, inputs.values()), 0) if model.has_batch else None
-    is_whole = all(values is not None and (asked is None or values.shape[:1] == (asked,)) for values in arrays.values())
-    if not is_whole:
-        shape = "" if asked is None else f" [{asked}, ...]"
-        raise GarbledError(
-            f"the answer of {model.name} is not whole",
-            expected=", ".join(f"{name}{shape}" for name in arrays),
-            got=", ".join(
-                f"{name} {'missing' if values is None else list(values.shape)}" for name, values in arrays.items()
-            ),
-            remedy="mend the model, or ask for the outputs that it has",
-        )
-    for tensor in model.makes:
-        if tensor.name in arrays and not tensor.is_of(arrays[tensor.name]):
-            values = arrays[tensor.name]
-            raise GarbledError(
-                f"{tensor.name} of {model.name} is not what the model says that it makes",
-                expected=f"{tensor.datatype} {list(tensor.shape)}",
-                got=f"{np_to_triton_dtype(values.dtype)} {list(values.shape)}",
-                remedy="mend the model, or its config.pbtxt",
-            )
-    return dict(arrays)
 
 
 class Session:
@@ -344,8 +239,7 @@ class Session:
                     **asked,
                     **self._protocol.infer_options(self.options),
                 )
-                arrays = {name: _read_output(result, name) for name in names}
-            return _check_outputs(model, inputs, arrays)
+                return read_outputs(model, result, names, rows=next(map(len, inputs.values()), 0))
 
         return await self.repeat(ask)
 

@@ -16,8 +16,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from .errors import DeadlineError, GarbledError, ModelError, UsageError
 from .faults import FAILURES, explain, reading_answer
+from .http_answer import BoundedResponse
 from .pieces import Text, encode
-from .session import BoundedResponse, Session, make_trust
+from .session import Session, make_trust
 from .ways import find_way
 
 # What a model that generates text calls its input, and what it makes.
@@ -25,6 +26,7 @@ PROMPT, WRITTEN = "text_input", "text_output"
 
 # A whole answer is one line.
 _LINE_BYTES = 1 << 24
+_REFUSAL_BYTES = 1 << 16
 
 # An error within a stream is a sentence alone: the request is refused, unless that says something else.
 _UNTOLD = "400"
@@ -231,7 +233,8 @@ async def _listen_http(
         connection.post(url, json=asked) as answer,
     ):
         if answer.status != 200:
-            raise InferenceServerException(msg=_read_error(await answer.text()), status=str(answer.status))
+            body = await asyncio.wait_for(_read_start(answer), options.timeout_s)
+            raise InferenceServerException(msg=_read_error(body), status=str(answer.status))
         events = _read_events(answer) if asked["stream"] else _read_whole(answer)
         with reading_answer(model):
             # The answer takes as long as it takes; each piece has its time, whatever else comes meanwhile.
@@ -262,6 +265,16 @@ async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, 
             data, count = [], 0
     if data:
         yield b"\n".join(data)
+
+
+async def _read_start(answer: aiohttp.ClientResponse) -> str:
+    """Return as much of a refusal as anybody would read."""
+    body = b""
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > _REFUSAL_BYTES:
+            break
+    return body[:_REFUSAL_BYTES].decode(errors="replace")
 
 
 async def _read_whole(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:

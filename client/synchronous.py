@@ -13,8 +13,8 @@ from . import answers, streams
 from .answers import Answer, Entity, Label, Ranked
 from .asynchronous import Asking
 from .model import Model
+from .outputs import Arrays
 from .pieces import Text
-from .session import Arrays
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..errors import ClientError, RefusedError, UsageError
-from ..session import Arrays
+from ..outputs import Arrays
 from ..synchronous import Client
 from .lines import LinesSource, LinesTarget
 from .rows import Chunk, Columns, Source, Target

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from ..display import to_plain
 from ..errors import UsageError
-from ..session import Arrays
+from ..outputs import Arrays
 from .rows import Chunk, Columns, lock, refuse_own_answers
 
 _BLOCK_BYTES = 1 << 20

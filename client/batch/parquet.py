@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ..display import decode
 from ..errors import UsageError
-from ..session import Arrays
+from ..outputs import Arrays
 from .rows import Chunk, Columns, lock, refuse_own_answers
 
 # Of column chunks, which are as large as a row group, this much is read at a time.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import UsageError
-from ..session import Arrays
+from ..outputs import Arrays
 
 
 @dataclass(frozen=True, kw_only=True)

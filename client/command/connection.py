@@ -10,8 +10,9 @@ import numpy.typing as npt
 from .. import answers
 from ..model import Model
 from ..options import Options, Words
+from ..outputs import Arrays
 from ..pieces import ask_texts
-from ..session import Arrays, Session
+from ..session import Session
 from ..streams import find_writer, write
 from ..synchronous import hear, wait_for
 

@@ -1,7 +1,6 @@
 """The client library and runs over files, against the real server."""
 
 import asyncio
-import gzip
 import json
 import os
 import re
@@ -10,9 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +18,6 @@ import pytest
 from harness import CHECKOUT, run
 from launcher import running
 from relay import BUSY, CRASHED, Relay
-from stranger import answering, dripping
 
 import client as library
 from client import (
@@ -30,21 +26,17 @@ from client import (
     ClientError,
     DeadlineError,
     ForeignError,
-    GarbledError,
     ModelError,
     RefusedError,
     UnreachableError,
     UsageError,
-    session,
-    streams,
 )
-from client.answers import check_answers, find_texts_model
+from client.answers import find_texts_model
 from client.batch.files import answer_file
 from client.model import Model, Tensor
 from client.options import Options
-from client.ports import find_wrong_port
 from client.session import Session
-from client.streams import find_writer, write
+from client.streams import find_writer
 from demo.serving import Addresses
 
 INFER = str(CHECKOUT / "client" / "infer.py")
@@ -111,86 +103,6 @@ def test_with_asyncio_many_tasks_share_one_client(server: Addresses, vectors: np
     assert np.abs(np.concatenate(asyncio.run(ask())) - vectors[:40]).max() < 1e-5
 
 
-@pytest.mark.parametrize("answer", ["", "{}", "[]", '{"versions": []}', '{"model_stats": [{}]}', '{"model_stats": 5}'])
-@pytest.mark.parametrize("model", [None, "tiny"])
-def test_a_program_that_answers_in_the_place_of_a_server_is_no_server(model: str | None, answer: str) -> None:
-    sentence = (
-        "no server can be reached at .* over http: expected one to listen there, got 'another answer than KServe's'"
-    )
-    with (
-        answering(answer) as address,
-        Client(address, model=model) as client,
-        pytest.raises(ForeignError, match=sentence),
-    ):
-        client.embed(["x"])
-
-
-@pytest.mark.parametrize(
-    ("beginning", "drop", "last"),
-    [
-        (b"HTTP/1.1 200 OK\r\n\r\n", b" ", b"nv_"),
-        (b"HTTP/1.1 200 OK\r\nX", b"a", b"\r\n\r\nnv_"),
-        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nnv_"),
-    ],
-)
-def test_a_program_that_drips_is_looked_at_no_longer_than_for_an_answer(
-    beginning: bytes, drop: bytes, last: bytes
-) -> None:
-    with dripping(beginning, drop, 5, last) as address:
-        assert find_wrong_port(Options(address, protocol="grpc", timeout_s=0.5)) is None
-
-
-def test_a_program_that_floods_is_read_no_further_than_the_largest_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "_MOST_BYTES", 1 << 24)
-    for status, kind in (("200 OK", ForeignError), ("500 Internal", GarbledError)):
-        with (
-            dripping(f"HTTP/1.1 {status}\r\n\r\n".encode(), b" " * (1 << 20), pause_s=0) as address,
-            Client(address, model="tiny", timeout_s=30) as client,
-            pytest.raises(kind, match="an answer of more than 16 MB"),
-        ):
-            client.embed(["x"])
-
-
-@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_an_answer_that_unpacks_to_more_than_the_largest_message_is_not_unpacked(
-    monkeypatch: pytest.MonkeyPatch, encoding: str, pack: Callable[[bytes], bytes]
-) -> None:
-    monkeypatch.setattr(session, "_MOST_BYTES", 1 << 24)
-    body = pack(bytes(1 << 26))
-    beginning = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with (
-        dripping(beginning + body, b"") as address,
-        Client(address, model="tiny", timeout_s=30) as client,
-        pytest.raises(ForeignError, match="an answer that unpacks to more than 16 MB"),
-    ):
-        client.embed(["x"])
-
-
-@pytest.mark.parametrize("count", [0, 1, 1 << 20, (1 << 20) + 1, 1 << 22])
-def test_what_an_answer_unpacks_to_is_counted_over_all_its_members(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(session, "_MOST_BYTES", 2 * count)
-    members = 2 * gzip.compress(np.random.default_rng(0).bytes(count))
-    session._check_unpacked(members + bytes(8), session._PACKED["gzip"])
-    with pytest.raises(session.FloodError):
-        session._check_unpacked(members + gzip.compress(b"x"), session._PACKED["gzip"])
-
-
-def test_a_refusal_without_a_body_is_told_with_its_status() -> None:
-    with (
-        dripping(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", b"") as address,
-        pytest.raises(GarbledError, match="the server refused the request: HTTP 404 without a word"),
-    ):
-        ask_for_y(address)
-
-
-def test_an_answer_that_breaks_off_is_told_in_a_sentence_alone() -> None:
-    beginning = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"
-    with dripping(beginning, b" ", 0.1) as address:
-        done = run(INFER, "--url", address, "--model", "tiny", "--text", "x", "--timeout", "5")
-    assert done.code == 1
-    assert re.fullmatch(r"error: no server can be reached at .*\n", done.err), done.err
-
-
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, protocol: str) -> None:
     url = getattr(server, protocol)
@@ -243,189 +155,6 @@ class Described(Session):
 def describe(name: str, *takes: tuple[str, str, tuple[int, ...]]) -> Model:
     tensors = tuple(Tensor(name=name, datatype=datatype, shape=shape) for name, datatype, shape in takes)
     return Model(name=name, version="1", takes=tensors, makes=(), max_batch_size=8, has_batch=True)
-
-
-def ask_for_y(address: str) -> None:
-    """Ask whoever is there for the output Y of one text."""
-    made = Tensor(name="Y", datatype="FP32", shape=(-1, 1))
-    model = replace(describe("tiny", ("TEXT", "BYTES", (-1, 1))), makes=(made,))
-
-    async def ask() -> None:
-        session = Session(Options(address, timeout_s=5))
-        try:
-            await session.infer(model, {"TEXT": np.array([[b"x"]], dtype=np.object_)})
-        finally:
-            await session.close()
-
-    asyncio.run(ask())
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "[]",
-        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "parameters": {"binary_data_size": "x"}}]}',
-        '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [1, 1], "data": [1%s]}]}' % ("0" * 400),
-    ],
-)
-def test_an_answer_that_cannot_be_one_is_told_of_the_model(answer: str) -> None:
-    with answering(answer) as address, pytest.raises(GarbledError, match="the answer of tiny cannot be read"):
-        ask_for_y(address)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "got"),
-    [
-        ('{"name": "Y", "datatype": "FP32", "shape": [3, 1], "data": [1, 2, 3]}', r"Y \[3, 1\]"),
-        ("", "Y missing"),
-        ('{"name": "Z", "datatype": "FP32", "shape": [1, 1], "data": [1]}', "Y missing"),
-    ],
-)
-def test_what_a_model_leaves_out_or_adds_is_told_of_the_model(outputs: str, got: str) -> None:
-    sentence = rf"the answer of tiny is not whole: expected Y \[1, \.\.\.\], got {got}; mend the model"
-    with answering(f'{{"outputs": [{outputs}]}}') as address, pytest.raises(GarbledError, match=sentence):
-        ask_for_y(address)
-
-
-@pytest.mark.parametrize("encoding", ["deflate", "gzip"])
-def test_what_cannot_be_unpacked_is_told_of_the_model(encoding: str) -> None:
-    beginning = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: 12\r\n\r\n"
-    for body in (b"no such thing", gzip.compress(b"{}" * 100)):
-        with dripping(beginning.encode() + body[:12], b"", 0.1) as address, pytest.raises(GarbledError):
-            ask_for_y(address)
-
-
-@pytest.mark.parametrize(
-    ("datatype", "shape", "data", "got"),
-    [
-        ("INT32", "[1, 1]", "[1]", r"INT32 \[1, 1\]"),
-        ("FP32", "[1, 2]", "[1, 2]", r"FP32 \[1, 2\]"),
-        ("FP32", "[1]", "[1]", r"FP32 \[1\]"),
-        ("BYTES", "[1, 1]", '["1"]', r"BYTES \[1, 1\]"),
-    ],
-)
-def test_values_of_another_type_or_shape_than_the_models_are_refused(
-    datatype: str, shape: str, data: str, got: str
-) -> None:
-    output = f'{{"name": "Y", "datatype": "{datatype}", "shape": {shape}, "data": {data}}}'
-    sentence = rf"Y of tiny is not what the model says that it makes: expected FP32 \[-1, 1\], got {got}"
-    with answering(f'{{"outputs": [{output}]}}') as address, pytest.raises(GarbledError, match=sentence):
-        ask_for_y(address)
-
-
-def test_a_stream_of_comments_alone_is_waited_for_no_longer_than_for_a_piece() -> None:
-    with dripping(b"HTTP/1.1 200 OK\r\n\r\n", b": heard\n\n", 30) as address, pytest.raises(DeadlineError):
-        write_text(address)
-
-
-@pytest.mark.parametrize(("text", "is_one"), [(r'"\u00e9"', True), (r'"\ud800"', False), ("1", False), ("null", False)])
-def test_strings_inside_of_json_are_those_that_come_as_bytes(text: str, is_one: bool) -> None:
-    metadata = {
-        "name": "tiny",
-        "versions": ["1"],
-        "inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [-1, 1]}],
-        "outputs": [
-            {"name": name, "datatype": kind, "shape": [-1, 1]} for name, kind in (("LABEL", "BYTES"), ("SCORE", "FP32"))
-        ],
-        "max_batch_size": 8,
-    }
-    label = f'{{"name": "LABEL", "datatype": "BYTES", "shape": [1, 1], "data": [{text}]}}'
-    score = '{"name": "SCORE", "datatype": "FP32", "shape": [1, 1], "data": [0.5]}'
-    known = json.dumps(metadata)
-    with (
-        answering(known, known, f'{{"outputs": [{label}, {score}]}}') as address,
-        Client(address, model="tiny") as client,
-    ):
-        if is_one:
-            assert client.classify(["x"]) == [[(json.loads(text), 0.5)]]
-            return
-        with pytest.raises(GarbledError, match="the answer of tiny cannot be read"):
-            client.classify(["x"])
-
-
-def write_text(address: str, *, is_streamed: bool = True) -> list[str]:
-    """Return the pieces that whoever is there writes."""
-
-    async def listen() -> list[str]:
-        session = Session(Options(address, timeout_s=5))
-        try:
-            prompt = {"text_input": np.array([b"x"], dtype=np.object_)}
-            return [piece async for piece in write(session, "tiny", prompt, is_streamed=is_streamed)]
-        finally:
-            await session.close()
-
-    return asyncio.run(listen())
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        'data: {"x": 1}',
-        "data: [1]",
-        'data: {"text_output": 5}',
-        'data: {"text_output": ["a", "b"]}',
-        'data: {"text_output": []}',
-        "data: 1",
-        "data: " + "x" * 100,
-        "<html>",
-        '{"text_output": "a"}',
-    ],
-)
-def test_a_stream_of_something_else_is_told_of_the_model(event: str) -> None:
-    with (
-        answering(f"{event}\n\n") as address,
-        pytest.raises(GarbledError, match="the answer of tiny cannot be read"),
-    ):
-        write_text(address)
-
-
-@pytest.mark.parametrize("answer", ["", "\n", ": nothing\n\n"])
-def test_a_stream_without_any_event_is_no_empty_text(answer: str) -> None:
-    with answering(answer) as address, pytest.raises(GarbledError, match="tiny answers nothing"):
-        write_text(address)
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        'data: {"text_output": "a"}\n\ndata: {"text_output": "b"}\n\n',
-        'data:{"text_output":"a"}\r\n\r\ndata:{"text_output":"b"}\r\n\r\n',
-        ': heard\n\nevent: piece\nid: 1\ndata: {"text_output":\ndata: "a"}\n\n:\nretry: 10\ndata: {"text_output": "b"}',
-    ],
-)
-def test_a_stream_is_read_as_server_sent_events_are(stream: str) -> None:
-    with answering(stream) as address:
-        assert write_text(address) == ["a", "b"]
-
-
-@pytest.mark.parametrize("drop", [b"x" * (1 << 16), b"x\ndata:" * (1 << 13)])
-def test_an_event_without_end_is_read_no_further_than_a_whole_answer(
-    monkeypatch: pytest.MonkeyPatch, drop: bytes
-) -> None:
-    monkeypatch.setattr(streams, "_LINE_BYTES", 1 << 16)
-    with (
-        dripping(b"HTTP/1.1 200 OK\r\n\r\ndata: ", drop, pause_s=0) as address,
-        pytest.raises(GarbledError, match="the answer of tiny cannot be read"),
-    ):
-        write_text(address)
-
-
-@pytest.mark.parametrize(
-    ("labels", "scores"),
-    [
-        (np.array([[b"a", b"b"]], object), np.ones((1, 3))),
-        (np.array([b"a"], object), np.ones(1)),
-        (np.ones((1, 2)), np.ones((1, 2))),
-        (np.array([[b"a"]], object), np.array([[b"x"]], object)),
-    ],
-)
-def test_answers_that_do_not_belong_together_are_refused(labels: np.ndarray, scores: np.ndarray) -> None:
-    with pytest.raises(GarbledError, match="the answers of tiny cannot be read: expected rows of LABEL, SCORE, as"):
-        check_answers("tiny", {"LABEL": labels, "SCORE": scores})
-    check_answers("tiny", {"Y": labels, "SCORE": scores})
-
-
-IDS = (("input_ids", "INT64", (-1, -1)), ("attention_mask", "INT64", (-1, -1)))
 
 
 @pytest.mark.parametrize("find", [find_writer, find_texts_model])
