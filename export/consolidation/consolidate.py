@@ -148,9 +148,7 @@ def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bo
     Raises:
         CheckpointError: The weights are not of the model that it describes.
     """
-    # What a trainer saved is one whole; files that lie in a folder may be of several runs.
-    is_folder = checkpoint.format_name.startswith("Hugging Face")
-    if not (is_other or is_folder or has_other_table(directory, checkpoint)):
+    if not (is_other or checkpoint.is_loose or has_other_table(directory, checkpoint)):
         return ConfigMatch()
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     return match_config(directory, shapes, checkpoint.tied)

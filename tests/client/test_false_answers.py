@@ -1,4 +1,4 @@
-"""What the clients make of answers that are none: of another program, of a model that breaks its word, and without end."""
+"""Answers that are none: of another program, of a model that breaks its word, and without end."""
 
 import asyncio
 import gzip
@@ -290,6 +290,3 @@ def test_answers_that_do_not_belong_together_are_refused(labels: np.ndarray, sco
     with pytest.raises(GarbledError, match="the answers of tiny cannot be read: expected rows of LABEL, SCORE, as"):
         check_answers("tiny", {"LABEL": labels, "SCORE": scores})
     check_answers("tiny", {"Y": labels, "SCORE": scores})
-
-
-IDS = (("input_ids", "INT64", (-1, -1)), ("attention_mask", "INT64", (-1, -1)))

@@ -157,6 +157,9 @@ def describe(name: str, *takes: tuple[str, str, tuple[int, ...]]) -> Model:
     return Model(name=name, version="1", takes=tensors, makes=(), max_batch_size=8, has_batch=True)
 
 
+IDS = (("input_ids", "INT64", (-1, -1)), ("attention_mask", "INT64", (-1, -1)))
+
+
 @pytest.mark.parametrize("find", [find_writer, find_texts_model])
 def test_a_graph_that_stands_alone_is_said_to_take_tensors_and_a_step_to_have_its_ensemble(
     find: Callable[[Session, str | None], Awaitable[object]],
