@@ -44,16 +44,17 @@ def _name_next(endpoints: Endpoints, repository: Path, models: Sequence[Publishe
     One of tensors has nothing that could be typed.
     """
     found = []
+    samples = {model.name: _read_sample(repository, model) for model in models}
+    if samples and not any(samples.values()):
+        # Written by hand: nobody knows what they should answer, and tritonserver what they take.
+        return f"curl localhost:{endpoints.http_port}/v2/models/{shlex.quote(models[0].name)}", ""
     for model in models:
-        sample = _read_sample(repository, model)
+        sample = samples[model.name]
         inputs = _find_inputs(model)
         if inputs in _RANKS and (question := _find_question(inputs, sample)):
             # Words from the sample are answered as well, but say less than a greeting.
             is_sample = question != _QUESTIONS[inputs]
             found.append((inputs in _OWN_FILES, is_sample, _RANKS[inputs], model.name, question))
-    if models and not any(_read_sample(repository, model) for model in models):
-        # Written by hand: nobody knows what they should answer, and tritonserver what they take.
-        return f"curl localhost:{endpoints.http_port}/v2/models/{shlex.quote(models[0].name)}", ""
     if not found:
         ports = ("--http-port", endpoints.http_port, "--status-port", endpoints.status_port)
         return name_command("check", "--repository", repository, *ports), ""

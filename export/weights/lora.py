@@ -19,6 +19,8 @@ from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import AdapterError, list_some
 from .lora_settings import DEFAULT_ALPHA, DEFAULT_RANK, match_pattern, read_adapter_settings
 
+_TABLE = ".base_layer.weight"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankUpdate:
@@ -64,8 +66,7 @@ class MergeUpdates:
 
     def specs(self) -> Mapping[str, TensorSpec]:
         """See `StateDict`."""
-        new = {name: TensorSpec(shape=tuple(t.shape), dtype=t.dtype) for name, t in self.replaced.items()}
-        return {**self.source.specs(), **new}
+        return {**self.source.specs(), **_describe(self.replaced)}
 
     def read(self, name: str) -> Tensor:
         """See `StateDict`."""
@@ -73,6 +74,10 @@ class MergeUpdates:
         for update in self.updates.get(name, ()):
             weight = update.apply(weight)
         return weight
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> Mapping[str, TensorSpec]:
+    return {name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +182,16 @@ def _merge_inside(weights: StateDict, directory: Path) -> StateDict:
 def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor]) -> StateDict:
     settings = read_adapter_settings(folder)
     factors: dict[str, dict[str, Tensor]] = {}
+    # Tables that peft saves beside their factors, for they may have more rows than those of the checkpoint.
+    tables: dict[str, Tensor] = {}
     replaced: dict[str, Tensor] = {}
     names: set[str] = set()
     for name, tensor in tensors.items():
         local = name.removeprefix(PEFT_PREFIX)
         match = PEFT_FACTOR.fullmatch(local)
+        if local.endswith(_TABLE):
+            tables[local.removesuffix(_TABLE)] = tensor
+            continue
         if match is None:
             replaced[local.replace(".base_layer.", ".")] = tensor
             continue
@@ -196,7 +206,8 @@ def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor])
     if not factors and not replaced:
         raise AdapterError(f"{folder} is an empty adapter", expected="pairs of factors", got="no tensor")
     weights = _align_names(weights, factors)
-    specs = weights.specs()
+    named = {_find(f"{path}.weight", weights.specs(), folder): tensor.float() for path, tensor in tables.items()}
+    specs = {**weights.specs(), **_describe(named)}
     updates: dict[str, tuple[LowRankUpdate, ...]] = {}
     for path, sides in factors.items():
         updates[_find(f"{path}.weight", specs, folder)] = (_build_update(path, sides, settings, folder),)
@@ -209,7 +220,6 @@ def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor])
         )
     _check_shapes(str(folder), updates, specs)
     allowed = set(settings.get("modules_to_save") or ())
-    named = {}
     for local, tensor in replaced.items():
         is_saved = _is_saved_module(local, allowed)
         is_bias = settings.get("bias", "none") != "none" and local.endswith(".bias")
@@ -220,7 +230,7 @@ def _merge_peft(weights: StateDict, folder: Path, tensors: Mapping[str, Tensor])
                 got=f"modules_to_save {list_some(allowed) or 'of none'}",
                 remedy="merge it with peft and export the result",
             )
-        named[local] = tensor.to(torch.float32)
+        named[local] = tensor.float()
     return MergeUpdates(source=weights, updates=updates, replaced=named)
 
 

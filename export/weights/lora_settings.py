@@ -20,7 +20,7 @@ _CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 # peft's own, where a configuration leaves them out.
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 8
-_SWITCHES = ("use_rslora", "fan_in_fan_out", "use_dora", "lora_bias")
+_SWITCHES = ("use_rslora", "fan_in_fan_out")
 
 
 def read_adapter_settings(folder: Path) -> Mapping[str, Any]:

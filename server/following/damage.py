@@ -58,18 +58,21 @@ def find_rest(folder: Path, version: int) -> str:
 def refuse_damaged(wanted: Published, old: Published | None) -> RolloutError:
     """Return why a model is not served as the repository has it, and what becomes of the one that is served."""
     consequence = f"{old.title} is served as before" if old else "it is not served"
-    remedy = "mend that, or move the file away and activate a version"
-    if wanted.damage.endswith("is missing") or LOCK_FILE in wanted.damage:
-        remedy = "bring it back, or activate another version"
-    if not wanted.version:
-        # It may have been written by hand, of which no version can be activated.
-        remedy = "bring that back whole, or take the folder out of the repository"
-    if SUMS_FILE in wanted.damage or GOLDEN_FILE in wanted.damage:
-        # Without them nothing would say what the files were, or what they should answer.
-        remedy = "restore it, or promote or export that version again"
     return RolloutError(
         f"{wanted.title} cannot be served",
         expected="whole files",
         got=wanted.damage,
-        remedy=f"{consequence}; {remedy}",
+        remedy=f"{consequence}; {_find_remedy(wanted)}",
     )
+
+
+def _find_remedy(wanted: Published) -> str:
+    if SUMS_FILE in wanted.damage or GOLDEN_FILE in wanted.damage:
+        # Without them nothing would say what the files were, or what they should answer.
+        return "restore it, or promote or export that version again"
+    if not wanted.version:
+        # It may have been written by hand, of which no version can be activated.
+        return "bring that back whole, or take the folder out of the repository"
+    if wanted.damage.endswith("is missing") or LOCK_FILE in wanted.damage:
+        return "bring it back, or activate another version"
+    return "mend that, or move the file away and activate a version"

@@ -468,8 +468,8 @@ def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutEr
         expected, remedy = "it to load and to answer as verified", "activate another version or export it again"
     else:
         expected, remedy = "it to load", "mend its folder or take it out of the repository"
-    if isinstance(exc, OSError):
-        # It is the machine's fault, such as a full disk, and nobody's who published it.
+    if isinstance(exc, OSError) and exc.errno:
+        # What the system refused, such as a write to a full disk, is nobody's fault who published it.
         remedy = "mend that, and it is tried again"
     # Of what nobody has thought of, the kind says more than the words.
     is_told = isinstance(exc, (OSError, ValueError, ControlError))

@@ -189,7 +189,7 @@ class Waits:
                 return None
             return Waiting(active=wanted.version, reason=str(refuse_damaged(wanted, old)), is_damaged=True)
         if old and (lost := self._examined.lost.get(name) if self._examined else ""):
-            reason = f"{old.title} is served until {wanted.title} is loaded, and {lost}; mend that"
+            reason = f"{wanted.title} {waits}, and of {old.title}, which is to answer until then, {lost}; mend that"
             return Waiting(active=wanted.version, reason=f"{reason}.", is_damaged=True)
         return Waiting(active=wanted.version, reason=waits) if self._is_other(wanted, tried) else None
 

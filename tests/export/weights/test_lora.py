@@ -19,6 +19,8 @@ from transformers import (
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from export.checkpoints import open_checkpoint
@@ -101,6 +103,32 @@ def test_a_merged_adapter_is_pefts_to_the_bit(kind: str, base: Path, tmp_path: P
     wanted = merge_with_peft(load(), tmp_path / "adapter")
     assert any(not torch.equal(before[name], wanted[name]) for name in before)
     check_equal(merge_here(base, AutoModelForSequenceClassification, tmp_path / "adapter"), wanted)
+
+
+# peft warns that it saves tables as well, and that tied ones change together.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("more", [0, 3])
+@pytest.mark.parametrize(
+    ("is_tied", "targets"), [(True, ["q_proj", "embed_tokens"]), (False, ["q_proj", "embed_tokens", "lm_head"])]
+)
+def test_tables_that_peft_saves_beside_their_factors_take_the_place_of_the_checkpoints(
+    is_tied: bool, targets: list[str], more: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=is_tied)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    grown = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    grown.resize_token_embeddings(40 + more, mean_resizing=False)
+    grown.save_pretrained(tmp_path / "grown")
+    train_adapter(grown, tmp_path / "adapter", r=4, target_modules=targets)
+    assert any(".base_layer." in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    wanted = merge_with_peft(LlamaForCausalLM.from_pretrained(tmp_path / "grown"), tmp_path / "adapter")
+    stored = CastToFloat32(source=open_checkpoint(tmp_path / "base"))
+    merged = merge_adapters(stored, tmp_path / "base", [tmp_path / "adapter"], None)
+    check_equal({name: merged.read(name) for name in merged.specs()}, {name: wanted[name] for name in merged.specs()})
+    assert wanted.keys() - merged.specs().keys() == ({"lm_head.weight"} if is_tied else set())
+    assert not is_tied or torch.equal(wanted["lm_head.weight"], wanted["model.embed_tokens.weight"])
 
 
 def test_transposed_weights_are_merged_transposed(tmp_path: Path) -> None:
