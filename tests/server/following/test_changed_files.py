@@ -315,6 +315,7 @@ def test_what_is_served_without_sums_is_guarded_and_takes_those_that_come(
         assert server.check().code == 0
 
 
+@pytest.mark.rarer
 def test_a_file_that_was_another_while_it_was_loaded_is_loaded_once_more(repository: Path, tmp_path: Path) -> None:
     copy = copy_at_first(repository, tmp_path / "models")
     graph = copy / MODEL / "1" / "model.onnx"

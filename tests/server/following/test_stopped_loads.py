@@ -76,6 +76,7 @@ def test_a_process_that_is_stopped_as_it_takes_the_place_of_a_dead_one_is_replac
     assert server.check().code == 0
 
 
+@pytest.mark.rarer
 def test_a_process_that_is_stopped_at_the_start_leaves_its_model_to_be_tried_again(
     repository: Path, tmp_path: Path
 ) -> None:

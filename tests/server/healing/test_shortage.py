@@ -216,6 +216,7 @@ def test_a_launcher_that_cannot_open_a_file_blames_nobody_for_it(published: Publ
         assert server.stop() == 0
 
 
+@pytest.mark.rarer
 def test_a_tritonserver_that_dies_while_none_can_be_started_comes_back_when_one_can(published: Published) -> None:
     with running(published.repository) as server:
         server.read_until("serving HTTP")

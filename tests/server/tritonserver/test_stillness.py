@@ -308,6 +308,7 @@ def test_what_waits_for_a_load_that_does_nothing_is_brought_before_that_is_tried
         server.wait_for_line("ERROR: first cannot be served", 60)
 
 
+@pytest.mark.rarer
 def test_what_does_nothing_as_tritonserver_starts_keeps_no_other_model_from_being_served(tmp_path: Path) -> None:
     repository, fuse = tmp_path / "models", tmp_path / "fuse"
     fuse.touch()
