@@ -181,7 +181,7 @@ def _read_task_source(
     warnings = settle_quantization(config, checkpoint.specs(), directory)
     weights: StateDict = CastToFloat32(source=checkpoint)
     settings = checkpoint.directory if has_file(checkpoint.directory / ADAPTER_FILE) else directory
-    weights = merge_adapters(weights, settings, request.adapters, request.lora_scaling)
+    weights = merge_adapters(weights, config, settings, request.adapters, request.lora_scaling)
     name = request.task or find_task_name(directory, config, weights.specs())
     tokenizer, rows = None, None
     if must_read_text(name) or (may_read_text(name) and has_tokenizer(directory)):

@@ -266,17 +266,18 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
 
     Args:
         config: The checkpoint's configuration.
-        auto_class: transformers' `AutoModel` or one of its kind with a head.
+        auto_class: transformers' `AutoModel`, one of its kind with a head, or an architecture itself.
 
     Raises:
         ModelError: transformers cannot build it.
     """
     _check_has_class(config, auto_class)
+    # The classes of architectures run no code of a checkpoint, and are not told.
+    build = getattr(auto_class, "from_config", None) or auto_class._from_config
+    options = {} if issubclass(auto_class, PreTrainedModel) else {"trust_remote_code": False}
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = auto_class.from_config(
-                config, attn_implementation="eager", trust_remote_code=False
-            )
+            model: PreTrainedModel = build(config, attn_implementation="eager", **options)
     # Values are looked up in tables, divided by and taken for sizes: any error may come.
     except Exception as exc:
         raise ModelError(

@@ -162,3 +162,82 @@ class SelectPrefix:
     def read(self, name: str) -> torch.Tensor:
         """See `StateDict`."""
         return self.source.read(self.prefix + name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankUpdate:
+    """What is added to one weight: `scaling * left @ right`, as the weight is stored.
+
+    Attributes:
+        left: [rows, rank], fp32.
+        right: [rank, columns], fp32.
+        scaling: Factor.
+        is_transposed: Whether the product is of the transposed weight, such as that of a Conv1D.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight."""
+        rows, columns = self.left.shape[0], self.right.shape[1]
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return `weight` with the update, computed in peft's order, so that it is equal to the bit."""
+        product = self.left @ self.right
+        return weight + (product.T if self.is_transposed else product) * self.scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeUpdates:
+    """Weights with updates added, and other tensors replaced or added; every other tensor as it is.
+
+    Attributes:
+        source: The state dict to change, in fp32.
+        updates: Tensor name → what is added.
+        replaced: Tensor name → the tensor that stands there instead, or is added.
+    """
+
+    source: StateDict
+    updates: Mapping[str, LowRankUpdate]
+    replaced: Mapping[str, torch.Tensor]
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
+        return {**self.source.specs(), **describe_tensors(self.replaced)}
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
+        weight = self.replaced[name] if name in self.replaced else self.source.read(name)
+        return self.updates[name].apply(weight) if name in self.updates else weight
+
+
+def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, TensorSpec]:
+    """Return the shape and type of each tensor, as a state dict tells them."""
+    return {name: TensorSpec(shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rename:
+    """The same tensors under other names; what has none is left out.
+
+    Attributes:
+        source: The state dict to change.
+        names: New name → name in `source`.
+    """
+
+    source: StateDict
+    names: Mapping[str, str]
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `StateDict`."""
+        specs = self.source.specs()
+        return {new: specs[old] for new, old in self.names.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `StateDict`."""
+        return self.source.read(self.names[name])

@@ -1,7 +1,7 @@
 """Whether the weights are those of the model that a `config.json` describes, and what of it the weights know better.
 
 Judged by names and shapes alone, with the model on the meta device. Where transformers renames or merges tensors of the
-architecture on the way, such as each expert's, its table of tokens is looked at, and whether any name is the same.
+architecture on the way, such as each expert's, its table of tokens is looked at, and the shapes of what it renames.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from .model_shapes import ALL_INPUT_EMBEDDINGS, build_described, find_class, load_described
+from .model_shapes import ALL_INPUT_EMBEDDINGS, build_described, find_class_name, load_described
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -95,15 +95,13 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
         CheckpointError: The weights are not of the model that it describes.
     """
     config = load_described(directory)
-    if config is None:
-        return ConfigMatch()
-    model = build_described(config)
+    model = None if config is None else build_described(config)
     if model is None:
-        return ConfigMatch(unbuilt=config.architectures[0] if find_class(config) else "")
-    sizes, converted = _find_sizes(config, model, shapes), _list_conversions(model)
-    if converted is None:
+        return ConfigMatch(unbuilt=find_class_name(directory))
+    sizes, conversions = _find_sizes(config, model, shapes), _list_conversions(model)
+    if conversions is None:
         return ConfigMatch(sizes=sizes)
-    match = _match(model, shapes, tied, converted)
+    match = _match(model, shapes, tied, conversions)
     said = match.describe()
     if not said:
         return _name_heads(model, match, {})
@@ -112,7 +110,7 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
             *outer, last = key.split(".")
             setattr(reduce(getattr, outer, config), last, rows)
         resized = build_described(config)
-        again = None if resized is None else _match(resized, shapes, tied, converted)
+        again = None if resized is None else _match(resized, shapes, tied, conversions)
         if again is not None and not again.describe():
             return _name_heads(model, again, sizes)
     raise CheckpointError(
@@ -127,26 +125,52 @@ def _name_heads(model: Any, match: _Match, sizes: Mapping[str, int]) -> ConfigMa
     return ConfigMatch(sizes=sizes, class_name=type(model).__name__, untrained=match.untrained, unused=match.unused)
 
 
-def _list_conversions(model: Any) -> list[str] | None:
-    """Return the names, as patterns, to which transformers renames tensors while it loads them; None where unknown."""
+def _list_conversions(model: Any) -> list[Any] | None:
+    """Return how transformers renames, joins and splits tensors while it loads them; None where that is not known."""
     if getattr(model.config, "quantization_config", None) is not None:
         return None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        mapping = get_model_conversion_mapping(model, add_legacy=False)
-        return [str(pattern) for conversion in mapping for pattern in conversion.target_patterns]
+        return list(get_model_conversion_mapping(model, add_legacy=False))
     # It is transformers' own, and may be another in another release.
     except Exception:
         return None
 
 
-def _match(model: Any, shapes: Shapes, tied: Mapping[str, str], converted: Sequence[str]) -> _Match:
-    return _match_roughly(model, shapes, converted) if converted else _match_names(model, shapes, tied)
+def _rename(model: Any, shapes: Shapes, conversions: Sequence[Any]) -> dict[str, str]:
+    """Return the model's name of every tensor that is not joined with others or split; none where that is not known."""
+    try:
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        plain = [each for each in conversions if isinstance(each, WeightRenaming)]
+        others = [each for each in conversions if not isinstance(each, WeightRenaming)]
+        state = model.state_dict()
+        renamed = {name: rename_source_key(name, plain, others, model.base_model_prefix, state) for name in shapes}
+    # It is transformers' own, and may be another in another release.
+    except Exception:
+        return {}
+    return {name: new for name, (new, joined) in renamed.items() if not joined}
 
 
-def _match_roughly(model: Any, shapes: Shapes, converted: Sequence[str]) -> _Match:
-    """Return what does not fit whatever transformers renames: another table of tokens, or not one name in common."""
+def _match(model: Any, shapes: Shapes, tied: Mapping[str, str], conversions: Sequence[Any]) -> _Match:
+    if not conversions:
+        return _match_names(model, shapes, tied)
+    rough = _match_roughly(model, shapes, conversions)
+    if rough.describe():
+        return rough
+    names = _rename(model, shapes, conversions)
+    if len(set(names.values())) == len(shapes):
+        by_name = {names[name]: shape for name, shape in shapes.items()}
+        return _match_names(model, by_name, {names[name]: names.get(holder, holder) for name, holder in tied.items()})
+    state = model.state_dict()
+    placed = {name: place for name, place in names.items() if place in state}
+    return _Match(shapes={name: (shapes[name], tuple(state[place].shape)) for name, place in placed.items()})
+
+
+def _match_roughly(model: Any, shapes: Shapes, conversions: Sequence[Any]) -> _Match:
+    """Return what does not fit whatever transformers joins: another table of tokens, or not one name in common."""
+    converted = [str(pattern) for conversion in conversions for pattern in conversion.target_patterns]
     state, ends = model.state_dict(), _list_ends(model)
     tables = {name: shape for name, shape in shapes.items() if f".{name}".endswith(ends)} if ends else {}
     if ends and not tables and not any(end.split(".")[1] in pattern for end in ends for pattern in converted):

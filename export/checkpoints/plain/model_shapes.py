@@ -54,8 +54,7 @@ def _build_state(directory: Path) -> dict[str, Any] | None:
 
 def load_described(directory: Path) -> Any:
     """Return the configuration in `directory`; None without one that names a class and that transformers reads."""
-    architectures = read_json_beside(directory / "config.json").get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+    if _read_class_name(directory) is None:
         return None
     import transformers
 
@@ -68,11 +67,23 @@ def load_described(directory: Path) -> Any:
         return None
 
 
-def find_class(config: Any) -> Any:
-    """Return transformers' class of a model that a configuration names; None where it has none."""
+def find_class_name(directory: Path) -> str:
+    """Return the class that the configuration in `directory` names; empty where transformers has none of this name."""
+    name = _read_class_name(directory)
+    return name if name is not None and _find_class(name) else ""
+
+
+def _read_class_name(directory: Path) -> str | None:
+    architectures = read_json_beside(directory / "config.json").get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+        return None
+    return architectures[0]
+
+
+def _find_class(name: str) -> Any:
     import transformers
 
-    found = getattr(transformers, config.architectures[0], None)
+    found = getattr(transformers, name, None)
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
@@ -80,7 +91,7 @@ def build_described(config: Any) -> Any:
     """Return the model of the class that a configuration names, on the meta device; None where that cannot be built."""
     import torch
 
-    model_class = find_class(config)
+    model_class = _find_class(config.architectures[0])
     if model_class is None:
         return None
     try:

@@ -127,11 +127,12 @@ def test_weights_of_another_width_than_their_own_configuration_are_refused(is_sh
     assert not (tmp_path / "out").exists()
 
 
-def test_a_configuration_of_which_no_model_can_be_built_is_told(tmp_path: Path) -> None:
+# No number of heads that the width can be divided by, and none that transformers reads.
+@pytest.mark.parametrize("heads", [GPT2.n_embd - 1, "two"])
+def test_a_configuration_of_which_no_model_can_be_built_is_told(heads: object, tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2)
     run_folder = save_run(tmp_path / "run", model)
-    # No number of heads that the width can be divided by.
-    described = save_base(tmp_path / "base", model, n_head=GPT2.n_embd - 1)
+    described = save_base(tmp_path / "base", model, n_head=heads)
     assert consolidate(run_folder, tmp_path / "out", base=described).warnings == (
         f"config.json of {described} was not compared with the weights: transformers cannot build the GPT2LMHeadModel "
         "that it describes.",
@@ -203,7 +204,13 @@ def test_models_that_transformers_changes_as_it_loads_them_have_their_base(
         ("mixtral", "mixtral", {"hidden_size": 24}, r"model.embed_tokens.weight \[40, 12\] where \[40, 24\] belongs"),
         ("gpt2", "mixtral", {}, "none for embed_tokens.weight"),
         ("vit", "mixtral", {}, "none for embed_tokens.weight"),
+        ("mixtral", "mixtral", {"num_hidden_layers": 2}, "none for model.layers.1.input_layernorm.weight.*"),
+        ("mixtral", "mixtral", {"num_attention_heads": 4}, r"model.layers.0.self_attn.\w+.weight .* belongs"),
         ("mixtral", "vit", {}, "model.embed_tokens.weight beyond it"),
+        ("vit", "vit", {"hidden_size": 24}, r".* \[.*12.*\] where \[.*24.*\] belongs"),
+        ("vit", "vit", {"intermediate_size": 24}, r".* \[16\] where \[24\] belongs"),
+        ("vit", "vit", {"num_hidden_layers": 2}, "none for layers.1.*"),
+        ("clip text", "clip text", {"num_hidden_layers": 2}, "none for .*layers.1.*"),
         ("siglip", "vit", {}, "text_model.embeddings.token_embedding.weight beyond it"),
     ],
 )
