@@ -132,14 +132,15 @@ def _add_prefix(weights: StateDict, changed: Iterable[str]) -> StateDict:
 
 def _name_as_built(weights: StateDict, adapter: PeftAdapter, model: TrainedModel) -> tuple[StateDict, PeftAdapter]:
     """Return both with the names of the model that is built here: either may be of another release of transformers."""
-    names = {model.rename(name): name for name in weights.specs()}
-    if len(names) == len(weights.specs()):
-        weights = Rename(source=weights, names=names)
+    stored = model.rename(weights.specs())
+    if len(set(stored.values())) == len(stored):
+        weights = Rename(source=weights, names={new: name for name, new in stored.items()})
+    own = model.rename([*adapter.updates, *adapter.tables, *adapter.replaced])
     return weights, replace(
         adapter,
-        updates={model.rename(name): update for name, update in adapter.updates.items()},
-        tables={model.rename(name): table for name, table in adapter.tables.items()},
-        replaced={model.rename(name): tensor for name, tensor in adapter.replaced.items()},
+        updates={own[name]: update for name, update in adapter.updates.items()},
+        tables={own[name]: table for name, table in adapter.tables.items()},
+        replaced={own[name]: tensor for name, tensor in adapter.replaced.items()},
     )
 
 
@@ -214,9 +215,7 @@ def _find(target: str, specs: Mapping[str, TensorSpec], folder: Path) -> str:
     return found[0]
 
 
-def _check_shapes(
-    where: str, updates: Mapping[str, tuple[LowRankUpdate, ...]], specs: Mapping[str, TensorSpec]
-) -> None:
+def _check_shapes(where: str, updates: Mapping[str, LowRankUpdate], specs: Mapping[str, TensorSpec]) -> None:
     wrong = [
         f"{name} {list(update.shape)} where {list(specs[name].shape)} belongs"
         for name, update in updates.items()

@@ -15,7 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from .model_shapes import ALL_INPUT_EMBEDDINGS, build_described, find_class_name, load_described
+from .model_shapes import (
+    ALL_INPUT_EMBEDDINGS,
+    build_described,
+    find_class_name,
+    list_conversions,
+    load_described,
+    rename_as_built,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -98,7 +105,7 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
     model = None if config is None else build_described(config)
     if model is None:
         return ConfigMatch(unbuilt=find_class_name(directory))
-    sizes, conversions = _find_sizes(config, model, shapes), _list_conversions(model)
+    sizes, conversions = _find_sizes(config, model, shapes), list_conversions(model)
     if conversions is None:
         return ConfigMatch(sizes=sizes)
     match = _match(model, shapes, tied, conversions)
@@ -125,41 +132,13 @@ def _name_heads(model: Any, match: _Match, sizes: Mapping[str, int]) -> ConfigMa
     return ConfigMatch(sizes=sizes, class_name=type(model).__name__, untrained=match.untrained, unused=match.unused)
 
 
-def _list_conversions(model: Any) -> list[Any] | None:
-    """Return how transformers renames, joins and splits tensors while it loads them; None where that is not known."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        return None
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        return list(get_model_conversion_mapping(model, add_legacy=False))
-    # It is transformers' own, and may be another in another release.
-    except Exception:
-        return None
-
-
-def _rename(model: Any, shapes: Shapes, conversions: Sequence[Any]) -> dict[str, str]:
-    """Return the model's name of every tensor that is not joined with others or split; none where that is not known."""
-    try:
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-        plain = [each for each in conversions if isinstance(each, WeightRenaming)]
-        others = [each for each in conversions if not isinstance(each, WeightRenaming)]
-        state = model.state_dict()
-        renamed = {name: rename_source_key(name, plain, others, model.base_model_prefix, state) for name in shapes}
-    # It is transformers' own, and may be another in another release.
-    except Exception:
-        return {}
-    return {name: new for name, (new, joined) in renamed.items() if not joined}
-
-
 def _match(model: Any, shapes: Shapes, tied: Mapping[str, str], conversions: Sequence[Any]) -> _Match:
     if not conversions:
         return _match_names(model, shapes, tied)
     rough = _match_roughly(model, shapes, conversions)
     if rough.describe():
         return rough
-    names = _rename(model, shapes, conversions)
+    names = rename_as_built(model, shapes, conversions)
     if len(set(names.values())) == len(shapes):
         by_name = {names[name]: shape for name, shape in shapes.items()}
         return _match_names(model, by_name, {names[name]: names.get(holder, holder) for name, holder in tied.items()})

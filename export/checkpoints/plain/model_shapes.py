@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,40 @@ def build_described(config: Any) -> Any:
     # As above: values are looked up in tables, divided by and taken for sizes.
     except Exception:
         return None
+
+
+def list_conversions(model: Any) -> list[Any] | None:
+    """Return how transformers renames, joins and splits tensors while it loads them; None where that is not known."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return None
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        return list(get_model_conversion_mapping(model, add_legacy=False))
+    # It is transformers' own, and may be another in another release.
+    except Exception:
+        return None
+
+
+def rename_as_built(model: Any, names: Iterable[str], conversions: Sequence[Any]) -> dict[str, str]:
+    """Return the model's name of every tensor that is not joined with others or split; none where that is not known.
+
+    Args:
+        model: The model, on the meta device.
+        names: Names in files, or the model's own.
+        conversions: What `list_conversions` returns.
+    """
+    try:
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        plain = [each for each in conversions if isinstance(each, WeightRenaming)]
+        others = [each for each in conversions if not isinstance(each, WeightRenaming)]
+        state = model.state_dict()
+        renamed = {name: rename_source_key(name, plain, others, model.base_model_prefix, state) for name in names}
+    # As above.
+    except Exception:
+        return {}
+    return {name: new for name, (new, joined) in renamed.items() if not joined}
 
 
 def read_vocab_size(directory: Path) -> int | None:
