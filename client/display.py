@@ -1,5 +1,6 @@
 """How the command line shows answers: a table for people, one JSON object for programs."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,16 @@ def to_json(model: Model, texts: list[str], pairs: list[str], answers: dict[str,
 
 
 def to_plain(values: npt.NDArray[Any]) -> list[Any]:
-    """Return an array as nested lists of numbers and texts."""
+    """Return an array as nested lists of numbers and texts; None for what is no number, or an infinite one."""
     return [to_plain(value) if isinstance(value, np.ndarray) else _to_value(value) for value in values]
 
 
 def _to_value(value: Any) -> Any:
-    return decode(value) if isinstance(value, bytes) else value.item()
+    if isinstance(value, bytes):
+        return decode(value)
+    plain = value.item()
+    # JSON has no infinity, and nothing for what is no number.
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
 def to_table(texts: list[str], answers: dict[str, npt.NDArray[Any]]) -> list[str]:

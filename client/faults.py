@@ -69,6 +69,10 @@ class FloodError(aiohttp.ClientError):
     """An answer that is larger than anybody would send."""
 
 
+class RedirectError(aiohttp.ClientError):
+    """An answer that leads elsewhere: what was asked may hold a token that is meant for this server alone."""
+
+
 def explain(exc: Exception, options: Options) -> ClientError:
     """Return one of `FAILURES` as an error of ours."""
     # It was found as the answer was read, and is said already.
@@ -83,7 +87,7 @@ def explain(exc: Exception, options: Options) -> ClientError:
         return _explain_distrust(getattr(reason, "verify_message", str(reason)), options)
     if isinstance(exc, (OSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)):
         return _explain_unreachable(_read_reason(exc), options)
-    if isinstance(exc, FloodError):
+    if isinstance(exc, (FloodError, RedirectError)):
         return _explain_unreachable(str(exc), options, kind=ForeignError)
     # The peer speaks no HTTP, or what it says is no JSON.
     return _explain_foreign(options)

@@ -1,21 +1,36 @@
 """Answers over HTTP within a bound, packed and unpacked: a program that floods would have all of the memory."""
 
 import zlib
+from typing import Any
 
 import aiohttp
 
-from .faults import FloodError
+from .faults import FloodError, RedirectError
 
 # Half of what gRPC takes: it is held twice for a moment.
 MOST_BYTES = 1 << 30
 # What is unpacked at a time, to count it.
 _PIECE_BYTES = 1 << 20
+_REDIRECTS = (301, 302, 303, 307, 308)
+# Characters of an address.
+_MOST_TOLD = 200
 # Encoding → what zlib calls its header.
 PACKED = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An answer that is read to the bound and no further, and unpacks to no more."""
+    """An answer that is read to the bound and no further, unpacks to no more, and leads nowhere else."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """Read the headers.
+
+        Raises:
+            RedirectError: They lead to another address, which aiohttp would go on to, and turn a request to a question.
+        """
+        await super().start(connection)
+        if self.status in _REDIRECTS and "Location" in self.headers:
+            raise RedirectError(f"HTTP {self.status} to {self.headers['Location'][:_MOST_TOLD]}")
+        return self
 
     async def read(self) -> bytes:
         """Return the body.

@@ -13,6 +13,7 @@ from stranger import answering, dripping
 
 from client import Client, DeadlineError, ForeignError, GarbledError, RefusedError, http_answer
 from client.answers import check_answers
+from client.display import to_json
 from client.faults import FloodError
 from client.http_answer import MOST_BYTES, PACKED, check_unpacked
 from client.model import Model, Tensor
@@ -62,6 +63,24 @@ def test_a_program_that_floods_is_read_no_further_than_the_largest_message(monke
             pytest.raises(kind, match="an answer of more than 16 MB"),
         ):
             client.embed(["x"])
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_an_answer_that_leads_elsewhere_is_told_and_not_followed(status: int) -> None:
+    answer = f"HTTP/1.1 {status} Elsewhere\r\nLocation: https://elsewhere.invalid/v2\r\nContent-Length: 0\r\n\r\n"
+    with (
+        dripping(answer.encode(), b"") as address,
+        Client(address, model="tiny", timeout_s=5, headers={"X-Token": "secret"}) as client,
+        pytest.raises(ForeignError, match=f"got 'HTTP {status} to https://elsewhere.invalid/v2'; .*"),
+    ):
+        client.embed(["x"])
+
+
+def test_what_is_no_number_is_json_all_the_same() -> None:
+    values = np.array([[np.nan, np.inf, -np.inf, 0.5]], dtype=np.float32)
+    model = Model(name="m", version="1", takes=(), makes=(), max_batch_size=1, has_batch=True)
+    shown = json.dumps(to_json(model, ["x"], [], {"SCORE": values}), allow_nan=False)
+    assert json.loads(shown)["results"][0]["SCORE"] == [None, None, None, 0.5]
 
 
 def pack(count: int, header: int) -> bytes:
