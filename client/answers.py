@@ -157,7 +157,7 @@ async def find_texts_model(session: Session, name: str | None) -> Model:
         ClientError: There is no such model, or not exactly one ensemble, or no answer, or it takes something else.
     """
     model = await session.find_model(name)
-    if not model.takes_texts or len(model.takes) > 2:
+    if not model.texts:
         raise ModelError(
             f"{model.name} takes no texts",
             expected="one or two inputs of one string a row",

@@ -1,12 +1,15 @@
 """A model, as its metadata describe it."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
+
+# A text, and the one that it goes with.
+_MOST_TEXTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +20,13 @@ class Tensor:
         name: Name by which the server knows it.
         datatype: KServe's name of its type, such as `BYTES` or `FP32`.
         shape: Dimensions, the batch first where the model has one; -1 for any.
+        is_optional: Whether a request may lack it.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    is_optional: bool = False
 
     def is_of(self, values: npt.NDArray[Any]) -> bool:
         """Tell whether values are of its type and shape."""
@@ -66,24 +71,23 @@ class Model:
         return tuple(tensor.name for tensor in self.makes)
 
     @property
-    def takes_texts(self) -> bool:
-        """Whether each input is one string a row."""
-        return all((tensor.datatype, tensor.shape) == ("BYTES", (-1, 1)) for tensor in self.takes)
-
-    @property
-    def takes_pairs(self) -> bool:
-        """Whether every text goes with a second one."""
-        return len(self.takes) == 2
+    def texts(self) -> tuple[str, ...]:
+        """Names of the inputs for a text and its partner, if it takes no more than one string a row of each."""
+        needed = [tensor for tensor in self.takes if not tensor.is_optional]
+        are_texts = all((tensor.datatype, tensor.shape) == ("BYTES", (-1, 1)) for tensor in needed)
+        return tuple(tensor.name for tensor in needed) if are_texts and len(needed) <= _MOST_TEXTS else ()
 
 
 def read_model(name: str, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> Model:
     """Return the model that a server's two answers describe, over either protocol."""
     # The gRPC client wraps the configuration once more.
-    rows = int(config.get("config", config).get("max_batch_size", 0))
+    config = config.get("config", config)
+    rows = int(config.get("max_batch_size", 0))
+    optional = {tensor["name"] for tensor in config.get("input", ()) if tensor.get("optional")}
     return Model(
         name=name,
         version=max(metadata["versions"], key=int),
-        takes=_read_tensors(metadata["inputs"]),
+        takes=tuple(replace(each, is_optional=each.name in optional) for each in _read_tensors(metadata["inputs"])),
         makes=_read_tensors(metadata["outputs"]),
         max_batch_size=rows or 1,
         has_batch=rows > 0,

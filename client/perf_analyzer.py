@@ -110,7 +110,7 @@ def measure_texts(
     """
     with tempfile.TemporaryDirectory() as folder:
         data, report = Path(folder, "texts.json"), Path(folder, "report.csv")
-        rows = [{name: [text] for name in model.inputs} for text in texts]
+        rows = [{name: [text] for name in model.texts} for text in texts]
         data.write_text(json.dumps({"data": rows}), encoding="utf-8")
         options = ["-m", model.name, "-u", url, *PROTOCOLS[protocol], "--input-data", str(data), "-f", str(report)]
         options += ["--concurrency-range", str(concurrency)]

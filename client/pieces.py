@@ -48,14 +48,15 @@ def check_pairs(model: Model, texts: Sequence[bytes], pairs: Sequence[bytes], wo
     Raises:
         UsageError: The numbers do not fit the model or each other.
     """
-    if model.takes_pairs and len(pairs) != len(texts):
+    takes_pairs = len(model.texts) > 1
+    if takes_pairs and len(pairs) != len(texts):
         raise UsageError(
             f"{model.name} takes pairs",
             expected=f"a second text for each of {len(texts)}",
             got=str(len(pairs)),
             remedy=f"pass as many {words.pair} as {words.text}",
         )
-    if pairs and not model.takes_pairs:
+    if pairs and not takes_pairs:
         raise UsageError(f"{model.name} takes single texts", expected=f"no {words.pair}", got=str(len(pairs)))
 
 
@@ -86,12 +87,12 @@ async def ask_texts(
         ClientError: The server refuses a text or does not answer.
     """
     check_pairs(model, texts, pairs, session.options.words)
-    columns = (texts, pairs)[: len(model.takes)]
+    columns = (texts, pairs)[: len(model.texts)]
     sizes = [sum(map(len, row)) for row in zip(*columns, strict=True)]
     # The first input takes the texts, the second one, where there is one, their partners.
     inputs = {
         name: np.array(values, dtype=np.object_).reshape(-1, 1)
-        for name, values in zip(model.inputs, columns, strict=True)
+        for name, values in zip(model.texts, columns, strict=True)
     }
     return await _ask_pieces(session, model, inputs, _cut(sizes, model.max_batch_size), binary=binary, headers=headers)
 

@@ -23,7 +23,7 @@ async def find_way(session: Session, model: Model) -> str:
     Raises:
         ClientError: The server does not answer.
     """
-    if model.takes_texts and len(model.takes) <= 2:
+    if model.texts:
         return f"ask with {session.options.words.text}"
     for name, way in _WAYS.items():
         if name in model.inputs:

@@ -33,7 +33,7 @@ from client import (
 )
 from client.answers import find_texts_model
 from client.batch.files import answer_file
-from client.model import Model, Tensor
+from client.model import Model, Tensor, read_model
 from client.options import Options
 from client.session import Session
 from client.streams import find_writer
@@ -179,6 +179,19 @@ def test_a_graph_that_stands_alone_is_said_to_take_tensors_and_a_step_to_have_it
     ):
         with pytest.raises(ModelError, match=remedy):
             asyncio.run(find(server, name))
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_model_of_texts_may_take_more_that_nobody_has_to_send(is_wrapped: bool) -> None:
+    """As a model that somebody wrote by hand may; gRPC wraps its configuration."""
+    text = {"name": "TEXT", "datatype": "BYTES", "shape": ["-1", "1"]}
+    times = {"name": "TIMES", "datatype": "INT32", "shape": ["-1", "1"]}
+    config = {"max_batch_size": 8, "input": [{"name": "TEXT"}, {"name": "TIMES", "optional": True}]}
+    metadata = {"versions": ["1"], "inputs": [text, times], "outputs": []}
+    found = read_model("greet", metadata, {"config": config} if is_wrapped else config)
+    assert (found.texts, found.inputs) == (("TEXT",), ("TEXT", "TIMES"))
+    config["input"][1].pop("optional")
+    assert read_model("greet", metadata, config).texts == ()
 
 
 def test_a_model_that_writes_nothing_is_asked_with_what_it_takes() -> None:
