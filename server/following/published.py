@@ -112,10 +112,23 @@ def read_repository(repository: Path, sums: FileSums | None, variant: str = "") 
         elif is_ours:
             found[name] = Published(name=name, version=version, configs={}, damage=damage)
         elif not _is_step(name, config):
-            found[name] = Published(name=name, version=0, configs={name: config})
+            found[name] = _read_others(repository / name, config)
     # What is wrong with a step is told of the model that it is one of.
     damaged = {name: Published(name=name, version=0, configs={}, damage=fault) for name, fault in faults.items()}
     return {name: published for name, published in (found | damaged).items() if published.version or name not in owned}
+
+
+def _read_others(folder: Path, config: str) -> Published:
+    """Return what should be served of a model that somebody wrote by hand.
+
+    Of a model in Python without its code, tritonserver says no more than that a process of it is not healthy.
+    """
+    fields = dict(read_fields(config))
+    is_python = fields.get("backend", "").endswith('"python"') and "default_model_filename" not in fields
+    versions = read_versions(config) or list_versions(folder)[-1:]
+    code = [folder / str(version) / "model.py" for version in versions if is_python]
+    damage = next((f"{path} is missing" for path in code if path.parent.is_dir() and not path.exists()), "")
+    return Published(name=folder.name, version=0, configs={} if damage else {folder.name: config}, damage=damage)
 
 
 def _find_changed(repository: Path, name: str, version: int, config: str, sums: FileSums) -> str:

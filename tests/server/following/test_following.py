@@ -213,6 +213,7 @@ def test_a_model_that_was_made_by_hand_and_cannot_be_loaded_is_named_without_a_v
 ) -> None:
     server, repository = served
     (repository / "made.part" / "1").mkdir(parents=True)
+    (repository / "made.part" / "1" / "model.py").write_text("raise ValueError('broken')\n")
     (repository / "made.part" / "config.pbtxt").write_text('name: "made"\nbackend: "python"\nmax_batch_size: 4\n')
     (repository / "made.part").rename(repository / "made")
     server.wait_for_line("Tried again in 10 s", 60)
@@ -222,6 +223,20 @@ def test_a_model_that_was_made_by_hand_and_cannot_be_loaded_is_named_without_a_v
     assert ".;" not in told and ";." not in told
     checked = server.check()
     assert checked.code == 1 and "made cannot be served" in checked.err
+
+
+def test_a_model_in_python_that_was_made_by_hand_names_the_code_that_it_lacks(served: tuple[Running, Path]) -> None:
+    server, repository = served
+    (repository / "coded.part" / "1").mkdir(parents=True)
+    (repository / "coded.part" / "config.pbtxt").write_text(
+        'backend: "python"\nmax_batch_size: 4\n'
+        'input { name: "X" data_type: TYPE_FP32 dims: [1] }\noutput { name: "Y" data_type: TYPE_FP32 dims: [1] }\n'
+    )
+    (repository / "coded.part").rename(repository / "coded")
+    code = repository / "coded" / "1" / "model.py"
+    server.wait_for_line(f"ERROR: coded cannot be served: expected whole files, got {code} is missing", 60)
+    code.write_text("class TritonPythonModel:\n    def execute(self, requests):\n        return []\n")
+    server.wait_for_line("coded: is served", 60)
 
 
 def load_until(go: Path, server: Running, repository: Path) -> None:
