@@ -69,6 +69,10 @@ class FloodError(aiohttp.ClientError):
     """An answer that is larger than anybody would send."""
 
 
+class UnreadableError(ValueError):
+    """What an answer is that cannot be read, in words."""
+
+
 class RedirectError(aiohttp.ClientError):
     """An answer that leads elsewhere: what was asked may hold a token that is meant for this server alone."""
 
@@ -85,7 +89,11 @@ def explain(exc: Exception, options: Options) -> ClientError:
     if isinstance(exc, aiohttp.ClientConnectorCertificateError):
         reason = exc.certificate_error
         return _explain_distrust(getattr(reason, "verify_message", str(reason)), options)
-    if isinstance(exc, (OSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError)):
+    if isinstance(exc, aiohttp.ClientPayloadError):
+        return UnreachableError(
+            f"the answer of {options.address} broke off", expected="a whole one", got="half of one", remedy="ask again"
+        )
+    if isinstance(exc, (OSError, aiohttp.ServerDisconnectedError)):
         return _explain_unreachable(_read_reason(exc), options)
     if isinstance(exc, (FloodError, RedirectError)):
         return _explain_unreachable(str(exc), options, kind=ForeignError)
@@ -129,7 +137,7 @@ def _explain_garbled(model: str, exc: Exception) -> GarbledError:
         said = str(exc.message()).split(". ", 1)[0]
     else:
         # What Python misses in it says nothing to whoever has not written this.
-        said = "" if isinstance(exc, (AttributeError, LookupError)) else str(exc)
+        said = "" if isinstance(exc, (AttributeError, LookupError, TypeError)) or "unpack" in str(exc) else str(exc)
     return GarbledError(
         f"the answer of {model} cannot be read",
         expected="one in KServe's protocol",
@@ -146,8 +154,8 @@ def _read_reason(exc: Exception) -> str:
     if isinstance(exc, OSError):
         # asyncio writes its own text, with the address in it; the resolver's numbers are not the system's.
         return os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror or str(exc)
-    # Both tell what they have read so far.
-    return "the end of the connection" if isinstance(exc, aiohttp.ServerDisconnectedError) else "half an answer"
+    # It tells what it has read so far.
+    return "the end of the connection"
 
 
 def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientError:
@@ -173,8 +181,8 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
             remedy=f"pass the token with {options.words.token}" if options.words.token else "ask past what wants it",
         )
     # gRPC reports a server that is not there as it reports one that refuses for now.
-    if status == "StatusCode.UNAVAILABLE" and re.search("connect|socket closed", message, re.IGNORECASE):
-        return _explain_unreachable(message.rsplit(": ", 1)[-1], options)
+    if status == "StatusCode.UNAVAILABLE" and re.search("connect|socket closed|resol", message, re.IGNORECASE):
+        return _explain_unreachable(message.rsplit(": ", 1)[-1].rstrip("]"), options)
     is_for_now = status in _FOR_NOW or any(pattern.search(message) for pattern in (_NOT_READY, _BUSY))
     if "unknown model" in message:
         return (UnavailableError if is_for_now else ModelError)(

@@ -1,6 +1,7 @@
 """What a client is told once, and how each of it is called where it is told."""
 
 import os
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -9,13 +10,22 @@ from pathlib import Path
 from .errors import UsageError
 
 # For whoever asks the same server again and again.
+_URLS = {"http": "MODELYARD_URL", "grpc": "MODELYARD_GRPC_URL"}
 DEFAULT_URLS = {
-    "http": os.environ.get("MODELYARD_URL", "localhost:8000"),
-    "grpc": os.environ.get("MODELYARD_GRPC_URL", "localhost:8001"),
+    "http": os.environ.get(_URLS["http"], "localhost:8000"),
+    "grpc": os.environ.get(_URLS["grpc"], "localhost:8001"),
 }
 
 # What the reader types: a command where this was installed.
 _SERVE = "modelyard serve" if __package__ == "modelyard.client" else "python -m server"
+
+# The libraries reckon in nanoseconds and with what the clock shows, and neither holds much more.
+_LONGEST_S = 1_000_000
+
+# The scheme, if any; a name or an address, those of IPv6 in brackets; a port; and over HTTP a path of a proxy's.
+_ADDRESS = re.compile(
+    r"(?:(?P<scheme>[^:/]*)://)?(?:[^\W_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<port>\d{1,5}))?(?P<path>/\S*)?"
+)
 
 COMPRESSIONS = (None, "gzip", "deflate")
 
@@ -88,10 +98,13 @@ class Options:
         for name, value, least in (("in_flight", self.in_flight, 1), ("retry_s", self.retry_s, 0)):
             if not value >= least:
                 raise UsageError(f"{name} is too small", expected=f"{least} or more", got=f"{value}")
-        if not self.timeout_s > 0:
-            raise UsageError(f"{self.words.timeout} is too small", expected="more than 0", got=f"{self.timeout_s:g}")
-        if self.url is not None:
-            _check_address(self.address, self.words.url)
+        if not 0 < self.timeout_s <= _LONGEST_S:
+            raise UsageError(
+                f"{self.words.timeout} is no time to wait",
+                expected=f"more than 0 and at most {_LONGEST_S} seconds",
+                got=f"{self.timeout_s:g}",
+            )
+        _check_address(self._target, self.protocol, self.words.url if self.url is not None else _URLS[self.protocol])
         if self.ca:
             _check_certificates(Path(self.ca), self.words.ca)
 
@@ -115,18 +128,21 @@ class Options:
         return DEFAULT_URLS[self.protocol] if self.url is None else self.url
 
 
-def _check_address(address: str, word: str) -> None:
+def _check_address(target: str, protocol: str, word: str) -> None:
     """Refuse what no server can listen at; the libraries take some of it for another one."""
-    host, colon, port = address.split("/", 1)[0].rpartition(":")
-    # An address of IPv6 ends in a bracket.
-    is_port = not colon or port.endswith("]") or (port.isdecimal() and 0 < int(port) < 1 << 16)
-    if not address or not is_port or (colon and not host):
+    found = _ADDRESS.fullmatch(target)
+    if found is None or not _can_be(found, protocol):
         raise UsageError(
             "this is no address of a server",
             expected="HOST:PORT, such as localhost:8000",
-            got=repr(address),
+            got=repr(target),
             remedy=f"correct {word}",
         )
+
+
+def _can_be(found: re.Match[str], protocol: str) -> bool:
+    is_scheme = found["scheme"] in (None, "http", "https", protocol)
+    return is_scheme and 0 < int(found["port"] or 1) < 1 << 16 and (protocol == "http" or found["path"] in (None, "/"))
 
 
 def _check_certificates(path: Path, word: str) -> None:

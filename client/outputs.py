@@ -1,14 +1,19 @@
 """What a model answers to one request, held against what it says that it makes."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.utils import np_to_triton_dtype
+from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
 from .errors import GarbledError
+from .faults import UnreadableError
 from .model import Model
+
+# Types whose values JSON has as numbers.
+_NUMBERS = ("FP16", "FP32", "FP64", *(f"{sign}INT{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)))
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -24,8 +29,9 @@ def read_outputs(model: Model, result: Any, names: Iterable[str], *, rows: int) 
 
     Raises:
         GarbledError: An output is missing, has other rows, or is of another type or shape than the model makes.
-        TypeError: A string is none.
+        UnreadableError: It is the answer of another model, or an error, or a value is none of its type.
     """
+    _check_said(model, result.get_response())
     arrays = {name: _read(result, name) for name in names}
     is_whole = not model.has_batch or all(
         values is not None and values.shape[:1] == (rows,) for values in arrays.values()
@@ -53,6 +59,45 @@ def read_outputs(model: Model, result: Any, names: Iterable[str], *, rows: int) 
     return whole
 
 
+def _check_said(model: Model, answer: Any) -> None:
+    """Refuse what tritonclient takes, and turns into numbers that the model has not said.
+
+    Raises:
+        UnreadableError: It is the answer of another model, or an error, or a value inside of JSON is no such number.
+    """
+    if not isinstance(answer, dict):
+        # Over gRPC there are types, and errors are none of answers.
+        said, outputs = answer.model_name, []
+    else:
+        said, outputs = answer.get("model_name", model.name), answer.get("outputs", [])
+        if "error" in answer:
+            raise UnreadableError(f"an error, {answer['error']!r}, beside the outputs")
+    if said != model.name:
+        raise UnreadableError(f"the answer of {said!r}")
+    for output in outputs:
+        if output["datatype"] in _NUMBERS and "data" in output:
+            _check_numbers(output)
+
+
+def _check_numbers(output: Mapping[str, Any]) -> None:
+    dtype = np.dtype(triton_to_np_dtype(output["datatype"]))
+    largest = np.finfo(dtype).max if dtype.kind == "f" else np.iinfo(dtype).max
+    kinds = (int, float) if dtype.kind == "f" else (int,)
+    for value in _flatten(output["data"]):
+        is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_number or largest < abs(value) < math.inf:
+            raise UnreadableError(f"{output['name']} holds {value!r}, which is no {output['datatype']}")
+
+
+def _flatten(values: Any) -> Iterable[Any]:
+    """Yield what lists of lists hold, as KServe lets a tensor be written."""
+    for value in values:
+        if isinstance(value, list):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
 def _read(result: Any, name: str) -> npt.NDArray[Any] | None:
     """Return the values of an output; None where there is none."""
     values: npt.NDArray[Any] | None = result.as_numpy(name)
@@ -61,7 +106,7 @@ def _read(result: Any, name: str) -> npt.NDArray[Any] | None:
     texts = [value.encode() if isinstance(value, str) else value for value in values.flat]
     for value in texts:
         if not isinstance(value, bytes):
-            raise TypeError(f"{name} holds {value!r}, which is no string")
+            raise UnreadableError(f"{name} holds {value!r}, which is no string")
     read = np.empty(len(texts), dtype=np.object_)
     read[:] = texts
     return read.reshape(values.shape)

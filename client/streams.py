@@ -15,7 +15,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from .errors import DeadlineError, GarbledError, ModelError, UsageError
-from .faults import FAILURES, explain, reading_answer
+from .faults import FAILURES, UnreadableError, explain, reading_answer
 from .http_answer import BoundedResponse
 from .pieces import Text, encode
 from .session import Session, make_trust
@@ -256,9 +256,9 @@ async def _read_events(answer: aiohttp.ClientResponse) -> AsyncGenerator[bytes, 
             data.append(value.removeprefix(b" "))
             count += len(line)
             if count > _LINE_BYTES:
-                raise ValueError(f"an event of more than {_LINE_BYTES >> 20} MB")
+                raise UnreadableError(f"an event of more than {_LINE_BYTES >> 20} MB")
         elif field not in (b"", b"event", b"id", b"retry"):
-            raise ValueError(f"no event: {line[:80].decode(errors='replace')}")
+            raise UnreadableError(f"no event: {line[:80].decode(errors='replace')}")
         # A line without anything ends an event; one without a field is a comment, as proxies send to be heard.
         if not line.strip() and data:
             yield b"\n".join(data)

@@ -11,7 +11,16 @@ import pytest
 from harness import CHECKOUT, run
 from stranger import answering, dripping
 
-from client import Client, DeadlineError, ForeignError, GarbledError, RefusedError, http_answer
+from client import (
+    Client,
+    DeadlineError,
+    ForeignError,
+    GarbledError,
+    RefusedError,
+    UnreachableError,
+    UsageError,
+    http_answer,
+)
 from client.answers import check_answers
 from client.display import to_json
 from client.faults import FloodError
@@ -76,6 +85,23 @@ def test_an_answer_that_leads_elsewhere_is_told_and_not_followed(status: int) ->
         client.embed(["x"])
 
 
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e10])
+def test_a_time_that_no_library_waits_is_refused(seconds: float) -> None:
+    with pytest.raises(
+        UsageError, match="timeout_s is no time to wait: expected more than 0 and at most 1000000 seconds"
+    ):
+        Options("localhost:8001", protocol="grpc", timeout_s=seconds)
+
+
+def test_a_name_that_no_machine_has_is_no_server_of_either_protocol() -> None:
+    for protocol in ("http", "grpc"):
+        with (
+            Client("nobody.invalid:8001", protocol=protocol, model="tiny", retry_s=0) as client,
+            pytest.raises(UnreachableError, match="no server can be reached at nobody.invalid:8001"),
+        ):
+            client.embed(["x"])
+
+
 def test_what_is_no_number_is_json_all_the_same() -> None:
     values = np.array([[np.nan, np.inf, -np.inf, 0.5]], dtype=np.float32)
     model = Model(name="m", version="1", takes=(), makes=(), max_batch_size=1, has_batch=True)
@@ -122,7 +148,9 @@ def test_an_answer_that_breaks_off_is_told_in_a_sentence_alone() -> None:
     with dripping(beginning, b" ", 0.1) as address:
         done = run(INFER, "--url", address, "--model", "tiny", "--text", "x", "--timeout", "5")
     assert done.code == 1
-    assert re.fullmatch(r"error: no server can be reached at .*\n", done.err), done.err
+    assert re.fullmatch(
+        r"error: the answer of .* broke off: expected a whole one, got half of one; ask again\.\n", done.err
+    )
 
 
 def ask_for_y(address: str) -> None:
@@ -151,6 +179,24 @@ def ask_for_y(address: str) -> None:
 )
 def test_an_answer_that_cannot_be_one_is_told_of_the_model(answer: str) -> None:
     with answering(answer) as address, pytest.raises(GarbledError, match="the answer of tiny cannot be read"):
+        ask_for_y(address)
+
+
+@pytest.mark.parametrize(
+    ("more", "data", "got"),
+    [
+        ("", "[null]", "Y holds None, which is no FP32"),
+        ("", "[true]", "Y holds True, which is no FP32"),
+        ("", '["1"]', "Y holds '1', which is no FP32"),
+        ("", "[1e300]", "Y holds 1e[+]300, which is no FP32"),
+        ("", "[[[null]]]", "Y holds None, which is no FP32"),
+        ('"model_name": "other", ', "[1]", "the answer of 'other'"),
+        ('"error": "broken", ', "[1]", "an error, 'broken', beside the outputs"),
+    ],
+)
+def test_what_would_become_numbers_that_no_model_said_is_refused(more: str, data: str, got: str) -> None:
+    answer = f'{{{more}"outputs": [{{"name": "Y", "datatype": "FP32", "shape": [1, 1], "data": {data}}}]}}'
+    with answering(answer) as address, pytest.raises(GarbledError, match=f"tiny cannot be read: .*, got '{got}'"):
         ask_for_y(address)
 
 

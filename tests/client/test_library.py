@@ -127,7 +127,10 @@ def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, 
             *(
                 (UsageError, f"no address of a server: expected HOST:PORT.*, got {re.escape(repr(wrong))}",
                  partial(Client, wrong))
-                for wrong in ("", "localhost:abc", "localhost:99999", "localhost:", ":8000", "[::1]:x")
+                for wrong in (
+                    *("", "localhost:abc", "localhost:99999", "localhost:", ":8000", "[::1]:x", "[::1", "::1", "a b:1"),
+                    *("localhost:1:2", "u:p@localhost:1", "ftp://localhost:1"),
+                )
             ),
             (UsageError, "the compression is not known", lambda: Client(url, protocol=protocol, compression="zip")),
         ]  # fmt: skip
