@@ -14,6 +14,9 @@ from .peft_adapter import PeftAdapter, check_not_empty, read_adapter, read_tenso
 from .trained_model import TrainedModel, describe_model
 from .transforms import LowRankUpdate, MergeUpdates, Rename, describe_tensors
 
+# peft 0.21, utils/constants.py, EMBEDDING_LAYER_NAMES.
+_TIED_LAYERS = ("embed_tokens", "lm_head")
+
 
 def merge_adapters(
     weights: StateDict,
@@ -107,13 +110,19 @@ def _merge_peft(weights: StateDict, config: PretrainedConfig, folder: Path, tens
     apart = _read_apart(weights, adapter, pairs)
     if pairs:
         config.tie_word_embeddings = False
-        _check_parted(pairs, describe_model(config), folder)
+        apart |= _read_untied(weights, adapter, model, describe_model(config))
     specs = {**weights.specs(), **describe_tensors(apart)}
-    tables = {_find(name, specs, folder): table for name, table in adapter.tables.items()}
+    tables = {
+        _find(name, specs, folder): table
+        for name, table in adapter.tables.items()
+        # The same table under another name of the model's is that of the checkpoint.
+        if _find_ends(name, specs) or not any(_find_ends(each, specs) for each in model.find_shared(name))
+    }
     replaced = {**apart, **tables, **adapter.replaced}
     specs = {**specs, **describe_tensors(replaced)}
     updates = {_find(name, specs, folder): update for name, update in adapter.updates.items()}
     _check_shapes(str(folder), updates, specs)
+    _check_rows(folder, model, weights.specs(), specs)
     return MergeUpdates(source=weights, updates=updates, replaced=replaced)
 
 
@@ -151,22 +160,28 @@ def _find_parted(adapter: PeftAdapter, model: TrainedModel) -> set[tuple[str, st
     `merge_and_unload` changes both, and gives a model that was never trained.
 
     Raises:
-        AdapterError: More than two are the same tensor.
+        AdapterError: More than two are the same tensor, or peft was told to change both, and saved one.
     """
     changed = {*adapter.updates, *adapter.replaced}
     parted = set()
-    for name in changed:
+    for name in filter(model.is_matrix, changed):
         others = model.find_shared(name)
-        if not others or (adapter.shares and not changed.intersection(others)):
-            continue
         if len(others) > 1:
             raise AdapterError(
                 f"the adapter in {adapter.folder} changes {name} alone",
                 expected="a tensor that the model uses in one place, or as the table of its inputs and its outputs",
                 got=f"one that it shares with {list_some(others)}",
-                remedy="merge it with peft and export the result",
+                remedy="train it without that table: to merge it, with peft as well, changes all of these",
             )
-        parted |= {(name, others[0]), (others[0], name)}
+        # peft ties layers of these two names alone, whatever it was told.
+        if others and adapter.ties and name.split(".")[-2] in _TIED_LAYERS and not changed.issuperset(others):
+            raise AdapterError(
+                f"the adapter in {adapter.folder} is not whole",
+                expected=f"{list_some(others)} beside {name}, as ensure_weight_tying asks for",
+                got="none",
+                remedy="save it with the release of peft that trained it",
+            )
+        parted |= {pair for other in others for pair in ((name, other), (other, name))}
     return parted
 
 
@@ -187,14 +202,49 @@ def _read_apart(weights: StateDict, adapter: PeftAdapter, pairs: Iterable[tuple[
     return apart
 
 
-def _check_parted(pairs: Iterable[tuple[str, str]], model: TrainedModel, folder: Path) -> None:
-    shared = [name for name, _ in pairs if model.find_shared(name)]
-    if shared:
+def _read_untied(
+    weights: StateDict, adapter: PeftAdapter, model: TrainedModel, untied: TrainedModel
+) -> dict[str, Tensor]:
+    """Return what else is no longer one tensor in a model whose tables are apart, such as BERT's bias of the tokens.
+
+    Raises:
+        AdapterError: Its tables are one tensor still.
+    """
+    specs = weights.specs()
+    apart = {}
+    for name in model.shared:
+        if untied.find_shared(name):
+            if model.is_table(name):
+                raise AdapterError(
+                    f"the adapter in {adapter.folder} changes one of {list_some(model.tables)} alone",
+                    expected="an architecture whose input and output embedding may differ",
+                    got="one in which they are the same tensor always",
+                    remedy="train it without that table: to merge it, with peft as well, changes both",
+                )
+            continue
+        held = [each for other in model.find_shared(name) for each in _find_ends(other, specs)]
+        if held and not model.is_matrix(name) and not _find_ends(name, specs) and name not in adapter.replaced:
+            apart[name] = weights.read(held[0])
+    return apart
+
+
+def _check_rows(
+    folder: Path, model: TrainedModel, before: Mapping[str, TensorSpec], after: Mapping[str, TensorSpec]
+) -> None:
+    """Refuse tables of which the adapter holds one alone with rows for added tokens.
+
+    Raises:
+        AdapterError: Another has fewer.
+    """
+    named = [name for table in model.tables for name in _find_ends(table, after)]
+    rows = {name: after[name].shape[0] for name in named}
+    known = {before[name].shape[0] for name in named if name in before}
+    if len(known) <= 1 < len(set(rows.values())):
         raise AdapterError(
-            f"the adapter in {folder} changes one of {list_some(shared)} alone",
-            expected="an architecture whose input and output embedding may differ",
-            got="one in which they are the same tensor always",
-            remedy="merge it with peft and export the result",
+            f"the adapter in {folder} has added tokens in one table alone",
+            expected="as many rows in each",
+            got=", ".join(f"{name} {count}" for name, count in rows.items()),
+            remedy="save it again with peft's save_embedding_layers=True, which saves each",
         )
 
 

@@ -43,6 +43,7 @@ def read_adapter_settings(folder: Path) -> Mapping[str, Any]:
         f"peft_type {settings.get('peft_type')}": settings.get("peft_type") != "LORA",
         "use_dora": bool(settings.get("use_dora")),
         "lora_bias": bool(settings.get("lora_bias")),
+        "trainable_token_indices": bool(settings.get("trainable_token_indices")),
         "target_parameters": bool(settings.get("target_parameters")),
         "layer_replication": bool(settings.get("layer_replication")),
         f"init_lora_weights {started}": started.startswith(_CHANGED_BASE),

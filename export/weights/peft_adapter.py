@@ -32,14 +32,14 @@ class PeftAdapter:
         updates: Weight → what is added to it.
         tables: Weight → what it is before that, where it may have more rows than that of the checkpoint.
         replaced: Tensor → what stands there instead.
-        shares: Whether tables that the model shares were trained as one.
+        ties: Whether peft was told to train tables as one that the model shares.
     """
 
     folder: Path
     updates: Mapping[str, LowRankUpdate]
     tables: Mapping[str, Tensor]
     replaced: Mapping[str, Tensor]
-    shares: bool
+    ties: bool
 
 
 def read_adapter(folder: Path, tensors: Mapping[str, Tensor], model: TrainedModel) -> PeftAdapter:
@@ -49,6 +49,13 @@ def read_adapter(folder: Path, tensors: Mapping[str, Tensor], model: TrainedMode
         AdapterError: It is empty, or of a kind that is not merged.
     """
     settings = read_adapter_settings(folder)
+    saved, ties = set(settings.get("modules_to_save") or ()), bool(settings.get("ensure_weight_tying"))
+
+    def is_saved(name: str) -> bool:
+        # With a table that is named, peft saves those that it ties to it.
+        names = (name, *model.find_shared(name)) if ties else (name,)
+        return any(_is_saved_module(each, saved) for each in names)
+
     factors: dict[str, dict[str, Tensor]] = {}
     tables: dict[str, Tensor] = {}
     replaced: dict[str, Tensor] = {}
@@ -59,8 +66,8 @@ def read_adapter(folder: Path, tensors: Mapping[str, Tensor], model: TrainedMode
             names.add(match["name"] or "")
             side = ("embedding " if match["kind"] else "") + match["side"]
             factors.setdefault(match["path"], {})[side] = tensor
-        elif local.endswith(_TABLE):
-            tables[f"{local.removesuffix(_TABLE)}.weight"] = tensor.float()
+        elif local.endswith(_TABLE) or (model.is_table(local) and not is_saved(local)):
+            tables[f"{local.removesuffix(_TABLE).removesuffix('.weight')}.weight"] = tensor.float()
         else:
             replaced[local.replace(".base_layer.", ".")] = tensor.float()
     if len(names) > 1:
@@ -78,24 +85,16 @@ def read_adapter(folder: Path, tensors: Mapping[str, Tensor], model: TrainedMode
             got="nothing but zeros in every lora_B",
             remedy="check that it was saved after training",
         )
-    shares = bool(settings.get("ensure_weight_tying"))
-    # peft saves them with the table that `modules_to_save` names.
-    tied = {name for name in replaced if shares and not replaced.keys().isdisjoint(model.find_shared(name))}
-    _check_replaced(folder, [name for name in replaced if name not in tied], settings)
-    return PeftAdapter(folder=folder, updates=updates, tables=tables, replaced=replaced, shares=shares)
-
-
-def _check_replaced(folder: Path, replaced: Collection[str], settings: Mapping[str, Any]) -> None:
-    allowed = set(settings.get("modules_to_save") or ())
-    for name in replaced:
-        is_bias = settings.get("bias", "none") != "none" and name.endswith(".bias")
-        if not _is_saved_module(name, allowed) and not is_bias:
-            raise AdapterError(
-                f"{name} in {folder} is of a kind that is not merged",
-                expected="factors lora_A and lora_B, or one of modules_to_save",
-                got=f"modules_to_save {list_some(allowed) or 'of none'}",
-                remedy="merge it with peft and export the result",
-            )
+    has_biases = settings.get("bias", "none") != "none"
+    others = [name for name in replaced if not is_saved(name) and not (has_biases and name.endswith(".bias"))]
+    if others:
+        raise AdapterError(
+            f"{list_some(others)} in {folder} is of a kind that is not merged",
+            expected="factors lora_A and lora_B, or one of modules_to_save",
+            got=f"modules_to_save {list_some(saved) or 'of none'}",
+            remedy="merge it with peft and export the result",
+        )
+    return PeftAdapter(folder=folder, updates=updates, tables=tables, replaced=replaced, ties=ties)
 
 
 def _is_saved_module(name: str, saved: Collection[str]) -> bool:

@@ -1,7 +1,8 @@
 """The model that an adapter was trained in, without its weights: its names, and which layers and tables are unusual."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
@@ -17,12 +18,14 @@ class TrainedModel:
 
     Attributes:
         transposed: Paths of the layers that keep their weight as [in, out].
-        shared: Name of a matrix → every name of that matrix in the model, where it has several.
+        shared: Tensor name → every name of that tensor in the model, where it has several.
+        tables: Names of the input and the output embedding, where it has them.
         built: The model itself, on the meta device.
     """
 
     transposed: frozenset[str]
     shared: Mapping[str, tuple[str, ...]]
+    tables: tuple[str, ...]
     built: PreTrainedModel
 
     def is_transposed(self, path: str) -> bool:
@@ -33,6 +36,15 @@ class TrainedModel:
         """Return the model's other names of a tensor, none where it has this one alone."""
         own = _find_end(name, self.shared)
         return () if own is None else tuple(each for each in self.shared[own] if each != own)
+
+    def is_matrix(self, name: str) -> bool:
+        """Tell whether a tensor is one that the model shares, and has more than one dimension."""
+        own = _find_end(name, self.shared)
+        return own is not None and self.built.get_parameter(own).dim() > 1
+
+    def is_table(self, name: str) -> bool:
+        """Tell whether a tensor is the input or the output embedding."""
+        return _find_end(name, self.tables) is not None
 
     def rename(self, names: Iterable[str]) -> dict[str, str]:
         """Return the model's name of each tensor in files, the same for one that is joined with others or split.
@@ -52,13 +64,24 @@ def describe_model(config: PretrainedConfig) -> TrainedModel:
     model = build_on_meta(config, _find_class(config))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dim() > 1:
-            names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(name)
+    parts = (model.get_input_embeddings, model.get_output_embeddings)
     return TrainedModel(
         transposed=frozenset(path for path, module in model.named_modules() if isinstance(module, Conv1D)),
         shared={name: tuple(several) for several in names.values() if len(several) > 1 for name in several},
+        tables=tuple(dict.fromkeys(name for part in parts for name in _list_weights(model, part))),
         built=model,
     )
+
+
+def _list_weights(model: PreTrainedModel, find_part: Callable[[], Any]) -> list[str]:
+    """Return the names of a layer's weight; none where the architecture has no such layer."""
+    try:
+        weight = getattr(find_part(), "weight", None)
+    # Of pictures and sounds transformers may not tell.
+    except (AttributeError, NotImplementedError):
+        return []
+    return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
 
 
 def _find_class(config: PretrainedConfig) -> type[PreTrainedModel] | type[AutoModel]:

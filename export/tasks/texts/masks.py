@@ -78,11 +78,19 @@ class FillMask(TextTask):
         mask = self.tokenizer.mask_token
         masked = []
         for text in texts:
-            words = text.split(" ")
-            # In the first half, so that truncation does not cut it off.
-            words[len(words) // 8] = mask
-            masked.append(Question(text=" ".join(words)))
+            masked.append(Question(text=self._mask(text)))
         return [*masked, Question(text=f"{mask} and {mask}")]
+
+    def _mask(self, text: str) -> str:
+        """Return a text with one word masked, as far to its end as it is read."""
+        words = text.split(" ")
+        place = len(words) // 8
+        while True:
+            masked = " ".join([*words[:place], self.tokenizer.mask_token, *words[place + 1 :]])
+            ids = self.tokenizer(masked, truncation=True, max_length=self.max_length)["input_ids"]
+            if not place or self.tokenizer.mask_token_id in ids:
+                return masked
+            place //= 2
 
     def answer(self, question: Question) -> Answer:
         """See `Task`."""

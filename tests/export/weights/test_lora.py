@@ -12,11 +12,13 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
     DistilBertConfig,
@@ -25,6 +27,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -53,8 +57,8 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def train_adapter(model: Any, directory: Path, name: str = "default", seed: int = 1, **settings: Any) -> None:
-    """Save an adapter whose factors and saved modules are anything but what they started as."""
+def train_adapter(model: Any, directory: Path, name: str = "default", seed: int = 1, **settings: Any) -> Any:
+    """Save an adapter whose factors and saved modules are anything but what they started as; return its model."""
     torch.manual_seed(seed)
     wrapped = get_peft_model(model, LoraConfig(**settings), adapter_name=name)
     with torch.no_grad():
@@ -62,6 +66,7 @@ def train_adapter(model: Any, directory: Path, name: str = "default", seed: int 
             if "lora_" in parameter_name or "modules_to_save" in parameter_name:
                 parameter.normal_(0.0, 0.5)
     wrapped.save_pretrained(directory)
+    return wrapped.eval()
 
 
 def merge_with_peft(model: Any, *adapters: Path) -> dict[str, torch.Tensor]:
@@ -165,8 +170,7 @@ TIED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", TIED)
 def test_a_tied_table_is_changed_where_it_was_in_training(kind: str, more: int, tmp_path: Path) -> None:
     base, grown = save_llamas(tmp_path, more, is_tied=True)
-    train_adapter(LlamaForCausalLM.from_pretrained(grown), tmp_path / "adapter", r=4, **TIED[kind])
-    trained = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(grown), tmp_path / "adapter").eval()
+    trained = train_adapter(LlamaForCausalLM.from_pretrained(grown), tmp_path / "adapter", r=4, **TIED[kind])
     # A table that the adapter does not hold is that of the model whose rows were grown.
     directory = base if "target_modules" in kind else grown
     config = load_config(directory)
@@ -179,6 +183,69 @@ def test_a_tied_table_is_changed_where_it_was_in_training(kind: str, more: int, 
         wanted, got = trained(input_ids=ids).logits, model(input_ids=ids).logits
     assert (wanted - got).abs().max() <= 1e-5 * wanted.abs().max()
     assert not unused
+
+
+GPT = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
+ENCODER = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+ENCODER |= {"intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.5}
+# BERT and RoBERTa tie a bias with their tables; peft ties no layer but those called embed_tokens and lm_head.
+OTHERS_TIED = {
+    "GPT-2, the input whole": (GPT2LMHeadModel(GPT2Config(**GPT)), {"modules_to_save": ["wte"]}),
+    "GPT-2, the input": (GPT2LMHeadModel(GPT2Config(**GPT)), {"target_modules": ["c_attn", "wte"]}),
+    "GPT-2, the output": (GPT2LMHeadModel(GPT2Config(**GPT)), {"target_modules": ["c_proj", "lm_head"]}),
+    "BERT, the input": (BertForMaskedLM(BertConfig(**ENCODER)), {"target_modules": ["word_embeddings"]}),
+    "BERT, the input whole": (BertForMaskedLM(BertConfig(**ENCODER)), {"modules_to_save": ["word_embeddings"]}),
+    "BERT, the output": (BertForMaskedLM(BertConfig(**ENCODER)), {"target_modules": ["decoder"], "bias": "all"}),
+    "RoBERTa, the output": (RobertaForMaskedLM(RobertaConfig(**ENCODER)), {"target_modules": ["lm_head.decoder"]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", OTHERS_TIED)
+def test_tied_tables_and_what_is_tied_with_them_are_as_in_training(kind: str, ties: bool, tmp_path: Path) -> None:
+    model, settings = OTHERS_TIED[kind]
+    auto_class = AutoModelForCausalLM if kind.startswith("GPT") else AutoModelForMaskedLM
+    model.save_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["c_attn" if kind.startswith("GPT") else "query"], **settings}
+    start = auto_class.from_pretrained(tmp_path / "base")
+    # Not what peft loads again: of tables that it tied it then leaves out one.
+    wanted = train_adapter(start, tmp_path / "adapter", r=4, ensure_weight_tying=ties, **settings)
+    config = load_config(tmp_path / "base")
+    stored = CastToFloat32(source=open_checkpoint(tmp_path / "base"))
+    merged = merge_adapters(stored, config, tmp_path / "base", [tmp_path / "adapter"], None)
+    got, _ = load_model(config, merged, auto_class)
+    ids = torch.arange(40)[None, :]
+    with torch.no_grad():
+        both = wanted(input_ids=ids).logits, got(input_ids=ids).logits
+    assert (both[0] - both[1]).abs().max() <= 1e-5 * both[0].abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_rows_for_added_tokens_that_peft_saves_by_itself_are_taken(is_tied: bool, tmp_path: Path) -> None:
+    base, grown = save_llamas(tmp_path, 3, is_tied)
+    train_adapter(LlamaForCausalLM.from_pretrained(grown), tmp_path / "adapter", r=4, target_modules=["q_proj"])
+    # It does so where the name of the base says that rows were added; a folder that it does not find says nothing.
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    state = LlamaForCausalLM.from_pretrained(grown).state_dict()
+    saved |= {f"base_model.model.{name}": state[name].clone() for name in tables}
+    save_file(saved, tmp_path / "adapter" / "adapter_model.safetensors")
+    wanted = merge_with_peft(LlamaForCausalLM.from_pretrained(grown), tmp_path / "adapter")
+    stored = CastToFloat32(source=open_checkpoint(base))
+    merged = merge_adapters(stored, load_config(base), base, [tmp_path / "adapter"], None)
+    check_equal({name: merged.read(name) for name in merged.specs()}, {name: wanted[name] for name in merged.specs()})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_for_added_tokens_in_one_table_alone_are_refused(tmp_path: Path) -> None:
+    base, grown = save_llamas(tmp_path, 3, is_tied=False)
+    train_adapter(LlamaForCausalLM.from_pretrained(grown), tmp_path / "adapter", r=4, target_modules=["embed_tokens"])
+    rewrite(tmp_path / "adapter", lambda tensors: {n: t for n, t in tensors.items() if "lm_head" not in n})
+    sentence = r"tokens in one table alone: .*, got model.embed_tokens.weight 43, lm_head.weight 40; save it again"
+    with pytest.raises(AdapterError, match=sentence):
+        merge_here(base, AutoModelForCausalLM, tmp_path / "adapter")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
