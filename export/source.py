@@ -35,6 +35,7 @@ from .tasks.own_module import FactoryTask, build_factory_task
 from .tasks.pictures.own import FactoryPictures
 from .tasks.pictures.preparation import read_preparation
 from .tasks.table import TASKS
+from .weights.adapter_folder import check_adapter_task, check_adapter_tokenizer
 from .weights.lora import merge_adapters
 from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
 from .weights.torch_model import load_config, settle_quantization
@@ -183,11 +184,15 @@ def _read_task_source(
     settings = checkpoint.directory if has_file(checkpoint.directory / ADAPTER_FILE) else directory
     weights = merge_adapters(weights, config, settings, request.adapters, request.lora_scaling)
     name = request.task or find_task_name(directory, config, weights.specs())
+    for folder in request.adapters if request.task is None else ():
+        check_adapter_task(folder, name)
     tokenizer, rows = None, None
     if must_read_text(name) or (may_read_text(name) and has_tokenizer(directory)):
         tokenizer = load_tokenizer(directory, config)
         if not request.vocabulary.allow_other_tokenizer:
             check_special_ids(directory, tokenizer, checkpoint.config)
+            for folder in request.adapters:
+                check_adapter_tokenizer(folder, tokenizer, config, directory)
         # Of the others, whoever sends rows of tokens pads them, or nobody does.
         warnings += warn_of_padding(directory, tokenizer) if is_ensemble(name) else ()
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)

@@ -52,7 +52,9 @@ class TrainedModel:
         Releases of transformers name the layers of some architectures differently, and files as the older ones did.
         """
         renamed = rename_as_built(self.built, names, list_conversions(self.built) or ())
-        return {name: renamed.get(name, name) for name in names}
+        return {
+            name: new if not joined else name for name in names for new, joined in [renamed.get(name, (name, False))]
+        }
 
 
 def describe_model(config: PretrainedConfig) -> TrainedModel:

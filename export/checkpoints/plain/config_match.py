@@ -1,7 +1,7 @@
 """Whether the weights are those of the model that a `config.json` describes, and what of it the weights know better.
 
-Judged by names and shapes alone, with the model on the meta device. Where transformers renames or merges tensors of the
-architecture on the way, such as each expert's, its table of tokens is looked at, and the shapes of what it renames.
+Judged by names and shapes alone, with the model on the meta device; of tensors that transformers joins or splits while it
+loads them, such as each expert's, by names.
 """
 
 from __future__ import annotations
@@ -138,13 +138,23 @@ def _match(model: Any, shapes: Shapes, tied: Mapping[str, str], conversions: Seq
     rough = _match_roughly(model, shapes, conversions)
     if rough.describe():
         return rough
-    names = rename_as_built(model, shapes, conversions)
-    if len(set(names.values())) == len(shapes):
-        by_name = {names[name]: shape for name, shape in shapes.items()}
-        return _match_names(model, by_name, {names[name]: names.get(holder, holder) for name, holder in tied.items()})
     state = model.state_dict()
-    placed = {name: place for name, place in names.items() if place in state}
-    return _Match(shapes={name: (shapes[name], tuple(state[place].shape)) for name, place in placed.items()})
+    renamed = rename_as_built(model, shapes, conversions)
+    names = {name: new for name, (new, joined) in renamed.items() if not joined}
+    if not renamed or len(set(names.values())) < len(names):
+        return rough
+    by_name = {names[name]: shapes[name] for name in names}
+    # What is joined or split has other shapes in the model, and one name of those that it gets there.
+    parents = {_cut_end(new) for new, joined in renamed.values() if joined}
+    made = [name for name in state if _cut_end(name) in parents and name not in by_name]
+    by_name |= {name: tuple(state[name].shape) for name in made}
+    by_name |= {new: shapes[name] for name, (new, joined) in renamed.items() if joined and new not in state}
+    return _match_names(model, by_name, {names[name]: names.get(of, of) for name, of in tied.items() if name in names})
+
+
+def _cut_end(name: str) -> str:
+    """Return the path of the part that a tensor's layer is of, such as `mlp` of `mlp.up_proj.weight`."""
+    return ".".join(name.split(".")[:-2])
 
 
 def _match_roughly(model: Any, shapes: Shapes, conversions: Sequence[Any]) -> _Match:

@@ -116,8 +116,8 @@ def list_conversions(model: Any) -> list[Any] | None:
         return None
 
 
-def rename_as_built(model: Any, names: Iterable[str], conversions: Sequence[Any]) -> dict[str, str]:
-    """Return the model's name of every tensor that is not joined with others or split; none where that is not known.
+def rename_as_built(model: Any, names: Iterable[str], conversions: Sequence[Any]) -> dict[str, tuple[str, bool]]:
+    """Return name → the model's name, and whether it is joined with others or split; none where that is not known.
 
     Args:
         model: The model, on the meta device.
@@ -134,7 +134,7 @@ def rename_as_built(model: Any, names: Iterable[str], conversions: Sequence[Any]
     # As above.
     except Exception:
         return {}
-    return {name: new for name, (new, joined) in renamed.items() if not joined}
+    return {name: (new, bool(joined)) for name, (new, joined) in renamed.items()}
 
 
 def read_vocab_size(directory: Path) -> int | None:

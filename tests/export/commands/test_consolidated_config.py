@@ -21,6 +21,8 @@ from transformers import (
     CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
     EsmConfig,
     EsmForMaskedLM,
     GPT2Config,
@@ -31,6 +33,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SiglipConfig,
     SiglipModel,
     ViTConfig,
@@ -176,6 +180,11 @@ CONVERTED = {
             **DECODER, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8
         )
     ),
+    "qwen3_moe": Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**DECODER, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, head_dim=6)
+    ),
+    "dinov2": Dinov2Model(Dinov2Config(**PICTURES)),
+    "dinov2 swiglu": Dinov2Model(Dinov2Config(**PICTURES, use_swiglu_ffn=True)),
     "vit": ViTModel(ViTConfig(**PICTURES)),
     "clip": CLIPModel(CLIPConfig(text_config=TEXTS, vision_config=PICTURES, projection_dim=8)),
     "clip text": CLIPTextModel(CLIPTextConfig(**TEXTS)),
@@ -210,6 +219,10 @@ def test_models_that_transformers_changes_as_it_loads_them_have_their_base(
         ("vit", "vit", {"hidden_size": 24}, r".* \[.*12.*\] where \[.*24.*\] belongs"),
         ("vit", "vit", {"intermediate_size": 24}, r".* \[16\] where \[24\] belongs"),
         ("vit", "vit", {"num_hidden_layers": 2}, "none for layers.1.*"),
+        ("qwen2_moe", "qwen3_moe", {}, ".*layers.0.mlp.shared_expert.*beyond it; none for .*q_norm.*"),
+        ("qwen3_moe", "qwen2_moe", {}, ".*q_norm.* beyond it; none for .*shared_expert.*"),
+        ("dinov2", "dinov2 swiglu", {}, ".* beyond it; none for .*mlp.*"),
+        ("dinov2 swiglu", "dinov2", {}, ".* beyond it; none for .*mlp.*"),
         ("clip text", "clip text", {"num_hidden_layers": 2}, "none for .*layers.1.*"),
         ("siglip", "vit", {}, "text_model.embeddings.token_embedding.weight beyond it"),
     ],

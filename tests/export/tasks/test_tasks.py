@@ -329,6 +329,14 @@ def test_a_head_that_the_checkpoint_lacks_is_never_made_up(tiny_checkpoint: Path
             build_task(task, build_source(tiny_checkpoint))
 
 
+@pytest.mark.parametrize("max_length", [4, 16])
+def test_a_masked_word_is_one_that_is_read(max_length: int, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["bert fill-mask"], tmp_path)
+    task = build_task("fill-mask", replace(build_source(tmp_path), max_length=max_length))
+    questions = task.build_questions(["word " * 400 + "end", "a b"])
+    assert all(task.answer(question)["TOKEN"] for question in questions)
+
+
 def test_pooling_can_be_asked_for(tiny_checkpoint: Path) -> None:
     task = build_task("feature-extraction", build_source(tiny_checkpoint, pooling="cls", normalize=False))
     assert task.description == "pooling cls (as asked for)"
