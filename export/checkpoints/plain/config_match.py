@@ -1,7 +1,7 @@
 """Whether the weights are those of the model that a `config.json` describes, and what of it the weights know better.
 
-Judged by names and shapes alone, with the model on the meta device; of tensors that transformers joins or splits while it
-loads them, such as each expert's, by names.
+Judged by names and shapes alone, with the model on the meta device; of tensors that transformers joins or splits while
+it loads them, such as each expert's, by names.
 """
 
 from __future__ import annotations

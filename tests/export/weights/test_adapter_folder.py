@@ -1,4 +1,4 @@
-"""What the folder of an adapter says beside its tensors is held against the checkpoint, and never left out in silence."""
+"""What the folder of an adapter says beside its tensors is held against the checkpoint, and never left out."""
 
 import json
 from pathlib import Path
