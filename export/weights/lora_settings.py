@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,12 @@ def _check_pattern(folder: Path, pattern: str) -> None:
         AdapterError: It is.
     """
     try:
-        _compile(pattern)
+        with warnings.catch_warnings():
+            # Python 3.10 takes flags that stand elsewhere than at the start; newer ones, and peft on these, do not.
+            warnings.simplefilter("error", DeprecationWarning)
+            _compile(pattern)
         is_quick = not _REPEATED_GROUP.search(pattern) and len(_REPEAT.findall(pattern)) <= _MOST_REPEATS
-    except (re.error, OverflowError, RecursionError):
+    except (re.error, OverflowError, RecursionError, DeprecationWarning):
         is_quick = False
     if not is_quick:
         raise AdapterError(

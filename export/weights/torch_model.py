@@ -278,6 +278,8 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
     try:
         with torch.device("meta"):
             model: PreTrainedModel = build(config, attn_implementation="eager", **options)
+        # Without memory the first releases of transformers 5 leave it.
+        model.tie_weights()
     # Values are looked up in tables, divided by and taken for sizes: any error may come.
     except Exception as exc:
         raise ModelError(

@@ -97,7 +97,10 @@ def build_described(config: Any) -> Any:
         return None
     try:
         with torch.device("meta"):
-            return model_class(config)
+            model = model_class(config)
+        # Without memory the first releases of transformers 5 leave it.
+        model.tie_weights()
+        return model
     # As above: values are looked up in tables, divided by and taken for sizes.
     except Exception:
         return None
