@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -272,12 +273,12 @@ def build_on_meta(config: PretrainedConfig, auto_class: Any = AutoModel) -> PreT
         ModelError: transformers cannot build it.
     """
     _check_has_class(config, auto_class)
+    is_architecture = isinstance(auto_class, type) and issubclass(auto_class, PreTrainedModel)
     # The classes of architectures run no code of a checkpoint, and are not told.
-    build = getattr(auto_class, "from_config", None) or auto_class._from_config
-    options = {} if issubclass(auto_class, PreTrainedModel) else {"trust_remote_code": False}
+    build = auto_class._from_config if is_architecture else partial(auto_class.from_config, trust_remote_code=False)
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = build(config, attn_implementation="eager", **options)
+            model: PreTrainedModel = build(config, attn_implementation="eager")
         # Without memory the first releases of transformers 5 leave it.
         model.tie_weights()
     # Values are looked up in tables, divided by and taken for sizes: any error may come.
