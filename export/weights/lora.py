@@ -1,6 +1,6 @@
 """Low-rank adapters, merged into the weights they were trained beside."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def _merge_peft(weights: StateDict, config: PretrainedConfig, folder: Path, tens
     model = describe_model(config)
     adapter = read_adapter(folder, tensors, model)
     weights = _add_prefix(weights, adapter.updates)
-    if not all(_find_ends(name, weights.specs()) for name in adapter.updates):
+    if _is_named_otherwise(weights, adapter, model):
         weights, adapter = _name_as_built(weights, adapter, model)
     pairs = _find_parted(adapter, model)
     apart = _read_apart(weights, adapter, pairs)
@@ -118,7 +118,12 @@ def _merge_peft(weights: StateDict, config: PretrainedConfig, folder: Path, tens
         # The same table under another name of the model's is that of the checkpoint.
         if _find_ends(name, specs) or not any(_find_ends(each, specs) for each in model.find_shared(name))
     }
-    replaced = {**apart, **tables, **adapter.replaced}
+    whole = {
+        _find(name, specs, folder) if _find_ends(name, specs) else name: tensor
+        for name, tensor in adapter.replaced.items()
+    }
+    _check_new(folder, model, weights.specs(), whole.keys() - specs.keys())
+    replaced = {**apart, **tables, **whole}
     specs = {**specs, **describe_tensors(replaced)}
     updates = {_find(name, specs, folder): update for name, update in adapter.updates.items()}
     _check_shapes(str(folder), updates, specs)
@@ -137,6 +142,32 @@ def _add_prefix(weights: StateDict, changed: Iterable[str]) -> StateDict:
             prefix = target.removesuffix(shorter[0])
             return Rename(source=weights, names={prefix + name: name for name in specs})
     return weights
+
+
+def _is_named_otherwise(weights: StateDict, adapter: PeftAdapter, model: TrainedModel) -> bool:
+    """Tell whether the adapter changes what the checkpoint has, as far as it is seen, under other names alone."""
+    specs = weights.specs()
+    if not all(_find_ends(name, specs) for name in adapter.updates):
+        return True
+    unknown = [name for name in (*adapter.tables, *adapter.replaced) if not _find_ends(name, specs)]
+    return bool(unknown) and not set(model.rename(specs).values()).isdisjoint(model.rename(unknown).values())
+
+
+def _check_new(folder: Path, model: TrainedModel, specs: Mapping[str, TensorSpec], new: Collection[str]) -> None:
+    """Refuse a tensor of the adapter's that would be left out for what the checkpoint has in its place.
+
+    Raises:
+        AdapterError: There is one.
+    """
+    held = set(model.find_places(specs).values()) if new else set()
+    lost = [name for name, place in model.find_places(new).items() if place in held]
+    if lost:
+        raise AdapterError(
+            f"{list_some(lost)} in {folder} cannot be put in its place",
+            expected="a tensor that the checkpoint has as one, by that name",
+            got="one that transformers makes of others as it loads them",
+            remedy="merge it with peft and export the result",
+        )
 
 
 def _name_as_built(weights: StateDict, adapter: PeftAdapter, model: TrainedModel) -> tuple[StateDict, PeftAdapter]:

@@ -1,6 +1,7 @@
 """An adapter as peft saves it: factors, tables beside them, and modules that were trained whole."""
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from .trained_model import TrainedModel
 from .transforms import LowRankUpdate
 
 _TABLE = ".base_layer.weight"
+# What save_embedding_layers=True saves of a table that was trained whole: as it was, and as it is.
+_WRAPPED = re.compile(r"(?P<path>.+)\.(?P<kind>modules_to_save|original_module)(?:\.[^.]+)?\.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,9 @@ def read_adapter(folder: Path, tensors: Mapping[str, Tensor], model: TrainedMode
             names.add(match["name"] or "")
             side = ("embedding " if match["kind"] else "") + match["side"]
             factors.setdefault(match["path"], {})[side] = tensor
+        elif (wrapped := _WRAPPED.fullmatch(local)) and model.is_table(f"{wrapped['path']}.weight"):
+            kept = replaced if wrapped["kind"] == "modules_to_save" else tables
+            kept[f"{wrapped['path']}.weight"] = tensor.float()
         elif local.endswith(_TABLE) or (model.is_table(local) and not is_saved(local)):
             tables[f"{local.removesuffix(_TABLE).removesuffix('.weight')}.weight"] = tensor.float()
         else:

@@ -51,10 +51,15 @@ class TrainedModel:
 
         Releases of transformers name the layers of some architectures differently, and files as the older ones did.
         """
+        return {name: name if joined else new for name, (new, joined) in self._list_places(names).items()}
+
+    def find_places(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the model's tensor that each tensor in files becomes, or a part of it."""
+        return {name: new for name, (new, _) in self._list_places(names).items()}
+
+    def _list_places(self, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
         renamed = rename_as_built(self.built, names, list_conversions(self.built) or ())
-        return {
-            name: new if not joined else name for name in names for new, joined in [renamed.get(name, (name, False))]
-        }
+        return {name: renamed.get(name, (name, False)) for name in names}
 
 
 def describe_model(config: PretrainedConfig) -> TrainedModel:

@@ -25,8 +25,12 @@ from transformers import (
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     ViTConfig,
@@ -57,7 +61,9 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def train_adapter(model: Any, directory: Path, name: str = "default", seed: int = 1, **settings: Any) -> Any:
+def train_adapter(
+    model: Any, directory: Path, name: str = "default", seed: int = 1, tables: Any = "auto", **settings: Any
+) -> Any:
     """Save an adapter whose factors and saved modules are anything but what they started as; return its model."""
     torch.manual_seed(seed)
     wrapped = get_peft_model(model, LoraConfig(**settings), adapter_name=name)
@@ -65,7 +71,7 @@ def train_adapter(model: Any, directory: Path, name: str = "default", seed: int 
         for parameter_name, parameter in wrapped.named_parameters():
             if "lora_" in parameter_name or "modules_to_save" in parameter_name:
                 parameter.normal_(0.0, 0.5)
-    wrapped.save_pretrained(directory)
+    wrapped.save_pretrained(directory, save_embedding_layers=tables)
     return wrapped.eval()
 
 
@@ -118,6 +124,7 @@ def test_a_merged_adapter_is_pefts_to_the_bit(kind: str, base: Path, tmp_path: P
 
 
 TINY_LLAMA = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+TINY_NEOX = {**TINY_LLAMA, "num_attention_heads": 2}
 TINY_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
@@ -156,6 +163,11 @@ TIED: dict[str, dict[str, Any]] = {
     "the input whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     "the output whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "both whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "the input whole, and every table saved": {"modules_to_save": ["embed_tokens"], "save_embedding_layers": True},
+    "both whole, and every table saved": {
+        "modules_to_save": ["embed_tokens", "lm_head"],
+        "save_embedding_layers": True,
+    },
     "both whole, as one": {
         "target_modules": ["q_proj"],
         "modules_to_save": ["embed_tokens"],
@@ -170,9 +182,12 @@ TIED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", TIED)
 def test_a_tied_table_is_changed_where_it_was_in_training(kind: str, more: int, tmp_path: Path) -> None:
     base, grown = save_llamas(tmp_path, more, is_tied=True)
-    trained = train_adapter(LlamaForCausalLM.from_pretrained(grown), tmp_path / "adapter", r=4, **TIED[kind])
+    settings = {"target_modules": ["q_proj"], **TIED[kind]}
+    tables = settings.pop("save_embedding_layers", "auto")
+    start = LlamaForCausalLM.from_pretrained(grown)
+    trained = train_adapter(start, tmp_path / "adapter", tables=tables, r=4, **settings)
     # A table that the adapter does not hold is that of the model whose rows were grown.
-    directory = base if "target_modules" in kind else grown
+    directory = base if "every table" in kind else grown
     config = load_config(directory)
     stored = CastToFloat32(source=open_checkpoint(directory))
     merged = merge_adapters(stored, config, directory, [tmp_path / "adapter"], None)
@@ -295,6 +310,48 @@ def test_layers_are_found_whose_names_another_release_changed(naming: str, store
 
         rewrite(tmp_path / "adapter", rename)
     check_equal(merge_here(tmp_path / "base", AutoModelForImageClassification, tmp_path / "adapter"), wanted)
+
+
+RENAMED = {
+    "mixtral": (
+        MixtralForCausalLM(MixtralConfig(**TINY_LLAMA, num_local_experts=2, initializer_range=0.5)),
+        {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
+    ),
+    "gpt-neox": (
+        GPTNeoXForCausalLM(GPTNeoXConfig(**TINY_NEOX, initializer_range=0.5)),
+        {"target_modules": ["query_key_value"], "modules_to_save": ["lm_head", "embed_out"], "bias": "all"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_modules_that_were_trained_whole_are_found_under_the_names_of_files(kind: str, tmp_path: Path) -> None:
+    model, settings = RENAMED[kind]
+    model.save_pretrained(tmp_path / "base")
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wanted = train_adapter(start, tmp_path / "adapter", r=4, **settings)
+    config = load_config(tmp_path / "base")
+    stored = CastToFloat32(source=open_checkpoint(tmp_path / "base"))
+    merged = merge_adapters(stored, config, tmp_path / "base", [tmp_path / "adapter"], None)
+    got, _ = load_model(config, merged, AutoModelForCausalLM)
+    ids = torch.arange(40)[None, :]
+    with torch.no_grad():
+        both = wanted(input_ids=ids).logits, got(input_ids=ids).logits
+    assert (both[0] - both[1]).abs().max() <= 1e-5 * both[0].abs().max()
+
+
+def test_modules_that_files_hold_in_parts_are_not_put_beside_them(tmp_path: Path) -> None:
+    model, _ = RENAMED["mixtral"]
+    model.save_pretrained(tmp_path / "base")
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.endswith("experts.down_proj")}
+    train_adapter(
+        MixtralForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter", r=4, target_modules=["q_proj"]
+    )
+    rewrite(tmp_path / "adapter", lambda tensors: tensors | {f"base_model.model.{n}": t for n, t in whole.items()})
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"modules_to_save": ["experts"]}))
+    with pytest.raises(AdapterError, match="experts.down_proj in .* cannot be put in its place"):
+        merge_here(tmp_path / "base", AutoModelForCausalLM, tmp_path / "adapter")
 
 
 # peft warns of layers for which it changes fan_in_fan_out.
