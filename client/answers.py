@@ -207,6 +207,18 @@ def check_answers(model: str, arrays: Arrays) -> None:
             got=", ".join(f"{name} {values.dtype} {list(values.shape)}" for name, values in arrays.items()),
             remedy="take them as they are, by --json or the library's `infer`",
         )
+    for name in set(_TEXTS).intersection(arrays):
+        for text in arrays[name].flat:
+            _check_text(model, name, text)
+
+
+def _check_text(model: str, name: str, text: bytes) -> None:
+    try:
+        text.decode()
+    except UnicodeDecodeError as exc:
+        raise GarbledError(
+            f"{name} of {model} cannot be read", expected="texts in UTF-8", got=repr(text)[:80], remedy="mend the model"
+        ) from exc
 
 
 def _read_spans(arrays: Arrays, words: str) -> list[list[tuple[str, float, int, int]]]:

@@ -74,8 +74,12 @@ class Model:
     def texts(self) -> tuple[str, ...]:
         """Names of the inputs for a text and its partner, if it takes no more than one string a row of each."""
         needed = [tensor for tensor in self.takes if not tensor.is_optional]
-        are_texts = all((tensor.datatype, tensor.shape) == ("BYTES", (-1, 1)) for tensor in needed)
+        are_texts = all(tensor.datatype == "BYTES" and self._has_one_value(tensor) for tensor in needed)
         return tuple(tensor.name for tensor in needed) if are_texts and len(needed) <= _MOST_TEXTS else ()
+
+    def _has_one_value(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor can be one value a row, or one value where there are no rows."""
+        return tensor.shape == (-1, 1) or (not self.has_batch and bool(tensor.shape) and {*tensor.shape} <= {-1, 1})
 
 
 def read_model(name: str, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> Model:
@@ -96,7 +100,10 @@ def read_model(name: str, metadata: Mapping[str, Any], config: Mapping[str, Any]
 
 def _read_tensors(described: Iterable[Mapping[str, Any]]) -> tuple[Tensor, ...]:
     # gRPC spells numbers as text.
-    return tuple(
+    read = tuple(
         Tensor(name=tensor["name"], datatype=tensor["datatype"], shape=tuple(map(int, tensor["shape"])))
         for tensor in described
     )
+    if not all(isinstance(word, str) for tensor in read for word in (tensor.name, tensor.datatype)):
+        raise TypeError("a tensor without a name or a type")
+    return read

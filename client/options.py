@@ -24,7 +24,12 @@ _LONGEST_S = 1_000_000
 
 # The scheme, if any; a name or an address, those of IPv6 in brackets; a port; and over HTTP a path of a proxy's.
 _ADDRESS = re.compile(
-    r"(?:(?P<scheme>[^:/]*)://)?(?:[^\W_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<port>\d{1,5}))?(?P<path>/\S*)?"
+    r"(?:(?P<scheme>[^:/]*)://)?(?P<host>[^\W_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\])(?::(?P<port>\d{1,5}))?(?P<path>/\S*)?"
+)
+
+_FRAMING = (
+    *("connection", "content-encoding", "content-length", "content-type", "expect", "keep-alive", "te", "trailer"),
+    *("transfer-encoding", "upgrade", "inference-header-content-length"),
 )
 
 COMPRESSIONS = (None, "gzip", "deflate")
@@ -105,6 +110,8 @@ class Options:
                 got=f"{self.timeout_s:g}",
             )
         _check_address(self._target, self.protocol, self.words.url if self.url is not None else _URLS[self.protocol])
+        for name in self.headers or ():
+            _check_header(name, self.protocol)
         if self.ca:
             _check_certificates(Path(self.ca), self.words.ca)
 
@@ -140,7 +147,23 @@ def _check_address(target: str, protocol: str, word: str) -> None:
         )
 
 
+def _check_header(name: str, protocol: str) -> None:
+    """Refuse a header that says how a request is written, which is the libraries' own to say."""
+    known = name.lower()
+    if known in _FRAMING or (protocol == "grpc" and (known.endswith("-bin") or known.startswith("grpc-"))):
+        raise UsageError(
+            f"the header {name} cannot be sent",
+            expected="one for the server, or for what stands in front of it",
+            got="one that says how a request is written",
+            remedy="leave it out",
+        )
+
+
 def _can_be(found: re.Match[str], protocol: str) -> bool:
+    try:
+        found["host"].encode("idna")
+    except UnicodeError:
+        return False
     is_scheme = found["scheme"] in (None, "http", "https", protocol)
     return is_scheme and 0 < int(found["port"] or 1) < 1 << 16 and (protocol == "http" or found["path"] in (None, "/"))
 

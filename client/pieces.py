@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import RefusedError, UsageError
+from .errors import GarbledError, RefusedError, UsageError
 from .model import Model
 from .options import Words
 from .outputs import Arrays
@@ -156,11 +156,15 @@ async def _ask_pieces(
     headers: Mapping[str, str] | None = None,
 ) -> Arrays:
     names = tuple(outputs or model.outputs)
+    dimensions = {tensor.name: len(tensor.shape) for tensor in model.takes}
     if not pieces:
         return {tensor.name: tensor.make_empty() for tensor in model.makes if tensor.name in names}
 
     async def ask(rows: range) -> Arrays:
         part = {name: values[rows.start : rows.stop] for name, values in inputs.items()}
+        if not model.has_batch:
+            # One value, in as many dimensions as the model has it.
+            part = {name: values.reshape((1,) * dimensions[name]) for name, values in part.items()}
         try:
             return await session.infer(model, part, names, binary=binary, headers=headers)
         except RefusedError as exc:
@@ -177,7 +181,32 @@ async def _ask_pieces(
             raise error from exc
 
     answers = await gather(ask(rows) for rows in pieces)
+    if not model.has_batch:
+        answers = [_take_row(model, answer) for answer in answers]
     return {name: join_rows([answer[name] for answer in answers]) for name in names}
+
+
+def _take_row(model: Model, answer: Arrays) -> Arrays:
+    """Return the answer to one text of a model without a batch as a row of its own.
+
+    Raises:
+        GarbledError: It has as many rows as the model likes, and not one.
+    """
+    rows = {}
+    for tensor in model.makes:
+        values = answer.get(tensor.name)
+        if values is None:
+            continue
+        is_row = values.shape[:1] == (1,) and tensor.shape[:1] in ((-1,), (1,))
+        if not is_row and tensor.shape[:1] == (-1,):
+            raise GarbledError(
+                f"{tensor.name} of {model.name} cannot be told apart by text",
+                expected="one row for a text",
+                got=str(len(values)),
+                remedy="ask for one text after another by the library's `infer`, which returns what it answers",
+            )
+        rows[tensor.name] = values if is_row else values[np.newaxis]
+    return rows
 
 
 def join_rows(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -202,12 +202,31 @@ async def _listen_grpc(
                 return
             if error is not None:
                 raise InferenceServerException(msg=error.message(), status=_UNTOLD)
-            names = [tensor.name for tensor in result.get_response().outputs]
-            yield {name: [_to_text(value) for value in result.as_numpy(name).tolist()] for name in names}
+            with reading_answer(model):
+                piece = _read_piece(model, result)
+            yield piece
     except grpc.RpcError as exc:
         raise InferenceServerException(msg=exc.details(), status=str(exc.code())) from exc
     finally:
         answers.cancel()
+
+
+def _read_piece(model: str, result: Any) -> Answer:
+    answer = result.get_response()
+    _check_model(model, answer.model_name)
+    return {
+        tensor.name: [_to_text(value) for value in result.as_numpy(tensor.name).tolist()] for tensor in answer.outputs
+    }
+
+
+def _check_model(model: str, said: Any) -> None:
+    """Refuse a piece of another model's.
+
+    Raises:
+        UnreadableError: It is one.
+    """
+    if said not in (None, model):
+        raise UnreadableError(f"the answer of {said!r}")
 
 
 async def _listen_http(
@@ -240,6 +259,7 @@ async def _listen_http(
             # The answer takes as long as it takes; each piece has its time, whatever else comes meanwhile.
             while (text := await asyncio.wait_for(anext(events, None), options.timeout_s)) is not None:
                 event = json.loads(text)
+                _check_model(model, event.get("model_name"))
                 # One value stands there without a list.
                 said = {name: values if isinstance(values, list) else [values] for name, values in event.items()}
                 if "error" in said:

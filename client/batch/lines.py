@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -157,20 +157,36 @@ class LinesTarget:
 
 
 def _to_lines(chunk: Chunk, arrays: Arrays) -> Iterator[bytes]:
-    rows = chunk.to_rows()
+    try:
+        rows = chunk.to_rows()
+    # Parquet has times that Python has not.
+    except (ValueError, OverflowError) as exc:
+        raise _refuse_row(chunk, exc) from exc
     for row in rows:
         refuse_own_answers(row, arrays, chunk.where)
     for index, row in enumerate(rows):
         content = row | {name: to_plain(values[index]) for name, values in arrays.items()}
         try:
-            yield json.dumps(content, ensure_ascii=False).encode() + b"\n"
+            yield _to_json(content) + b"\n"
         except TypeError as exc:
-            raise UsageError(
-                f"a row of {chunk.where} cannot be written as JSON",
-                expected="texts, numbers, lists and objects",
-                got=f"'{exc}'",
-                remedy="write into a .parquet file",
-            ) from exc
+            raise _refuse_row(chunk, exc) from exc
+
+
+def _to_json(content: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(content, ensure_ascii=False).encode()
+    # Half a character, which a file in JSON can hold as an escape alone.
+    except UnicodeEncodeError:
+        return json.dumps(content).encode()
+
+
+def _refuse_row(chunk: Chunk, exc: Exception) -> UsageError:
+    return UsageError(
+        f"a row of {chunk.where} cannot be written as JSON",
+        expected="texts, numbers, lists and objects",
+        got=f"'{exc}'",
+        remedy="write into a .parquet file",
+    )
 
 
 def _repair(answers: BinaryIO) -> tuple[int, bytes]:

@@ -27,6 +27,7 @@ from client.faults import FloodError
 from client.http_answer import MOST_BYTES, PACKED, check_unpacked
 from client.model import Model, Tensor
 from client.options import Options
+from client.pieces import ask_texts
 from client.ports import find_wrong_port
 from client.session import Session
 from client.streams import write
@@ -83,6 +84,64 @@ def test_an_answer_that_leads_elsewhere_is_told_and_not_followed(status: int) ->
         pytest.raises(ForeignError, match=f"got 'HTTP {status} to https://elsewhere.invalid/v2'; .*"),
     ):
         client.embed(["x"])
+
+
+def make_other(shape: tuple[int, ...], made: tuple[int, ...]) -> Model:
+    """Return a model without a batch, as somebody may write it by hand."""
+    text = Tensor(name="TEXT", datatype="BYTES", shape=shape)
+    return Model(
+        name="m",
+        version="1",
+        takes=(text,),
+        makes=(Tensor(name="Y", datatype="FP32", shape=made),),
+        max_batch_size=1,
+        has_batch=False,
+    )
+
+
+class Answering:
+    """Answers each text of a model without a batch alone, in the place of a session."""
+
+    options = Options("localhost:1")
+
+    def __init__(self, *answers: np.ndarray) -> None:
+        self.answers, self.asked = list(answers), []
+
+    async def infer(self, model: Model, inputs: dict, names: tuple, **_: object) -> dict[str, np.ndarray]:
+        self.asked.append(inputs["TEXT"])
+        return {"Y": self.answers[len(self.asked) - 1]}
+
+
+@pytest.mark.parametrize("shape", [(1,), (-1,), (1, 1), (-1, 1)])
+@pytest.mark.parametrize(
+    ("made", "answer", "row"),
+    [((-1, 2), [[1, 2]], [1, 2]), ((4,), [1, 2, 3, 4], [1, 2, 3, 4]), ((2, 2), [[1, 2], [3, 4]], [[1, 2], [3, 4]])],
+)
+def test_what_a_model_without_a_batch_answers_to_a_text_stays_with_it(
+    shape: tuple[int, ...], made: tuple[int, ...], answer: list, row: list
+) -> None:
+    session = Answering(np.array(answer), np.array(answer) + 10)
+    got = asyncio.run(ask_texts(session, make_other(shape, made), [b"a", b"b"]))["Y"]
+    assert got.tolist() == [row, (np.array(row) + 10).tolist()]
+    assert [text.shape for text in session.asked] == [(1,) * len(shape)] * 2
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_rows_of_which_nobody_can_tell_whose_they_are_are_refused(rows: int) -> None:
+    session = Answering(np.zeros((rows, 2)), np.zeros((rows, 2)))
+    with pytest.raises(
+        GarbledError, match=f"Y of m cannot be told apart by text: expected one row for a text, got {rows};"
+    ):
+        asyncio.run(ask_texts(session, make_other((-1, 1), (-1, 2)), [b"a", b"b"]))
+
+
+@pytest.mark.parametrize(
+    "name", ["Transfer-Encoding", "content-length", "Inference-Header-Content-Length", "trace-bin"]
+)
+def test_a_header_that_says_how_a_request_is_written_is_refused(name: str) -> None:
+    protocol = "grpc" if name.endswith("bin") else "http"
+    with pytest.raises(UsageError, match=f"the header {name} cannot be sent"):
+        Options("localhost:1", protocol=protocol, headers={name: "x"})
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e10])
