@@ -23,7 +23,7 @@ _HELP = {
     "modelyard_models_served": ("gauge", "Models that clients can ask now."),
     "modelyard_backend_deaths_total": ("counter", "Backend processes that died or hung, by model."),
     "modelyard_model_revivals_total": ("counter", "Times a model was loaded anew after a death, by model."),
-    "modelyard_model_given_up": ("gauge", "1 for a model that died too often and was unloaded."),
+    "modelyard_model_given_up": ("gauge", "1 for a model that died too often and is unloaded for a while."),
     "modelyard_active_version": (
         "gauge",
         "Version that the repository says should be served, by model; 0 for none. With --follow off, as it said at the "
@@ -157,7 +157,7 @@ class Status:
         self._add("modelyard_model_revivals_total", _label(model=model))
 
     def mark_given_up(self, model: str, value: bool) -> None:
-        """Tell whether nobody tries to bring `model` back any more."""
+        """Tell whether `model` died too often, and nobody brings it back for a while."""
         with self._lock:
             self._values["modelyard_model_given_up", _label(model=model)] = int(value)
 

@@ -16,7 +16,7 @@ from ..status import Status
 from ..tritonserver.control import Control
 from .stubs import Limits, Stub, StubTable
 
-# Deaths without one answered request in between, and deaths in all, after which a model is given up.
+# Deaths without one answered request in between, and deaths in all, after which a model is left alone for a while.
 MAX_STREAK = 5
 MAX_DEATHS = 100
 MAX_DEATHS_WINDOW_S = 600.0
@@ -27,6 +27,10 @@ _MISSING_LOOKS = 3
 # Between two attempts to load a model: at first, and at most.
 _FIRST_PAUSE_S = 0.25
 _LAST_PAUSE_S = 60.0
+
+# For so long at first, and at most: whoever sends what kills it is not to end it for good.
+_FIRST_REST_S = 5.0
+_LAST_REST_S = 300.0
 
 # What tritonserver says where /dev/shm is full: what died leaves its part of it with tritonserver, see `_retire`.
 _NO_SHARED_MEMORY = "Unable to initialize shared memory"
@@ -49,7 +53,9 @@ class ModelHealer:
     ) -> None:
         self.model = model
         self._reload = reload
-        self.given_up = False
+        # Whether it died too often, and is not loaded for a while.
+        self.is_resting = False
+        self._rests = 0
         # From the end of a process until the model is loaded anew; what is left of it may answer all the same.
         self.is_reviving = False
         # Why it could not be loaded anew when that was last tried; empty where it could.
@@ -80,8 +86,6 @@ class ModelHealer:
                     stub.kill()
             return
         self._retire()
-        if self.given_up:
-            return
         ends, versions = [], set()
         for stub in stubs:
             if stub.handled:
@@ -196,11 +200,12 @@ class ModelHealer:
             try:
                 if not is_counted:
                     answers = self._control.count_answers(self.model)
-                    self._streak = 1 if answers > self._answers_at_start else self._streak + 1
+                    has_answered = answers > self._answers_at_start
+                    self._streak = 1 if has_answered else self._streak + 1
+                    self._rests = 0 if has_answered else self._rests
                     is_counted = True
-                if self._is_hopeless():
-                    self._give_up()
-                    return
+                    if self._dies_too_often():
+                        self._rest()
                 self._reload(self.model, versions)
                 # Loading resets the statistics, and the warmup's answers are counted in them.
                 self._answers_at_start = self._control.count_answers(self.model)
@@ -212,7 +217,9 @@ class ModelHealer:
                 self._pause(pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
-            self.is_reviving = self.lacks_shared_memory = False
+            if self.is_resting:
+                self._status.mark_given_up(self.model, False)
+            self.is_reviving = self.is_resting = self.lacks_shared_memory = False
             self.fault = ""
             self.revivals += 1
             self._status.count_revival(self.model)
@@ -224,21 +231,25 @@ class ModelHealer:
         while not self._ended and time.monotonic() < end:
             time.sleep(min(0.25, seconds))
 
-    def _is_hopeless(self) -> bool:
+    def _dies_too_often(self) -> bool:
         recent = [moment for moment in self._deaths if time.monotonic() - moment < MAX_DEATHS_WINDOW_S]
         return self._streak > MAX_STREAK or len(recent) >= MAX_DEATHS
 
-    def _give_up(self) -> None:
-        self.given_up, self.fault = True, f"{self.model} died {len(self._deaths)} times, and was given up"
+    def _rest(self) -> None:
+        """Leave it unloaded for a while, longer each time until it answers: to load it takes its neighbours' time."""
+        rest_s = min(_FIRST_REST_S * 2**self._rests, _LAST_REST_S)
+        self._rests += 1
+        self.is_resting, self.fault = True, f"{self.model} died {len(self._deaths)} times, and is tried again later"
         self._status.mark_given_up(self.model, True)
         self._say(
-            f"ERROR: {self.model} was given up and unloaded: expected it to stay alive, got {len(self._deaths)} "
-            f"deaths, {self._streak} of them in a row without an answer; look for the cause above, then start anew."
+            f"ERROR: {self.model} is unloaded for {rest_s:g} s: expected it to stay alive, got {len(self._deaths)} "
+            f"deaths, {self._streak} of them in a row without an answer; look for the cause above."
         )
         try:
             self._control.unload(self.model)
         except ControlError as exc:
             self._say(f"{self.model}: cannot be unloaded either: {exc}")
+        self._pause(rest_s)
 
     def _retire(self) -> None:
         """End the instances that tritonserver replaced and then forgot.
@@ -295,7 +306,7 @@ class Healer:
         self.down = {
             name
             for name, healer in self._models.items()
-            if healer.given_up or (healer.is_reviving and name not in left)
+            if healer.is_resting or (healer.is_reviving and name not in left)
         }
 
     @property
