@@ -127,7 +127,8 @@ def _read_others(folder: Path, config: str) -> Published:
     is_python = fields.get("backend", "").endswith('"python"') and "default_model_filename" not in fields
     versions = read_versions(config) or list_versions(folder)[-1:]
     code = [folder / str(version) / "model.py" for version in versions if is_python]
-    damage = next((f"{path} is missing" for path in code if path.parent.is_dir() and not path.exists()), "")
+    # In this order: a folder that is renamed in between is another model's by then.
+    damage = next((f"{path} is missing" for path in code if not path.exists() and path.parent.is_dir()), "")
     return Published(name=folder.name, version=0, configs={} if damage else {folder.name: config}, damage=damage)
 
 

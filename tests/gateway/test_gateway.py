@@ -470,7 +470,7 @@ def test_the_recipes_of_the_page_run(doors: Doors, capsys: pytest.CaptureFixture
         (["--host", "192.0.2.1"], 1, "192.0.2.1:8080 cannot be listened on"),
         (["--host", "ü..ü"], 1, "ü..ü:8080 cannot be listened on"),
         (["--port", "99999"], 1, "127.0.0.1:99999 cannot be listened on"),
-        (["--timeout", "0"], 1, "--timeout is too small"),
+        (["--timeout", "0"], 1, "--timeout is no time to wait"),
         (["--add-key", "x"], 2, "--add-key needs --keys"),
         (["--tokens-per-minute", "5"], 2, "belong to --add-key"),
     ],

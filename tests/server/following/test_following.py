@@ -325,6 +325,7 @@ def test_what_waits_for_a_model_that_is_loaded_for_long_is_told_as_that(
     assert server.read_metrics()[f'modelyard_rollouts_total{{model="{NAME}",outcome="done"}}'] == 1
 
 
+@pytest.mark.rarer
 def test_what_is_damaged_while_another_model_is_loaded_is_told_at_once(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:

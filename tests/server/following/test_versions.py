@@ -29,6 +29,7 @@ def test_what_a_publication_is_about_to_rename_is_not_shown_to_tritonserver(tmp_
     assert sorted(path.name for path in (tmp_path / "overlay" / "m").iterdir()) == ["1", "config.pbtxt", "labels.txt"]
 
 
+@pytest.mark.rarer
 def test_a_server_is_waited_for_forth_and_back_and_tells_why_it_cannot_follow(
     two_versions: Path, tmp_path: Path
 ) -> None:

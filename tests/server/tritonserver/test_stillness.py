@@ -164,6 +164,7 @@ instance_group { kind: KIND_CPU }
 ACTIVE = "version_policy {{ specific {{ versions: {} }} }}\n"
 
 
+@pytest.mark.rarer
 def test_what_tritonserver_does_not_survive_is_not_tried_again_and_again(published: Published, tmp_path: Path) -> None:
     repository = tmp_path / "models"
     shutil.copytree(published.repository, repository)
@@ -289,6 +290,7 @@ def hang(server: Running, repository: Path, name: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.rarer
 def test_what_waits_for_a_load_that_does_nothing_is_brought_before_that_is_tried_again(tmp_path: Path) -> None:
     repository, fuse = tmp_path / "models", tmp_path / "fuse"
     fuse.touch()
