@@ -120,7 +120,7 @@ def measure(sizes: Sequence[str], seconds: float) -> list[Curve]:
     callers = Curve(f"Texts of {_LENGTH} tokens/s", "connections")
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = build_checkpoint(size, Path(folder, size))
+            checkpoint = build_checkpoint("bert", size, Path(folder, size))
             millions = inspect_checkpoint(checkpoint).parameters / 1e6
             place = (millions, f"{millions:.0f}")
             repository = Path(folder, "models")
