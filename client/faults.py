@@ -137,7 +137,7 @@ def _explain_garbled(model: str, exc: Exception) -> GarbledError:
         said = str(exc.message()).split(". ", 1)[0]
     else:
         # What Python misses in it says nothing to whoever has not written this.
-        said = "" if isinstance(exc, (AttributeError, LookupError, TypeError)) or "unpack" in str(exc) else str(exc)
+        said = "" if isinstance(exc, (AttributeError, LookupError, TypeError)) else str(exc)
     return GarbledError(
         f"the answer of {model} cannot be read",
         expected="one in KServe's protocol",

@@ -84,9 +84,10 @@ async def write(session: Session, model: str, inputs: Values, *, is_streamed: bo
     async with aclosing(listen(session, model, inputs, is_streamed=is_streamed)) as answers:
         async for answer in answers:
             with reading_answer(model):
-                (text,) = answer[WRITTEN]
+                if len(texts := answer[WRITTEN]) != 1:
+                    raise UnreadableError(f"{len(texts)} texts in one piece")
                 # Half a character is none.
-                piece = text.encode("utf-8", errors="replace").decode()
+                piece = texts[0].encode("utf-8", errors="replace").decode()
             yield piece
 
 

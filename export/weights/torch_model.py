@@ -193,10 +193,7 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     """
     if not hasattr(config, "vocab_size"):
         refuse_for_texts(config)
-    # Broken trainers write a vocabulary of 0, for which no embedding can be built; here only its name matters.
-    probe = copy.deepcopy(config)
-    probe.vocab_size = max(config.vocab_size or 0, (getattr(config, "pad_token_id", None) or 0) + 1)
-    model = build_on_meta(probe)
+    model = build_on_meta(make_buildable(config))
     embedding = model.get_input_embeddings().weight
     local_name = next(name for name, parameter in model.named_parameters() if parameter is embedding)
     found = [name for name in specs if name == local_name or name.endswith("." + local_name)]
@@ -208,6 +205,17 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
             remedy="check that config.json belongs to these weights",
         )
     return found[0]
+
+
+def make_buildable(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy from which a model can be built, where its names matter and not its rows.
+
+    Broken trainers write a vocabulary of 0, for which no embedding can be built.
+    """
+    probe = copy.deepcopy(config)
+    if hasattr(config, "vocab_size"):
+        probe.vocab_size = max(config.vocab_size or 0, (getattr(config, "pad_token_id", None) or 0) + 1)
+    return probe
 
 
 def find_output_tables(config: PretrainedConfig, specs: Mapping[str, TensorSpec], rows: int, table: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The model that an adapter was trained in, without its weights: its names, and which layers and tables are unusual."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoints.plain.model_shapes import list_conversions, rename_as_built
-from .torch_model import build_on_meta
+from ..errors import ModelError
+from .torch_model import build_on_meta, make_buildable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,20 +47,28 @@ class TrainedModel:
         """Tell whether a tensor is the input or the output embedding."""
         return _find_end(name, self.tables) is not None
 
-    def rename(self, names: Iterable[str]) -> dict[str, str]:
+    def rename(self, names: Collection[str]) -> dict[str, str]:
         """Return the model's name of each tensor in files, the same for one that is joined with others or split.
 
         Releases of transformers name the layers of some architectures differently, and files as the older ones did.
         """
         return {name: name if joined else new for name, (new, joined) in self._list_places(names).items()}
 
-    def find_places(self, names: Iterable[str]) -> dict[str, str]:
+    def find_places(self, names: Collection[str]) -> dict[str, str]:
         """Return the model's tensor that each tensor in files becomes, or a part of it."""
         return {name: new for name, (new, _) in self._list_places(names).items()}
 
-    def _list_places(self, names: Iterable[str]) -> dict[str, tuple[str, bool]]:
-        renamed = rename_as_built(self.built, names, list_conversions(self.built) or ())
-        return {name: renamed.get(name, (name, False)) for name in names}
+    def _list_places(self, names: Collection[str]) -> dict[str, tuple[str, bool]]:
+        conversions = list_conversions(self.built)
+        places = {} if conversions is None else rename_as_built(self.built, names, conversions)
+        if names and not places:
+            raise ModelError(
+                f"what {type(self.built).__name__} calls the tensors of files cannot be told",
+                expected="a release of transformers that says how it renames them",
+                got=f"transformers {transformers.__version__}",
+                remedy="merge the adapter with peft and export the result",
+            )
+        return places
 
 
 def describe_model(config: PretrainedConfig) -> TrainedModel:
@@ -68,7 +77,7 @@ def describe_model(config: PretrainedConfig) -> TrainedModel:
     Raises:
         ModelError: transformers cannot build it.
     """
-    model = build_on_meta(config, _find_class(config))
+    model = build_on_meta(make_buildable(config), _find_class(config))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
