@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from ..checkpoints import StateDict, TensorSpec
 from ..checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from ..errors import AdapterError, list_some
+from .lora_settings import read_adapter_settings
 from .peft_adapter import PeftAdapter, check_not_empty, read_adapter, read_tensors
 from .trained_model import TrainedModel, describe_model
 from .transforms import LowRankUpdate, MergeUpdates, Rename, describe_tensors
@@ -101,8 +102,10 @@ def _merge_inside(weights: StateDict, config: PretrainedConfig, directory: Path)
 
 
 def _merge_peft(weights: StateDict, config: PretrainedConfig, folder: Path, tensors: Mapping[str, Tensor]) -> StateDict:
-    model = describe_model(config)
-    adapter = read_adapter(folder, tensors, model)
+    settings = read_adapter_settings(folder)
+    trained_for = settings.get("task_type")
+    model = describe_model(config, trained_for)
+    adapter = read_adapter(folder, settings, tensors, model)
     weights = _add_prefix(weights, adapter.updates)
     if _is_named_otherwise(weights, adapter, model):
         weights, adapter = _name_as_built(weights, adapter, model)
@@ -110,7 +113,7 @@ def _merge_peft(weights: StateDict, config: PretrainedConfig, folder: Path, tens
     apart = _read_apart(weights, adapter, pairs)
     if pairs:
         config.tie_word_embeddings = False
-        apart |= _read_untied(weights, adapter, model, describe_model(config))
+        apart |= _read_untied(weights, adapter, model, describe_model(config, trained_for))
     specs = {**weights.specs(), **describe_tensors(apart)}
     tables = {
         _find(name, specs, folder): table

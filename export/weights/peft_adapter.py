@@ -17,7 +17,7 @@ from ..checkpoints.pickles.torch_zip import open_torch_zip
 from ..checkpoints.storage.paths import has_file, refuse_lfs_pointer
 from ..checkpoints.storage.stored_tensor import StoredTensor
 from ..errors import AdapterError, list_some
-from .lora_settings import DEFAULT_ALPHA, DEFAULT_RANK, match_pattern, read_adapter_settings
+from .lora_settings import DEFAULT_ALPHA, DEFAULT_RANK, match_pattern
 from .trained_model import TrainedModel
 from .transforms import LowRankUpdate
 
@@ -45,13 +45,20 @@ class PeftAdapter:
     ties: bool
 
 
-def read_adapter(folder: Path, tensors: Mapping[str, Tensor], model: TrainedModel) -> PeftAdapter:
-    """Return what the tensors of an adapter say, whose settings lie in `folder`.
+def read_adapter(
+    folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], model: TrainedModel
+) -> PeftAdapter:
+    """Return what the tensors of an adapter say.
+
+    Args:
+        folder: Where it was saved, for errors.
+        settings: Its `adapter_config.json`.
+        tensors: By the names that peft saves them under.
+        model: What it was trained in.
 
     Raises:
         AdapterError: It is empty, or of a kind that is not merged.
     """
-    settings = read_adapter_settings(folder)
     saved, ties = set(settings.get("modules_to_save") or ()), bool(settings.get("ensure_weight_tying"))
 
     def is_saved(name: str) -> bool:

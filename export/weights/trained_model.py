@@ -5,12 +5,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoints.plain.model_shapes import list_conversions, rename_as_built
 from ..errors import ModelError
 from .torch_model import build_on_meta, make_buildable
+
+# peft 0.21, utils/peft_types.py, TaskType.
+_LANGUAGE_MODELS = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +81,17 @@ class TrainedModel:
         return places
 
 
-def describe_model(config: PretrainedConfig) -> TrainedModel:
+def describe_model(config: PretrainedConfig, trained_for: object = None) -> TrainedModel:
     """Return what the architecture that a configuration names is like.
+
+    Args:
+        config: The checkpoint's configuration.
+        trained_for: peft's `task_type`; of a language model the head counts, for it may share its table.
 
     Raises:
         ModelError: transformers cannot build it.
     """
-    model = build_on_meta(make_buildable(config), _find_class(config))
+    model = build_on_meta(make_buildable(config), _find_class(config, trained_for))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -100,12 +114,21 @@ def _list_weights(model: PreTrainedModel, find_part: Callable[[], Any]) -> list[
     return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
 
 
-def _find_class(config: PretrainedConfig) -> type[PreTrainedModel] | type[AutoModel]:
-    """Return the class that the configuration names first, or that of the model without a head."""
+def _find_class(config: PretrainedConfig, trained_for: object) -> Any:
+    """Return the class that the configuration names first, with the head of a language model where it shares its table.
+
+    A head that is tied to its inputs needs no weights: a checkpoint without one may have been trained with it.
+    """
     named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is type(config):
-        return named
-    return AutoModel
+    if not (isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is type(config)):
+        named = None
+    headless: Any = AutoModel._model_mapping.get(type(config), None)
+    is_headless = named is not None and named is headless
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    if is_tied and (named is None or (is_headless and trained_for in _LANGUAGE_MODELS)):
+        heads = (AutoModelForSeq2SeqLM, AutoModelForCausalLM, AutoModelForMaskedLM)
+        named = next((head for head in heads if type(config) in head._model_mapping), named)
+    return named or AutoModel
 
 
 def _find_end(name: str, known: Collection[str]) -> str | None:
