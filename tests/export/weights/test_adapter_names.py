@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import TINY_LLAMA, check_equal, merge_here, merge_with_peft, rewrite, train_adapter
+from adapters import TINY_LLAMA, check_as_trained, check_equal, merge_here, merge_with_peft, rewrite, train_adapter
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -19,11 +19,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from export.checkpoints import open_checkpoint
 from export.errors import AdapterError
-from export.weights.lora import merge_adapters
-from export.weights.torch_model import load_config, load_model
-from export.weights.transforms import CastToFloat32
 
 TINY_NEOX = {**TINY_LLAMA, "num_attention_heads": 2}
 
@@ -82,14 +78,7 @@ def test_modules_that_were_trained_whole_are_found_under_the_names_of_files(kind
     model.save_pretrained(tmp_path / "base")
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     wanted = train_adapter(start, tmp_path / "adapter", r=4, **settings)
-    config = load_config(tmp_path / "base")
-    stored = CastToFloat32(source=open_checkpoint(tmp_path / "base"))
-    merged = merge_adapters(stored, config, tmp_path / "base", [tmp_path / "adapter"], None)
-    got, _ = load_model(config, merged, AutoModelForCausalLM)
-    ids = torch.arange(40)[None, :]
-    with torch.no_grad():
-        both = wanted(input_ids=ids).logits, got(input_ids=ids).logits
-    assert (both[0] - both[1]).abs().max() <= 1e-5 * both[0].abs().max()
+    check_as_trained(wanted, tmp_path / "base", AutoModelForCausalLM, tmp_path / "adapter")
 
 
 def test_modules_that_files_hold_in_parts_are_not_put_beside_them(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import TINY_LLAMA, check_equal, merge_here, merge_with_peft, rewrite, train_adapter
+from adapters import TINY_LLAMA, check_as_trained, check_equal, merge_here, merge_with_peft, rewrite, train_adapter
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +19,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     RobertaConfig,
     RobertaForMaskedLM,
 )
@@ -26,7 +27,7 @@ from transformers import (
 from export.checkpoints import open_checkpoint
 from export.errors import AdapterError
 from export.weights.lora import merge_adapters
-from export.weights.torch_model import load_config, load_model
+from export.weights.torch_model import load_config
 from export.weights.transforms import CastToFloat32
 
 
@@ -90,16 +91,7 @@ def test_a_tied_table_is_changed_where_it_was_in_training(kind: str, more: int, 
     trained = train_adapter(start, tmp_path / "adapter", tables=tables, r=4, **settings)
     # A table that the adapter does not hold is that of the model whose rows were grown.
     directory = base if "every table" in kind else grown
-    config = load_config(directory)
-    stored = CastToFloat32(source=open_checkpoint(directory))
-    merged = merge_adapters(stored, config, directory, [tmp_path / "adapter"], None)
-    config.vocab_size = 40 + more
-    model, unused = load_model(config, merged, AutoModelForCausalLM)
-    ids = torch.arange(40 + more)[None, :]
-    with torch.no_grad():
-        wanted, got = trained(input_ids=ids).logits, model(input_ids=ids).logits
-    assert (wanted - got).abs().max() <= 1e-5 * wanted.abs().max()
-    assert not unused
+    check_as_trained(trained, directory, AutoModelForCausalLM, tmp_path / "adapter", rows=40 + more)
 
 
 GPT = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
@@ -126,16 +118,50 @@ def test_tied_tables_and_what_is_tied_with_them_are_as_in_training(kind: str, ti
     model.save_pretrained(tmp_path / "base")
     settings = {"target_modules": ["c_attn" if kind.startswith("GPT") else "query"], **settings}
     start = auto_class.from_pretrained(tmp_path / "base")
-    # Not what peft loads again: of tables that it tied it then leaves out one.
     wanted = train_adapter(start, tmp_path / "adapter", r=4, ensure_weight_tying=ties, **settings)
-    config = load_config(tmp_path / "base")
-    stored = CastToFloat32(source=open_checkpoint(tmp_path / "base"))
-    merged = merge_adapters(stored, config, tmp_path / "base", [tmp_path / "adapter"], None)
-    got, _ = load_model(config, merged, auto_class)
-    ids = torch.arange(40)[None, :]
-    with torch.no_grad():
-        both = wanted(input_ids=ids).logits, got(input_ids=ids).logits
-    assert (both[0] - both[1]).abs().max() <= 1e-5 * both[0].abs().max()
+    check_as_trained(wanted, tmp_path / "base", auto_class, tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("architectures", [None, ["LlamaForCausalLM"]])
+@pytest.mark.parametrize("kind", ["the input", "the output", "the input whole", "the output whole"])
+def test_a_tied_table_of_an_adapter_inside_of_a_checkpoint_is_as_in_training(
+    kind: str, architectures: list[str] | None, tmp_path: Path
+) -> None:
+    """As ZeRO's files hold it: peft's wrappers around every name, what is tied once, and perhaps no name of a class."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True))
+    trained = train_adapter(model, tmp_path / "inside", r=4, **{"target_modules": ["q_proj"], **TIED[kind]})
+    (tmp_path / "inside" / "adapter_model.safetensors").unlink()
+    held = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(trained.state_dict().items())}
+    state = {name: trained.state_dict()[name].clone() for name in held.values()}
+    save_file(state, tmp_path / "inside" / "model.safetensors")
+    model.config.architectures = architectures
+    model.config.save_pretrained(tmp_path / "inside")
+    check_as_trained(trained, tmp_path / "inside", AutoModelForCausalLM)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_without_its_tied_head_has_it_all_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    LlamaModel(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")
+    start = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    settings = {"target_modules": ["q_proj", "embed_tokens"], "task_type": "CAUSAL_LM"}
+    trained = train_adapter(start, tmp_path / "adapter", r=4, **settings)
+    check_as_trained(trained, tmp_path / "base", AutoModelForCausalLM, tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_two_adapters_that_change_one_table_each_are_merged_one_after_another(tmp_path: Path) -> None:
+    base, _ = save_llamas(tmp_path, 0, is_tied=True)
+    untied = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=False))
+    untied.load_state_dict(LlamaForCausalLM.from_pretrained(base).state_dict())
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for seed, (folder, table) in enumerate(zip(folders, ("embed_tokens", "lm_head"), strict=True)):
+        start = LlamaForCausalLM.from_pretrained(base)
+        train_adapter(start, folder, seed=seed, r=4, target_modules=["q_proj", table])
+    merge_with_peft(untied, *folders)
+    check_as_trained(untied, base, AutoModelForCausalLM, *folders)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
