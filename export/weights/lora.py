@@ -12,11 +12,9 @@ from ..checkpoints.adapter_names import CHAT_SIDES, PEFT_FACTOR, PEFT_PREFIX
 from ..errors import AdapterError, list_some
 from .lora_settings import read_adapter_settings
 from .peft_adapter import PeftAdapter, check_not_empty, read_adapter, read_tensors
-from .trained_model import TrainedModel, describe_model
+from .tied_tables import check_rows, find_parted, read_apart, read_untied
+from .trained_model import TrainedModel, describe_model, find_ends
 from .transforms import LowRankUpdate, MergeUpdates, Rename, describe_tensors
-
-# peft 0.21, utils/constants.py, EMBEDDING_LAYER_NAMES.
-_TIED_LAYERS = ("embed_tokens", "lm_head")
 
 
 def merge_adapters(
@@ -109,20 +107,20 @@ def _merge_peft(weights: StateDict, config: PretrainedConfig, folder: Path, tens
     weights = _add_prefix(weights, adapter.updates)
     if _is_named_otherwise(weights, adapter, model):
         weights, adapter = _name_as_built(weights, adapter, model)
-    pairs = _find_parted(adapter, model)
-    apart = _read_apart(weights, adapter, pairs)
+    pairs = find_parted(adapter, model)
+    apart = read_apart(weights, adapter, pairs)
     if pairs:
         config.tie_word_embeddings = False
-        apart |= _read_untied(weights, adapter, model, describe_model(config, trained_for))
+        apart |= read_untied(weights, adapter, model, describe_model(config, trained_for))
     specs = {**weights.specs(), **describe_tensors(apart)}
     tables = {
         _find(name, specs, folder): table
         for name, table in adapter.tables.items()
         # The same table under another name of the model's is that of the checkpoint.
-        if _find_ends(name, specs) or not any(_find_ends(each, specs) for each in model.find_shared(name))
+        if find_ends(name, specs) or not any(find_ends(each, specs) for each in model.find_shared(name))
     }
     whole = {
-        _find(name, specs, folder) if _find_ends(name, specs) else name: tensor
+        _find(name, specs, folder) if find_ends(name, specs) else name: tensor
         for name, tensor in adapter.replaced.items()
     }
     _check_new(folder, model, weights.specs(), whole.keys() - specs.keys())
@@ -130,7 +128,7 @@ def _merge_peft(weights: StateDict, config: PretrainedConfig, folder: Path, tens
     specs = {**specs, **describe_tensors(replaced)}
     updates = {_find(name, specs, folder): update for name, update in adapter.updates.items()}
     _check_shapes(str(folder), updates, specs)
-    _check_rows(folder, model, weights.specs(), specs)
+    check_rows(folder, model, weights.specs(), specs)
     return MergeUpdates(source=weights, updates=updates, replaced=replaced)
 
 
@@ -150,9 +148,9 @@ def _add_prefix(weights: StateDict, changed: Iterable[str]) -> StateDict:
 def _is_named_otherwise(weights: StateDict, adapter: PeftAdapter, model: TrainedModel) -> bool:
     """Tell whether the adapter changes what the checkpoint has, as far as it is seen, under other names alone."""
     specs = weights.specs()
-    if not all(_find_ends(name, specs) for name in adapter.updates):
+    if not all(find_ends(name, specs) for name in adapter.updates):
         return True
-    unknown = [name for name in (*adapter.tables, *adapter.replaced) if not _find_ends(name, specs)]
+    unknown = [name for name in (*adapter.tables, *adapter.replaced) if not find_ends(name, specs)]
     return bool(unknown) and not set(model.rename(specs).values()).isdisjoint(model.rename(unknown).values())
 
 
@@ -187,108 +185,8 @@ def _name_as_built(weights: StateDict, adapter: PeftAdapter, model: TrainedModel
     )
 
 
-def _find_parted(adapter: PeftAdapter, model: TrainedModel) -> set[tuple[str, str]]:
-    """Return the tables, each with the other, that are one in the model until the adapter changes one of them alone.
-
-    In training the other one stays what it is. peft says no more than that merging "can lead to complications": its
-    `merge_and_unload` changes both, and gives a model that was never trained.
-
-    Raises:
-        AdapterError: More than two are the same tensor, or peft was told to change both, and saved one.
-    """
-    changed = {*adapter.updates, *adapter.replaced}
-    parted = set()
-    for name in filter(model.is_matrix, changed):
-        others = model.find_shared(name)
-        if len(others) > 1:
-            raise AdapterError(
-                f"the adapter in {adapter.folder} changes {name} alone",
-                expected="a tensor that the model uses in one place, or as the table of its inputs and its outputs",
-                got=f"one that it shares with {list_some(others)}",
-                remedy="train it without that table: to merge it, with peft as well, changes all of these",
-            )
-        # peft ties layers of these two names alone, whatever it was told.
-        if others and adapter.ties and name.split(".")[-2] in _TIED_LAYERS and not changed.issuperset(others):
-            raise AdapterError(
-                f"the adapter in {adapter.folder} is not whole",
-                expected=f"{list_some(others)} beside {name}, as ensure_weight_tying asks for",
-                got="none",
-                remedy="save it with the release of peft that trained it",
-            )
-        parted |= {pair for other in others for pair in ((name, other), (other, name))}
-    return parted
-
-
-def _read_apart(weights: StateDict, adapter: PeftAdapter, pairs: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
-    """Return each table of a pair that the checkpoint does not have by its name, or has smaller, as it was before."""
-    specs = weights.specs()
-    apart = {}
-    for name, other in pairs:
-        stored, others = _find_ends(name, specs), _find_ends(other, specs)
-        if name in adapter.replaced or (name in adapter.tables and stored):
-            continue
-        if name in adapter.tables:
-            apart[name] = adapter.tables[name]
-        elif other in adapter.tables:
-            apart[stored[0] if stored else name] = adapter.tables[other]
-        elif not stored and others:
-            apart[name] = weights.read(others[0])
-    return apart
-
-
-def _read_untied(
-    weights: StateDict, adapter: PeftAdapter, model: TrainedModel, untied: TrainedModel
-) -> dict[str, Tensor]:
-    """Return what else is no longer one tensor in a model whose tables are apart, such as BERT's bias of the tokens.
-
-    Raises:
-        AdapterError: Its tables are one tensor still.
-    """
-    specs = weights.specs()
-    apart = {}
-    for name in model.shared:
-        if untied.find_shared(name):
-            if model.is_table(name):
-                raise AdapterError(
-                    f"the adapter in {adapter.folder} changes one of {list_some(model.tables)} alone",
-                    expected="an architecture whose input and output embedding may differ",
-                    got="one in which they are the same tensor always",
-                    remedy="train it without that table: to merge it, with peft as well, changes both",
-                )
-            continue
-        held = [each for other in model.find_shared(name) for each in _find_ends(other, specs)]
-        if held and not model.is_matrix(name) and not _find_ends(name, specs) and name not in adapter.replaced:
-            apart[name] = weights.read(held[0])
-    return apart
-
-
-def _check_rows(
-    folder: Path, model: TrainedModel, before: Mapping[str, TensorSpec], after: Mapping[str, TensorSpec]
-) -> None:
-    """Refuse tables of which the adapter holds one alone with rows for added tokens.
-
-    Raises:
-        AdapterError: Another has fewer.
-    """
-    named = [name for table in model.tables for name in _find_ends(table, after)]
-    rows = {name: after[name].shape[0] for name in named}
-    known = {before[name].shape[0] for name in named if name in before}
-    if len(known) <= 1 < len(set(rows.values())):
-        raise AdapterError(
-            f"the adapter in {folder} has added tokens in one table alone",
-            expected="as many rows in each",
-            got=", ".join(f"{name} {count}" for name, count in rows.items()),
-            remedy="save it again with peft's save_embedding_layers=True, which saves each",
-        )
-
-
-def _find_ends(target: str, names: Iterable[str]) -> list[str]:
-    """Return the names that are `target`, or that have more before it."""
-    return [name for name in names if name == target or name.endswith(f".{target}")]
-
-
 def _find(target: str, specs: Mapping[str, TensorSpec], folder: Path) -> str:
-    found = _find_ends(target, specs)
+    found = find_ends(target, specs)
     if len(found) != 1:
         raise AdapterError(
             f"the adapter in {folder} changes a weight that the checkpoint does not have",

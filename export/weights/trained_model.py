@@ -1,6 +1,6 @@
 """The model that an adapter was trained in, without its weights: its names, and which layers and tables are unusual."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,3 +137,8 @@ def _find_end(name: str, known: Collection[str]) -> str | None:
         return name
     found = [each for each in known if name.endswith(f".{each}") or each.endswith(f".{name}")]
     return found[0] if len(found) == 1 else None
+
+
+def find_ends(target: str, names: Iterable[str]) -> list[str]:
+    """Return the names that are `target`, or that have more before it."""
+    return [name for name in names if name == target or name.endswith(f".{target}")]
