@@ -90,7 +90,7 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
                 got=f"version {found['served']}, for: {found['reason'].rstrip('.')}"
                 if found["served"]
                 else "none, for: " + found["reason"].rstrip("."),
-                remedy="activate another version",
+                remedy="mend that, or activate another version",
             )
         if not content.get("follows", True):
             raise ServingError(
