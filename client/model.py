@@ -51,6 +51,7 @@ class Model:
         makes: Its outputs.
         max_batch_size: Rows that one request may hold.
         has_batch: Whether a request may hold several rows at all.
+        is_decoupled: Whether it answers in any number of pieces, which a stream alone takes.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Model:
     makes: tuple[Tensor, ...]
     max_batch_size: int
     has_batch: bool
+    is_decoupled: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -95,6 +97,7 @@ def read_model(name: str, metadata: Mapping[str, Any], config: Mapping[str, Any]
         makes=_read_tensors(metadata["outputs"]),
         max_batch_size=rows or 1,
         has_batch=rows > 0,
+        is_decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled")),
     )
 
 

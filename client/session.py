@@ -216,8 +216,15 @@ class Session:
             headers: Of this request alone, beside those of the options.
 
         Raises:
-            ClientError: The server refuses or does not answer.
+            ClientError: The server refuses or does not answer, or the model answers in pieces.
         """
+        if model.is_decoupled:
+            raise ModelError(
+                f"{model.name} answers in pieces",
+                expected="a model with one answer to a request",
+                got="a decoupled one",
+                remedy="ask it with `generate` where it takes a prompt, else with `stream_infer` of tritonclient.grpc",
+            )
         library = self._protocol.library
         encoding = {"binary_data": binary} if self._protocol.has_json else {}
         names = tuple(outputs or model.outputs)

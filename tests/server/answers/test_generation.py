@@ -24,7 +24,7 @@ from launcher import Running, running
 from trainers.writers import save_trained_writer, save_writer, save_writer_of_bytes, train_bpe, train_megatron_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from client import Client, RefusedError
+from client import Client, ModelError, RefusedError
 from client.options import Options
 from client.ports import find_wrong_port
 from export.__main__ import main
@@ -252,6 +252,8 @@ def test_the_client_library_hears_the_pieces_and_cancels_what_it_leaves(writers:
             time.sleep(0.5)
         with pytest.raises(RefusedError, match="the parameter 'bogus' is unknown: expected one of max_tokens"):
             next(client.generate("x", bogus=1))
+        with pytest.raises(ModelError, match="gpt2 answers in pieces: expected a model with one answer .*; ask it with"):
+            client.infer({"text_input": np.array([b"The cat"], dtype=object)})
 
 
 def test_whoever_is_refused_ends_nothing_but_his_stream(writers: Writers) -> None:
