@@ -80,11 +80,12 @@ class Contract:
         outputs: What they get. Without a postprocess step they are the graph's outputs under other names.
         preprocess: Triton backend of the step that makes the graph's inputs, and the carried tensors, of `inputs`; None
             where the backend that runs the model takes `inputs` itself, and no steps are around it.
-        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and,
-            where they are passed, `inputs`; None where there is no such step.
+        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and
+            those of `inputs` that are passed; None where there is no such step.
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
         is_lean: Whether one process does what the steps of an ensemble would do.
-        passes_inputs: Whether the postprocess step takes `inputs` as well.
+        passed_inputs: Names of those of `inputs` that the postprocess step takes as well.
+        has_files: Whether `inputs` are whole files, which take milliseconds to decode.
         lengths: What the preprocess step pads a request to, the smallest first, so that it can be joined with others.
     """
 
@@ -94,13 +95,14 @@ class Contract:
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
     is_lean: bool = False
-    passes_inputs: bool = True
+    passed_inputs: tuple[str, ...] = ()
+    has_files: bool = False
     lengths: tuple[int, ...] = ()
 
     @property
     def passed(self) -> tuple[TensorSignature, ...]:
         """What passes the graph by on its way to the postprocess step."""
-        return self.carried + (self.inputs if self.passes_inputs else ())
+        return self.carried + tuple(tensor for tensor in self.inputs if tensor.name in self.passed_inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

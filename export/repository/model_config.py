@@ -19,8 +19,8 @@ from .names import OWNER_PARAMETER, ModelNames
 # UNAVAILABLE at once. With four times as many, answers took five times as long and 70 MB instead of 18.
 MAX_QUEUE_SIZE = 8 * MAX_BATCH_SIZE
 
-# The step in front of the graph runs in microseconds, so under load a short wait joins requests that arrive together;
-# the model runs in milliseconds, and while it does requests gather by themselves.
+# A short wait joins files that arrive together; the model runs for milliseconds, and while it does requests gather by
+# themselves.
 PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 
 # What the preprocess step pads requests to; the dynamic batcher joins those of one length.
@@ -103,7 +103,8 @@ def _build_preprocess(name: str, signature: ModelSignature, contract: Contract, 
         # One that is held by a text of a tenth of a second leaves the other to the others. Each spreads its batch over
         # its share of the cores.
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=INSTANCES)],
-        dynamic_batching=_batching(PREPROCESS_QUEUE_DELAY_MICROSECONDS),
+        # Pictures of several requests are decoded on all cores.
+        dynamic_batching=_batching(PREPROCESS_QUEUE_DELAY_MICROSECONDS) if contract.has_files else _one_by_one(),
     )
     if contract.lengths:
         config.parameters[LENGTHS_PARAMETER].string_value = ",".join(map(str, contract.lengths))
@@ -119,7 +120,7 @@ def _build_postprocess(name: str, signature: ModelSignature, contract: Contract,
         input=[_input(tensor) for tensor in signature.outputs + contract.passed],
         output=[_output(tensor) for tensor in contract.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
-        dynamic_batching=_batching(0),
+        dynamic_batching=_one_by_one() if contract.passed_inputs else _batching(0),
     )
 
 
@@ -160,10 +161,6 @@ def _join_any_lengths(config: pb.ModelConfig) -> None:
 
 
 def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine) -> pb.ModelConfig:
-    batching = _batching(0)
-    # One request at a time: nothing is gained by joining rows that run one after another, and a free instance takes
-    # the next request.
-    batching.preferred_batch_size.append(1)
     config = pb.ModelConfig(
         name=name,
         backend=LEAN_BACKEND,
@@ -173,7 +170,8 @@ def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine
         input=[_input(tensor) for tensor in contract.inputs],
         output=[_output(tensor) for tensor in contract.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=INSTANCES)],
-        dynamic_batching=batching,
+        # Nothing is gained by joining rows that run one after another, and a free instance takes the next request.
+        dynamic_batching=_one_by_one(),
     )
     config.parameters[LEAN_THREADS_PARAMETER].string_value = str(INTRA_OP_THREADS)
     return config
@@ -223,6 +221,18 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
             timeout_action=pb.ModelQueuePolicy.REJECT, allow_timeout_override=True, max_queue_size=MAX_QUEUE_SIZE
         ),
     )
+
+
+def _one_by_one() -> pb.ModelDynamicBatching:
+    """Return a queue of which each request is run alone, whatever its rows.
+
+    A request whose strings say that they are longer than they are is refused by Triton's Python backend while it gathers
+    a batch, and with it the whole batch: everybody whose request was joined with that one (`SaveRequestsToSharedMemory`
+    in its python_be.cc).
+    """
+    batching = _batching(0)
+    batching.preferred_batch_size.append(1)
+    return batching
 
 
 def _warmup(label: str, sizes: Mapping[str, int], signature: ModelSignature) -> pb.ModelWarmup:

@@ -100,8 +100,7 @@ class PictureTask(TensorTask):
             preprocess=PREPROCESS_BACKEND,
             postprocess=None if answers.postprocess is None else POSTPROCESS_BACKEND,
             carried=answers.carried,
-            # Megabytes, which no answer is made of.
-            passes_inputs=False,
+            has_files=True,
         )
         self.signature = replace(answers.sign(self.signature), contract=contract)
 

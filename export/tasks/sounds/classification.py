@@ -56,8 +56,7 @@ class AudioLabels(SignalTask):
             outputs=self.answers.outputs,
             preprocess=PREPROCESS_BACKEND,
             postprocess=POSTPROCESS_BACKEND,
-            # Megabytes, which no answer is made of.
-            passes_inputs=False,
+            has_files=True,
         )
         self.signature = replace(self.answers.sign(self.signature), contract=contract)
 

@@ -74,7 +74,7 @@ def test_everything_else_stands_where_it_acts(exported: Exported, tmp_path: Path
     publish_files(exported, tmp_path, serving=serving)
     graph, tokenizer = read_config(tmp_path, GRAPH), read_config(tmp_path, "sentence_embedding_preprocess")
     assert graph.dynamic_batching.max_queue_delay_microseconds == 500
-    assert tokenizer.dynamic_batching.max_queue_delay_microseconds == 200
+    assert tokenizer.dynamic_batching.max_queue_delay_microseconds == 0
     for config in (graph, tokenizer):
         policy = config.dynamic_batching.default_queue_policy
         assert policy.default_timeout_microseconds == 9000
@@ -88,7 +88,7 @@ def test_requests_are_fetched_ahead_only_from_queues_without_a_policy(exported: 
     publish_files(exported, tmp_path, serving=ServingOptions(prefetch=True, max_queue_delay_microseconds=500))
     for name in (GRAPH, "sentence_embedding_preprocess"):
         batching = read_config(tmp_path, name).dynamic_batching
-        assert batching.max_queue_delay_microseconds > 0
+        assert batching.max_queue_delay_microseconds == (500 if name == GRAPH else 0)
         assert not batching.HasField("default_queue_policy")
 
 

@@ -7,6 +7,7 @@ import random
 import socket
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness import Published
@@ -15,6 +16,9 @@ from launcher import Running, running
 PATH = "/v2/models/sentence_embedding/infer"
 GOOD = {"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["Hello"]}]}
 TIMEOUT_S = 20.0
+
+# Texts that are shorter than they say, beside as many that are not.
+SHORTER = 300
 
 # Bodies of random damage on top of those that were thought of.
 ROUNDS = 150
@@ -107,6 +111,20 @@ def test_a_malformed_body_is_refused(server: Running, name: str) -> None:
     pid = server.tritonserver
     assert 400 <= ask(server, *BODIES[name]) < 600
     assert_unharmed(server, pid)
+
+
+@pytest.mark.parametrize("body", [HELLO[:-1], HELLO + HELLO[:-1]], ids=["one row", "two rows"])
+def test_a_text_that_is_shorter_than_it_says_is_refused_and_nobody_who_asks_at_the_same_time(
+    server: Running, body: bytes
+) -> None:
+    """Triton's Python backend refuses the whole batch for it."""
+    good, bad = json.dumps(GOOD).encode(), binary(len(body), body, shape=[body.count(b"\x05"), 1])
+    with ThreadPoolExecutor(8) as pool:
+        refused = [pool.submit(ask, server, *bad) for _ in range(SHORTER)]
+        answered = [pool.submit(ask, server, {}, good) for _ in range(SHORTER)]
+        turns = [pool.submit(ask, server, *each) for each in [bad, ({}, good)] * SHORTER]
+    assert {future.result() for future in [*refused, *turns[::2]]} == {400}
+    assert {future.result() for future in [*answered, *turns[1::2]]} == {200}
 
 
 @pytest.mark.parametrize("name", TOLERATED)
