@@ -226,9 +226,9 @@ def _batching(delay_microseconds: int) -> pb.ModelDynamicBatching:
 def _one_by_one() -> pb.ModelDynamicBatching:
     """Return a queue of which each request is run alone, whatever its rows.
 
-    A request whose strings say that they are longer than they are is refused by Triton's Python backend while it gathers
-    a batch, and with it the whole batch: everybody whose request was joined with that one (`SaveRequestsToSharedMemory`
-    in its python_be.cc).
+    A request whose strings say that they are longer than they are is refused by Triton's Python backend while it
+    gathers a batch, and with it the whole batch: everybody whose request was joined with that one
+    (`SaveRequestsToSharedMemory` in its python_be.cc).
     """
     batching = _batching(0)
     batching.preferred_batch_size.append(1)
