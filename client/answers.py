@@ -207,6 +207,14 @@ def check_answers(model: str, arrays: Arrays) -> None:
             got=", ".join(f"{name} {values.dtype} {list(values.shape)}" for name, values in arrays.items()),
             remedy="take them as they are, by --json or the library's `infer`",
         )
+    for name, values in arrays.items():
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise GarbledError(
+                f"{name} of {model} cannot be read",
+                expected="finite numbers",
+                got=f"{values[~np.isfinite(values)][0]}",
+                remedy="mend the model, or take them as they are, by --json or the library's `infer`",
+            )
     for name in set(_TEXTS).intersection(arrays):
         for text in arrays[name].flat:
             _check_text(model, name, text)

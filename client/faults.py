@@ -56,6 +56,9 @@ _BUSY = re.compile("Exceeds maximum queue size|ask again later|Request timeout e
 # What tritonserver says of requests that a backend process held when it died, and of those until another is there.
 _CRASHED = re.compile("Stub process .*is not healthy")
 _CONTENT = ("400", "StatusCode.INVALID_ARGUMENT")
+
+# What another program says, where nothing more is known of it.
+_ANOTHER = "another answer than KServe's"
 _NO_ACCESS = ("401", "403", "StatusCode.UNAUTHENTICATED", "StatusCode.PERMISSION_DENIED")
 
 
@@ -96,9 +99,9 @@ def explain(exc: Exception, options: Options) -> ClientError:
     if isinstance(exc, (OSError, aiohttp.ServerDisconnectedError)):
         return _explain_unreachable(_read_reason(exc), options)
     if isinstance(exc, (FloodError, RedirectError)):
-        return _explain_unreachable(str(exc), options, kind=ForeignError)
+        return _explain_foreign(str(exc), options)
     # The peer speaks no HTTP, or what it says is no JSON.
-    return _explain_foreign(options)
+    return _explain_foreign(_ANOTHER, options)
 
 
 def reading(options: Options) -> contextlib.AbstractContextManager[None]:
@@ -107,7 +110,7 @@ def reading(options: Options) -> contextlib.AbstractContextManager[None]:
     Raises:
         ForeignError: It cannot be read as KServe's.
     """
-    return _reading(lambda _: _explain_foreign(options))
+    return _reading(lambda exc: _explain_foreign(str(exc) if isinstance(exc, UnreadableError) else _ANOTHER, options))
 
 
 def reading_answer(model: str) -> contextlib.AbstractContextManager[None]:
@@ -146,8 +149,17 @@ def _explain_garbled(model: str, exc: Exception) -> GarbledError:
     )
 
 
-def _explain_foreign(options: Options) -> ClientError:
-    return _explain_unreachable("another answer than KServe's", options, kind=ForeignError)
+def _explain_foreign(got: str, options: Options) -> ClientError:
+    return ForeignError(
+        f"what answers at {options.address} over {options.protocol} is no server that can be read",
+        expected="KServe's protocol",
+        got=f"'{got}'",
+        remedy=f"look at what listens there, or correct {_name_address(options)}",
+    )
+
+
+def _name_address(options: Options) -> str:
+    return " and ".join(filter(None, (options.words.url, options.words.protocol.strip(" ="))))
 
 
 def _read_reason(exc: Exception) -> str:
@@ -190,7 +202,7 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
             expected=f"a model that {options.address} serves",
             remedy=f"choose with {options.words.model}",
         )
-    sentence = f"the server refused the request: {message}"
+    sentence = f"the server refused the request: {message or 'without a word'}"
     if is_for_now:
         return UnavailableError(sentence)
     kind = GarbledError if is_garbled else CrashError if _CRASHED.search(message) else RefusedError
@@ -217,14 +229,10 @@ def _explain_distrust(reason: str, options: Options) -> ClientError:
     )
 
 
-def _explain_unreachable(
-    reason: str, options: Options, *, kind: type[UnreachableError] = UnreachableError
-) -> ClientError:
-    words = options.words
-    named = " and ".join(filter(None, (words.url, words.protocol.strip(" ="))))
-    return kind(
+def _explain_unreachable(reason: str, options: Options) -> ClientError:
+    return UnreachableError(
         f"no server can be reached at {options.address} over {options.protocol}",
         expected="one to listen there",
         got=f"'{reason}'",
-        remedy=f"start it with `{words.serve}`, or correct {named}",
+        remedy=f"start it with `{options.words.serve}`, or correct {_name_address(options)}",
     )

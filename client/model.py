@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.utils import triton_to_np_dtype
 
+from .faults import UnreadableError
+
 # A text, and the one that it goes with.
 _MOST_TEXTS = 2
 
@@ -85,10 +87,16 @@ class Model:
 
 
 def read_model(name: str, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> Model:
-    """Return the model that a server's two answers describe, over either protocol."""
+    """Return the model that a server's two answers describe, over either protocol.
+
+    Raises:
+        UnreadableError: A number is none that a model can have; what else they may not be is Python's own error.
+    """
     # The gRPC client wraps the configuration once more.
     config = config.get("config", config)
     rows = int(config.get("max_batch_size", 0))
+    if rows < 0:
+        raise UnreadableError(f"max_batch_size {rows} of {name}")
     optional = {tensor["name"] for tensor in config.get("input", ()) if tensor.get("optional")}
     return Model(
         name=name,

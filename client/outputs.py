@@ -68,12 +68,18 @@ def _check_said(model: Model, answer: Any) -> None:
     if not isinstance(answer, dict):
         # Over gRPC there are types, and errors are none of answers.
         said, outputs = answer.model_name, []
+        shapes = {output.name: list(output.shape) for output in answer.outputs}
     else:
         said, outputs = answer.get("model_name", model.name), answer.get("outputs", [])
+        shapes = {output["name"]: output["shape"] for output in outputs}
         if "error" in answer:
             raise UnreadableError(f"an error, {answer['error']!r}, beside the outputs")
     if said != model.name:
         raise UnreadableError(f"the answer of {said!r}")
+    for name, shape in shapes.items():
+        # NumPy finds a size for -1, and takes any other for it.
+        if any(size < 0 for size in shape):
+            raise UnreadableError(f"{name} of the shape {shape}")
     for output in outputs:
         if output["datatype"] in _NUMBERS and "data" in output:
             _check_numbers(output)

@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _carry_out(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     arguments = parser.parse_args(argv)
+    verb.check_folder()
     code: int = arguments.run(arguments)
     return code
 

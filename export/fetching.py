@@ -111,6 +111,11 @@ def _is_foreign(path: PurePosixPath) -> bool:
 
 
 def _fetch(word: str, tell: Callable[[str], None]) -> Fetched:
+    if not word:
+        # To Python the working folder, and a variable of a shell that is not set to whoever typed it.
+        raise CheckpointError(
+            "no checkpoint is named", expected="a folder or an address", got="an empty word", remedy="name it"
+        )
     id_ = _HUB_ID.fullmatch(word)
     if os.path.lexists(word):
         if id_:

@@ -15,6 +15,7 @@ from .fsdp import reader as fsdp
 from .megatron import megatron_lm
 from .megatron import reader as megatron
 from .plain import huggingface, torch_file
+from .remedies import find_remedy
 from .storage.paths import has_file, is_taken, read_json_beside, refuse_broken_links
 from .stored_checkpoint import StoredCheckpoint
 
@@ -86,6 +87,7 @@ def open_checkpoint(
             f"{exc.filename or directory} cannot be read",
             expected="the files of a checkpoint",
             got=exc.strerror or str(exc),
+            remedy=find_remedy(exc),
         ) from exc
     _refuse_unwritable_names(checkpoint)
     checkpoint.allow_non_finite = allow_non_finite

@@ -1,5 +1,7 @@
 """What to do about a checkpoint that is not whole: the ends of the sentences in which many checks refuse one."""
 
+import errno
+
 RECOPY = "copy the checkpoint again"
 RECOPY_OR_USE_OLDER = f"{RECOPY}, or use the one before it"
 RECOPY_WHOLE = "copy the whole checkpoint again, from every node"
@@ -12,3 +14,10 @@ REMOVE_OLDER = "files of two runs are mixed; remove those of the older one"
 MIXED_SAVES = f"files of two saves are mixed, or swapped; {RECOPY_WHOLE}"
 SWAPPED = f"rank files were swapped; {RECOPY_WHOLE}"
 DOUBLED = f"one is a copy under the other's name; {RECOPY_WHOLE}"
+
+
+def find_remedy(error: Exception) -> str:
+    """Return what can be done about a file of a checkpoint that the operating system does not let be read."""
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
+        return "let this user read it, and enter the folders that it is in"
+    return RECOPY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -115,7 +116,8 @@ def _refuse_inside(folders: Sequence[Path], out: Path) -> None:
         SettingsError: The folder to make lies in one of the checkpoint's.
     """
     for folder in folders:
-        if folder.is_dir() and folder.resolve() in out.resolve().parents:
+        # `Path.resolve` fails over a link to itself, which is refused where it is written to.
+        if folder.is_dir() and folder.resolve() in Path(os.path.realpath(out)).parents:
             raise SettingsError(
                 f"{out} lies in the checkpoint",
                 expected="a folder outside of it",

@@ -3,7 +3,9 @@
 import argparse
 import io
 import json
+import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..engines.table import AUTO
-from ..errors import ExportError, escape_controls
+from ..errors import ExportError, SettingsError, escape_controls
 from ..fetching import fetch_all, join_addresses
 from ..foresight import check_foreseen
 from ..locations import name_command
@@ -85,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     fetched = fetch_all(arguments.checkpoints, partial(_tell, console))
     checkpoint = join_folders([each.path for each in fetched]) if fetched else None
     request = build_request(vars(arguments) | {"checkpoint": checkpoint, "address": join_addresses(fetched)}, settings)
+    _refuse_beside([each.path for each in fetched], request.repository)
     # Told at once: what follows takes seconds to import torch and transformers, and then minutes to export.
     check_destination(request.repository, request.name, partial(_tell, console))
     find_target(request.target)
@@ -115,6 +118,22 @@ def run(arguments: argparse.Namespace) -> int:
     publication = result.publication
     write_answer(text, _say_published(publication.name, publication.version, request.repository))
     return 0
+
+
+def _refuse_beside(folders: Sequence[Path], repository: Path) -> None:
+    """Refuse to publish into what is read: the next reader would find models in it that are none of its files.
+
+    Raises:
+        SettingsError: The repository is a folder of the checkpoint.
+    """
+    for folder in folders:
+        if os.path.realpath(folder) == os.path.realpath(repository):
+            raise SettingsError(
+                f"{repository} is the checkpoint",
+                expected="a repository in another folder",
+                got="the same",
+                remedy="pass another --repository",
+            )
 
 
 def _open(request: ExportRequest) -> StoredCheckpoint | None:

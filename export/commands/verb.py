@@ -1,6 +1,7 @@
 """What every verb has: a place on the command line with examples, and an end as a sentence and an exit code."""
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -12,8 +13,8 @@ from types import FrameType
 from rich.console import Console
 
 from .. import interruption
-from ..errors import ExportError, ServingError, UnansweredError, escape_controls
-from ..file_limit import advise
+from ..errors import ExportError, ServingError, SettingsError, UnansweredError, escape_controls
+from ..file_limit import advise, is_full
 from ..locations import REPOSITORY, name_command
 from ..repository.use import is_served
 from .standard_streams import drop_answer, write_answer
@@ -148,17 +149,44 @@ def carry_out(run: Callable[[], int]) -> int:
         return 128 + signal.SIGPIPE
     # What no reader foresaw: rights taken away, a disk that fails or is full. A bug of our own is not an OSError.
     except OSError as exc:
-        where = f"{exc.filename}: " if exc.filename else ""
-        if advice := advise(exc):
-            expected, remedy = advice
-            what = f"a file {f'at {exc.filename} ' if exc.filename else ''}cannot be written"
-            return _refuse(console, str(ExportError(what, expected=expected, got=str(exc.strerror), remedy=remedy)))
-        return _refuse(console, str(ExportError(f"{where}{exc.strerror or exc}")))
+        return _refuse(console, str(_explain(exc)))
 
 
 def _refuse(console: Console, sentence: str) -> int:
     console.print(f"error: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
     return 1
+
+
+def _explain(exc: OSError) -> ExportError:
+    """Return a refusal of the operating system's as one of ours."""
+    at, got = f" at {exc.filename}" if exc.filename else "", exc.strerror or str(exc)
+    if advice := advise(exc):
+        expected, remedy = advice
+        return ExportError(f"a file{at} cannot be written", expected=expected, got=got, remedy=remedy)
+    if is_full(exc):
+        remedy = "make room there, or name a folder that has it in TMPDIR if this is the one for temporary files"
+        return ExportError(f"a file{at} cannot be written", expected="room for it", got=got, remedy=remedy)
+    if exc.errno in (errno.EACCES, errno.EPERM):
+        remedy = "let this user read and write it, and enter the folders that it is in"
+        return ExportError(f"a file{at} cannot be used", expected="the right to it", got=got, remedy=remedy)
+    return ExportError(f"{exc.filename}: {got}" if exc.filename else got)
+
+
+def check_folder() -> None:
+    """Refuse a working folder that was removed: libraries end the process in words of their own over it.
+
+    Raises:
+        SettingsError: It was.
+    """
+    try:
+        Path.cwd()
+    except OSError as exc:
+        raise SettingsError(
+            "the working folder cannot be used",
+            expected="one that is there",
+            got=f"'{exc.strerror}'",
+            remedy="change into another one",
+        ) from exc
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:

@@ -103,12 +103,12 @@ def _check_writable(repository: Path) -> None:
             f"{repository} cannot be a repository",
             expected="a folder, or a place for one",
             got=f"{nearest}, which is not a folder",
-            remedy="pass another --repository",
+            remedy="choose another place",
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise RepositoryError(
             f"{repository} cannot be written",
             expected=f"the right to write in {nearest}",
             got="none",
-            remedy="correct the permissions or pass another --repository",
+            remedy="correct the permissions, or choose another place",
         )

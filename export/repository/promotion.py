@@ -69,7 +69,8 @@ def promote(
             another model or one of other tensors, or the disk fails.
     """
     check_published(repository, name)
-    places = destination.resolve(), repository.resolve()
+    # `Path.resolve` fails over a link to itself, which is refused where it is written to.
+    places = Path(os.path.realpath(destination)), Path(os.path.realpath(repository))
     if places[0].is_relative_to(places[1]) or places[1].is_relative_to(places[0]):
         raise RepositoryError(
             f"{name} cannot be promoted to {destination}",

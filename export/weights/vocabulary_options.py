@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import SettingsError
 from ..option_kinds import COUNT, FLAG, INTEGER, TEXT, Kind, Needs, Option, declare, read_pairs
 
 VOCABULARY_GROUP = "vocabulary options"
@@ -95,3 +96,21 @@ class VocabularyOptions:
         default=False,
         **_COMMON,
     )
+
+    def __post_init__(self) -> None:
+        """Refuse a token that is to be added twice: it would be of one kind and start as another.
+
+        Raises:
+            SettingsError: One is.
+        """
+        asked: dict[str, AddedToken] = {}
+        for added in self.added_tokens:
+            if (other := asked.setdefault(added.token, added)) is not added:
+                raise SettingsError(
+                    f"the token {added.token!r} is to be added twice",
+                    expected="each token once, special or ordinary",
+                    got=" and ".join(
+                        f"{each.initializer!r}, {'special' if each.special else 'ordinary'}" for each in (other, added)
+                    ),
+                    remedy="leave one of them out",
+                )

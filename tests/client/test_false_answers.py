@@ -39,7 +39,8 @@ INFER = str(CHECKOUT / "client" / "infer.py")
 @pytest.mark.parametrize("model", [None, "tiny"])
 def test_a_program_that_answers_in_the_place_of_a_server_is_no_server(model: str | None, answer: str) -> None:
     sentence = (
-        "no server can be reached at .* over http: expected one to listen there, got 'another answer than KServe's'"
+        "what answers at .* over http is no server that can be read: expected KServe's protocol, got 'another answer "
+        "than KServe's'; look at what listens there, or correct url and protocol"
     )
     with (
         answering(answer) as address,
@@ -257,6 +258,32 @@ def test_what_would_become_numbers_that_no_model_said_is_refused(more: str, data
     answer = f'{{{more}"outputs": [{{"name": "Y", "datatype": "FP32", "shape": [1, 1], "data": {data}}}]}}'
     with answering(answer) as address, pytest.raises(GarbledError, match=f"tiny cannot be read: .*, got '{got}'"):
         ask_for_y(address)
+
+
+def test_a_shape_of_which_numpy_would_find_the_size_itself_is_refused() -> None:
+    answer = '{"outputs": [{"name": "Y", "datatype": "FP32", "shape": [-1, 1], "data": [1]}]}'
+    with answering(answer) as address, pytest.raises(GarbledError, match=r"got 'Y of the shape \[-1, 1\]'"):
+        ask_for_y(address)
+
+
+@pytest.mark.parametrize("rows", [-5, -1])
+def test_a_model_that_takes_fewer_rows_than_none_is_refused(rows: int) -> None:
+    described = {"versions": ["1"], "inputs": [], "outputs": [], "max_batch_size": rows}
+    sentence = f"is no server that can be read: .*, got 'max_batch_size {rows} of tiny'"
+    with (
+        answering(json.dumps(described)) as address,
+        Client(address, model="tiny") as client,
+        pytest.raises(ForeignError, match=sentence),
+    ):
+        client.embed(["x"])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_vector_or_a_score_that_is_no_number_is_refused(value: float) -> None:
+    with pytest.raises(GarbledError, match=f"EMBEDDING of tiny cannot be read: expected finite numbers, got {value}"):
+        check_answers("tiny", {"EMBEDDING": np.array([[1.0, value]], dtype=np.float32)})
+    with pytest.raises(GarbledError, match="SCORE of tiny cannot be read"):
+        check_answers("tiny", {"LABEL": np.array([[b"a"]], object), "SCORE": np.array([[value]])})
 
 
 @pytest.mark.parametrize(

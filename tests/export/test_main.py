@@ -36,7 +36,15 @@ def test_an_error_of_the_system_is_one_sentence_and_a_bug_is_none(
 
     monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(PermissionError(13, "Permission denied", "/x")))
     finished = export_cli("inspect", "x")
-    assert (finished.code, finished.err) == (1, "error: /x: Permission denied.\n")
+    assert (finished.code, finished.err) == (
+        1,
+        "error: a file at /x cannot be used: expected the right to it, got Permission denied; let this user read and "
+        "write it, and enter the folders that it is in.\n",
+    )
+    monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(OSError(28, "No space left on device", "/x")))
+    assert export_cli("inspect", "x").err.startswith(
+        "error: a file at /x cannot be written: expected room for it, got No space left on device; make room there, or "
+    )
     monkeypatch.setattr(inspect_checkpoint, "inspect_checkpoint", fail(OSError(27, "File too large", "/x")))
     # The file system's own limit: nothing is set for this process.
     assert export_cli("inspect", "x").err == (
@@ -134,16 +142,40 @@ def test_a_standard_error_that_takes_nothing_undoes_no_work(tmp_path: Path) -> N
     assert untold.returncode == 5
 
 
-def test_with_a_closed_standard_output_it_ends_as_its_work_does(tmp_path: Path) -> None:
+def test_a_closed_standard_output_takes_no_answer_either(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
-    wrap = ("bash", "-c", 'exec "$@" >&-', "bash")
-    for words, code in (
-        (("inspect", tmp_path), 0),
-        (("consolidate", tmp_path, tmp_path.with_name(f"{tmp_path.name}-out")), 0),
-    ):
-        finished = run_verb(*words, wrap=wrap)
-        assert (finished.returncode, finished.stderr) == (code, "")
-    assert sorted(path.name for path in (tmp_path.with_name(f"{tmp_path.name}-out")).iterdir()) == ["model.safetensors"]
+    out = tmp_path.with_name(f"{tmp_path.name}-out")
+    fault = "the answer cannot be written: expected a standard output that takes it, got 'Bad file descriptor'"
+    for words, done in ((("inspect", tmp_path), ""), (("consolidate", tmp_path, out), f"{out} is written, but ")):
+        finished = run_verb(*words, wrap=("bash", "-c", 'exec "$@" >&-', "bash"))
+        assert (finished.returncode, finished.stderr) == (5, f"error: {done}{fault}; send it elsewhere.\n")
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
+def test_a_working_folder_that_was_removed_is_told(tmp_path: Path) -> None:
+    wrap = ("bash", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(tmp_path / "gone"))
+    for words in (("consolidate", tmp_path, tmp_path / "out"), ("run", tmp_path, "--name", "x")):
+        (tmp_path / "gone").mkdir()
+        finished = run_verb(*words, wrap=wrap, env=os.environ | {"PYTHONPATH": str(CHECKOUT)})
+        assert (finished.returncode, finished.stderr) == (
+            1,
+            "error: the working folder cannot be used: expected one that is there, got 'No such file or directory'; "
+            "change into another one.\n",
+        )
+
+
+def test_what_is_no_place_to_read_or_to_publish_is_refused(
+    tiny_checkpoint: Path, export_cli: Callable[..., Finished]
+) -> None:
+    before = sorted(tiny_checkpoint.iterdir())
+    done = export_cli("run", str(tiny_checkpoint), "--name", "x", "--repository", f"{tiny_checkpoint}/.")
+    assert done.code == 1 and "is the checkpoint: expected a repository in another folder, got the same; " in done.err
+    assert sorted(tiny_checkpoint.iterdir()) == before
+    for words in (("inspect", ""), ("consolidate", "", "out"), ("run", "", "--name", "x")):
+        done = export_cli(*words)
+        assert (
+            done.err == "error: no checkpoint is named: expected a folder or an address, got an empty word; name it.\n"
+        )
 
 
 @pytest.mark.rarer

@@ -193,6 +193,20 @@ def test_a_setting_that_means_nothing_is_refused_in_one_sentence(content: Any, s
 
 
 @pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        (["--add-token", "a=zeros", "a=mean"], "'zeros', ordinary and 'mean', ordinary"),
+        (["--add-token", "a=zeros", "--add-special-token", "a=zeros"], "'zeros', special and 'zeros', ordinary"),
+    ],
+)
+def test_a_token_is_added_once(words: list[str], got: str) -> None:
+    with pytest.raises(
+        SettingsError, match=f"the token 'a' is to be added twice: expected each token once.*got {got};"
+    ):
+        parse(*words)
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--top-k", "0"], "argument --top-k: expected a whole number from 1 to 2147483647, got '0'"),

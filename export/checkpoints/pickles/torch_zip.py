@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from ..remedies import RECOPY_OR_USE_OLDER
+from ..remedies import RECOPY_OR_USE_OLDER, find_remedy
 from ..storage.assembled_tensor import transpose
 from ..storage.byte_ranges import ByteRange
 from ..storage.dtypes import BY_NAME, BY_STORAGE_NAME, ElementType
@@ -175,7 +175,9 @@ def _refuse_other_formats(path: Path, start: int) -> None:
             file.seek(start)
             head = file.read(512)
         except OSError as exc:
-            raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
+            raise CheckpointError(
+                f"{path} cannot be read", got=exc.strerror or str(exc), remedy=find_remedy(exc)
+            ) from exc
     if head.startswith(b"PK\3\4"):
         return
     refuse_lfs_pointer(path)

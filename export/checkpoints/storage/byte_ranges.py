@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..remedies import RECOPY
+from ..remedies import RECOPY, find_remedy
 from .zip_archive import StoredBlock
 
 # Reading, checking and writing release the interpreter's lock; beyond a few threads the disk or the page cache is the
@@ -105,7 +105,9 @@ class OpenFiles:
             try:
                 count = os.preadv(self._open(block.path), [buffer[filled:]], block.offset + start + filled)
             except OSError as exc:
-                raise CheckpointError(f"{block.path} cannot be read", got=exc.strerror or str(exc)) from exc
+                raise CheckpointError(
+                    f"{block.path} cannot be read", got=exc.strerror or str(exc), remedy=find_remedy(exc)
+                ) from exc
             if not count:
                 raise CheckpointError(
                     f"{block.path} ends early",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...errors import CheckpointError
-from ..remedies import RECOPY
+from ..remedies import RECOPY, find_remedy
 
 # The largest that are known are tokenizers, of some 35 MB.
 MAX_JSON_BYTES = 64 << 20
@@ -100,7 +100,10 @@ def open_regular(path: Path) -> BinaryIO:
         # What Linux says of a socket, and of a device that is not there.
         if isinstance(exc, OSError) and exc.errno == errno.ENXIO:
             raise _describe_irregular(path, path.stat().st_mode) from exc
-        raise CheckpointError(f"{path} cannot be opened", expected="a file", got=got or str(exc)) from exc
+        remedy = find_remedy(exc)
+        raise CheckpointError(
+            f"{path} cannot be opened", expected="a file", got=got or str(exc), remedy=remedy
+        ) from exc
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -211,7 +214,9 @@ def read_small(path: Path, *, max_bytes: int) -> bytes:
                 parts.append(part)
                 left -= len(part)
         except OSError as exc:
-            raise CheckpointError(f"{path} cannot be read", got=exc.strerror or str(exc)) from exc
+            raise CheckpointError(
+                f"{path} cannot be read", got=exc.strerror or str(exc), remedy=find_remedy(exc)
+            ) from exc
     data = b"".join(parts)
     _refuse_pointing(path, data)
     return data

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..remedies import RECOPY_OR_USE_OLDER
+from ..remedies import RECOPY_OR_USE_OLDER, find_remedy
 from .paths import open_regular
 
 # A checkpoint has one entry per storage. 200,000 of them are parsed in about a second and 100 MB.
@@ -280,7 +280,9 @@ class ZipArchive:
             try:
                 part = os.pread(descriptor, min(left, 1 << 30), position)
             except OSError as exc:
-                raise CheckpointError(f"{self.path} cannot be read", got=exc.strerror or str(exc)) from exc
+                raise CheckpointError(
+                    f"{self.path} cannot be read", got=exc.strerror or str(exc), remedy=find_remedy(exc)
+                ) from exc
             if not part:
                 raise self._damaged(f"{length} bytes at byte {offset}", "the end of the file")
             parts.append(part)

@@ -38,6 +38,9 @@ _GOLDEN_TEXTS = 16
 # A single row is tried at the model's maximum.
 _LONGEST_IN_BATCH = 512
 
+# Rows of one length in one batch; fewer where the model reads fewer.
+_SAME_LENGTH = 7
+
 _SEEDS = (0, 1)
 _SIDES: tuple[Side, ...] = ("right", "left")
 
@@ -236,8 +239,10 @@ class TextTask(Task):
             shuffled = np.random.default_rng(seed).permutation(np.array(ids)).tolist()
             flows = self._build_flows(shuffled)
             rows = [row for length, row in flows.items() if length <= _LONGEST_IN_BATCH]
-            same = [self._to_row([self._build_window(shuffled[start : start + 7])]) for start in range(0, 35, 7)]
-            yield Case(name=f"5 of 7 tokens, seed {seed}", rows=same, batch_size=5)
+            size = min(_SAME_LENGTH, self.max_length)
+            starts = range(0, 5 * size, size)
+            same = [self._to_row([self._build_window(shuffled[start : start + size])]) for start in starts]
+            yield Case(name=f"5 of {size} tokens, seed {seed}", rows=same, batch_size=5)
             for padding in _SIDES:
                 yield Case(
                     name=f"padded {padding}, seed {seed}",

@@ -68,6 +68,14 @@ def test_a_folder_within_the_checkpoint_is_refused(tmp_path: Path, export_cli: C
     assert export_cli("consolidate", str(tmp_path / "in" / "checkpoint.pt"), str(tmp_path / "in" / "sub")).code == 0
 
 
+def test_a_place_that_is_a_link_to_itself_is_refused(tmp_path: Path, export_cli: Callable[..., Finished]) -> None:
+    make_checkpoint(tmp_path / "in")
+    (tmp_path / "loop").symlink_to("loop")
+    for out, sentence in (("loop", "loop exists already: "), ("loop/x", "loop/x cannot be made: ")):
+        done = export_cli("consolidate", str(tmp_path / "in"), str(tmp_path / out))
+        assert done.code == 1 and done.err.startswith(f"error: {tmp_path}/{sentence}") and done.err.count("\n") == 1
+
+
 def test_every_byte_arrives_and_what_belongs_to_the_model_comes_along(tmp_path: Path) -> None:
     state = make_checkpoint(tmp_path / "in")
     done = consolidate(tmp_path / "in", tmp_path / "out")

@@ -337,6 +337,15 @@ def test_a_masked_word_is_one_that_is_read(max_length: int, tmp_path: Path) -> N
     assert all(task.answer(question)["TOKEN"] for question in questions)
 
 
+@pytest.mark.parametrize("positions", [3, 6, 7, 8])
+def test_a_model_of_few_positions_is_tried_with_no_more(positions: int, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["bert fill-mask"], tmp_path)
+    task = build_task("feature-extraction", replace(build_source(tmp_path), max_length=positions))
+    lengths = {len(row["input_ids"]) for case in task.build_cases() for row in case.rows}
+    assert max(lengths) == positions
+    assert f"5 of {min(positions, 7)} tokens, seed 1" in {case.name for case in task.build_cases()}
+
+
 def test_pooling_can_be_asked_for(tiny_checkpoint: Path) -> None:
     task = build_task("feature-extraction", build_source(tiny_checkpoint, pooling="cls", normalize=False))
     assert task.description == "pooling cls (as asked for)"
