@@ -238,7 +238,8 @@ def test_a_folder_beside_the_weights_that_may_not_be_read_is_no_matter(tmp_path:
     # It may be the latest one.
     finished = run_verb("inspect", tmp_path, wrap=wrap)
     sentence = (
-        f"error: {tmp_path}/global_step2 cannot be read: expected the files of a checkpoint, got Permission denied."
+        f"error: {tmp_path}/global_step2 cannot be read: expected the files of a checkpoint, got Permission denied; "
+        "let this user read it, and enter the folders that it is in."
     )
     assert (finished.returncode, finished.stderr) == (1, sentence + "\n")
 

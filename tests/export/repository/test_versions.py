@@ -547,6 +547,9 @@ def test_promotion_copies_the_proof_keeps_the_number_and_is_done_once(
     for place in (models, models / "tickets", tmp_path):
         done = export_cli("promote", "tickets", "--repository", str(models), "--to", str(place))
         assert done.code == 1 and "expected another repository, neither inside of this one nor around it" in done.err
+    (tmp_path / "loop").symlink_to("loop")
+    done = export_cli("promote", "tickets", "--repository", str(models), "--to", str(tmp_path / "loop"))
+    assert done.code == 1 and "loop cannot be a repository: expected a folder, or a place for one" in done.err
     words = ("promote", "tickets", 2, "--repository", models, "--to", tmp_path / "production")
     assert ask(export_cli, *words, "--no-activate") == {
         "name": "tickets",
