@@ -80,12 +80,11 @@ class Contract:
         outputs: What they get. Without a postprocess step they are the graph's outputs under other names.
         preprocess: Triton backend of the step that makes the graph's inputs, and the carried tensors, of `inputs`; None
             where the backend that runs the model takes `inputs` itself, and no steps are around it.
-        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and
-            those of `inputs` that are passed; None where there is no such step.
+        postprocess: Triton backend of the step that makes `outputs` of the graph's outputs, the carried tensors and,
+            where they are no files, `inputs`; None where there is no such step.
         carried: Tensors that the preprocess step makes for the postprocess step, past the graph.
         is_lean: Whether one process does what the steps of an ensemble would do.
-        passed_inputs: Names of those of `inputs` that the postprocess step takes as well.
-        has_files: Whether `inputs` are whole files, which take milliseconds to decode.
+        has_files: Whether `inputs` are whole files: megabytes, which take milliseconds to decode.
         lengths: What the preprocess step pads a request to, the smallest first, so that it can be joined with others.
     """
 
@@ -95,14 +94,13 @@ class Contract:
     postprocess: str | None = None
     carried: tuple[TensorSignature, ...] = ()
     is_lean: bool = False
-    passed_inputs: tuple[str, ...] = ()
     has_files: bool = False
     lengths: tuple[int, ...] = ()
 
     @property
     def passed(self) -> tuple[TensorSignature, ...]:
         """What passes the graph by on its way to the postprocess step."""
-        return self.carried + tuple(tensor for tensor in self.inputs if tensor.name in self.passed_inputs)
+        return self.carried + (() if self.has_files else self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ def _build_postprocess(name: str, signature: ModelSignature, contract: Contract,
         input=[_input(tensor) for tensor in signature.outputs + contract.passed],
         output=[_output(tensor) for tensor in contract.outputs],
         instance_group=[pb.ModelInstanceGroup(kind=pb.ModelInstanceGroup.KIND_CPU, count=1)],
-        dynamic_batching=_one_by_one() if contract.passed_inputs else _batching(0),
+        dynamic_batching=_batching(0) if contract.has_files else _one_by_one(),
     )
 
 

@@ -17,7 +17,7 @@ from ..cases import Outputs
 from ..comparison import MAX_LOGIT_ERROR, compare_logits
 from ..labels import SCORE
 from .encoding import Question, QuestionEncoder
-from .text import TEXT_PAIR, Answer, TextTask
+from .text import Answer, TextTask
 from .tokens import END, START
 
 ANSWER = "ANSWER"
@@ -56,7 +56,6 @@ class QuestionAnswering(TextTask):
             (TensorSignature(name="span_logits", dtype=torch.float32, dims=places),),
             tuple(TensorSignature(name=n, dtype=d, dims=(BATCH, self.top_k)) for n, d in answers),  # type: ignore[arg-type]
             carried=(TensorSignature(name="answer_spans", dtype=torch.int64, dims=places),),
-            passed=(TEXT_PAIR,),
         )
 
     @property

@@ -119,7 +119,6 @@ class TextTask(Task):
         answers: tuple[TensorSignature, ...],
         *,
         carried: tuple[TensorSignature, ...] = (),
-        passed: tuple[str, ...] = (),
         has_postprocess: bool = True,
     ) -> ModelSignature:
         """Return the signature of the module and of the ensemble around it.
@@ -129,7 +128,6 @@ class TextTask(Task):
             outputs: Of the module.
             answers: What clients get.
             carried: Tensors of the tokenizer that only the postprocess step takes.
-            passed: Names of the texts that it takes as well.
             has_postprocess: Whether the answers are made of the outputs by `postprocess`, not equal to them.
         """
         names = (TEXT, TEXT_PAIR) if self.takes_pairs else (TEXT,)
@@ -143,7 +141,6 @@ class TextTask(Task):
                 preprocess=PREPROCESS_BACKEND,
                 postprocess=POSTPROCESS_BACKEND if has_postprocess else None,
                 carried=carried,
-                passed_inputs=passed,
             ),
         )
 

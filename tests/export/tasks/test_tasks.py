@@ -337,6 +337,25 @@ def test_a_masked_word_is_one_that_is_read(max_length: int, tmp_path: Path) -> N
     assert all(task.answer(question)["TOKEN"] for question in questions)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "task", "passed"),
+    [
+        ("classification", "text-classification", ["TEXT"]),
+        ("classification", "text-pair-classification", ["TEXT", "TEXT_PAIR"]),
+        ("tokens", "token-classification", ["token_spans", "continues_word", "TEXT"]),
+        ("question answering", "question-answering", ["answer_spans", "TEXT", "TEXT_PAIR"]),
+        ("fill-mask", "fill-mask", ["TEXT"]),
+    ],
+)
+def test_the_last_step_takes_what_that_of_every_version_before_takes(
+    architecture: str, task: str, passed: list[str], tmp_path: Path
+) -> None:
+    """Else no version could follow upon one that was published with an older release."""
+    save_model(ARCHITECTURES[f"bert {architecture}"], tmp_path)
+    contract = build_task(task, build_source(tmp_path)).signature.contract
+    assert contract and [tensor.name for tensor in contract.passed] == passed
+
+
 @pytest.mark.parametrize("positions", [3, 6, 7, 8])
 def test_a_model_of_few_positions_is_tried_with_no_more(positions: int, tmp_path: Path) -> None:
     save_model(ARCHITECTURES["bert fill-mask"], tmp_path)
