@@ -467,7 +467,7 @@ def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutEr
     if published.version:
         expected, remedy = "it to load and to answer as verified", "activate another version or export it again"
     else:
-        expected, remedy = "it to load", "mend its folder, of which the log tells more, or take it out of the repository"
+        expected, remedy = "it to load", "mend its folder (the log tells more) or take it out of the repository"
     if isinstance(exc, OSError) and exc.errno:
         # What the system refused, such as a write to a full disk, is nobody's fault who published it.
         remedy = "mend that, and it is tried again"

@@ -219,7 +219,7 @@ def test_a_model_that_was_made_by_hand_and_cannot_be_loaded_is_named_without_a_v
     server.wait_for_line("Tried again in 10 s", 60)
     (told,) = (line for line in server.lines if "Tried again" in line)
     assert told.startswith("ERROR: made cannot be served: expected it to load, got ")
-    assert "; it is not served, mend its folder, of which the log tells more, or take it out of the repository. Tried" in told
+    assert "; it is not served, mend its folder (the log tells more) or take it out of the repository. Tried" in told
     assert ".;" not in told and ";." not in told
     checked = server.check()
     assert checked.code == 1 and "made cannot be served" in checked.err
