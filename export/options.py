@@ -5,6 +5,7 @@ table of tasks. Imports nothing heavy, so that `--help` answers at once.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -380,12 +381,13 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         settings: The same of the file.
 
     Raises:
-        SettingsError: An option has no effect beside or without another.
+        SettingsError: An option has no effect beside or without another, or an adapter is named twice.
     """
     chosen = _fill(ExportRequest, arguments, settings)
     # What was given as it would be anyway has no effect either.
     given = [option for option in list_options() if _is_given(option, _choose(option, arguments, settings))]
     _refuse_idle(given, arguments["checkpoint"], chosen.get("factory"))
+    _refuse_twice(chosen.get("adapters", ()))
     return ExportRequest(
         checkpoint=arguments["checkpoint"],
         name=arguments["name"],
@@ -399,6 +401,24 @@ def build_request(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         task_options={option.name: _choose(option, arguments, settings) for option in list_task_options()},
         **chosen,
     )
+
+
+def _refuse_twice(adapters: Sequence[Path]) -> None:
+    """Refuse to merge an adapter twice, which would double what it was trained to change.
+
+    Raises:
+        SettingsError: One is named twice, in the file and on the command line perhaps.
+    """
+    found: dict[str, Path] = {}
+    for path in adapters:
+        if other := found.get(real := os.path.realpath(path)):
+            raise SettingsError(
+                f"the adapter {path} is named twice",
+                expected="each adapter once",
+                got=f"{other} as well" if other != path else "it twice",
+                remedy="leave one of them out",
+            )
+        found[real] = path
 
 
 def list_changed(holder: Any) -> list[Option]:

@@ -19,6 +19,7 @@ from .published import Published, read_published
 # see in a checkout.
 if TYPE_CHECKING:
     from client import errors as faults
+    from client.answers import check_answers
     from client.model import Model
     from client.options import Options, Words
     from client.pieces import ask_texts
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from client.streams import PROMPT, listen
 else:
     from modelyard.client import errors as faults
+    from modelyard.client.answers import check_answers
     from modelyard.client.model import Model
     from modelyard.client.options import Options, Words
     from modelyard.client.pieces import ask_texts
@@ -192,7 +194,9 @@ class Upstream:
             ApiError: There is no answer.
         """
         with self._explained():
-            return await ask_texts(self._session, served.model, _encode(texts), _encode(pairs), headers=headers)
+            arrays = await ask_texts(self._session, served.model, _encode(texts), _encode(pairs), headers=headers)
+            check_answers(served.name, arrays)
+            return arrays
 
     async def write(
         self, served: Served, prompt: str, parameters: Mapping[str, Any], *, headers: Mapping[str, str]
@@ -212,6 +216,7 @@ class Upstream:
         with self._explained():
             async with contextlib.aclosing(listen(self._session, served.name, inputs, headers=headers)) as answers:
                 async for answer in answers:
+                    _check_piece(served.name, answer, parameters.get("n") or 1)
                     yield answer
 
     async def _look(self) -> None:
@@ -300,6 +305,29 @@ class Upstream:
             return ApiError(404, f"{what}.", param="model", code="model_not_found")
         self._say(f"an answer is lost: {exc}")
         return ApiError(502, "the model server failed on this request.", type="server_error", code="bad_gateway")
+
+
+def _check_piece(name: str, answer: Mapping[str, list[Any]], number: int) -> None:
+    """Refuse a piece of a text that says something else than this many texts and their tokens.
+
+    Raises:
+        GarbledError: It does.
+    """
+    are_texts = all(
+        len(values := answer.get(output, ())) == number and all(isinstance(value, str) for value in values)
+        for output in ("text_output", "finish_reason")
+    )
+    are_counts = all(
+        (values := answer.get(output, ())) and all(isinstance(value, int) and value >= 0 for value in values)
+        for output in ("num_input_tokens", "num_output_tokens")
+    )
+    if not are_texts or not are_counts:
+        raise faults.GarbledError(
+            f"a piece of {name} cannot be read",
+            expected=f"{number} of text_output and of finish_reason, and how many tokens they are",
+            got=", ".join(f"{len(values)} of {output}" for output, values in answer.items()) or "nothing",
+            remedy="look at the model",
+        )
 
 
 def _encode(texts: Sequence[str]) -> list[bytes]:

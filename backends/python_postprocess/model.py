@@ -45,6 +45,17 @@ class TritonPythonModel:
         try:
             answers = self._postprocess(tensors)
         except AnswerError as exc:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(exc), pb_utils.TritonError.INVALID_ARG))
+            return _refuse(str(exc))
+        # Whoever asks this step itself may send tensors of which no graph makes one beside the other. Raised from here,
+        # it would be the end of every request that was joined with this one.
+        except (ValueError, LookupError) as exc:
+            return _refuse(
+                f"the tensors do not belong together: expected those that a graph makes of one request, got '{exc}'; "
+                "ask the model that this is a step of"
+            )
         wanted = request.requested_output_names()
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, answers[name]) for name in answers if name in wanted])
+
+
+def _refuse(message: str) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG))

@@ -192,6 +192,15 @@ def test_a_setting_that_means_nothing_is_refused_in_one_sentence(content: Any, s
     assert str(refusal.value).count("\n") == 0
 
 
+def test_an_adapter_is_merged_once(tmp_path: Path) -> None:
+    path = write(tmp_path, {"adapter": ["first"]})
+    for words, got in ((["first"], "it twice"), (["./x/../first"], "first as well")):
+        with pytest.raises(
+            SettingsError, match=f"the adapter .*first is named twice: expected each .* once, got {got};"
+        ):
+            parse("--adapter", *words, file=path)
+
+
 @pytest.mark.parametrize(
     ("words", "got"),
     [

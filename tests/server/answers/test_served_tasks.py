@@ -24,7 +24,7 @@ from transformers import (
     pipeline,
 )
 
-from client import AsyncClient, Client, ClientError, ModelError, Ranked, UsageError
+from client import AsyncClient, Client, ClientError, ModelError, Ranked, RefusedError, UsageError
 from client.command.connection import Connection
 from demo.serving import Addresses, serve
 from export.__main__ import main as run_export_cli
@@ -296,6 +296,26 @@ def answer_as_transformers_4(model: Any, tokenizer: Any, question: str, context:
 def test_a_question_that_leaves_no_room_for_its_context_is_refused_alone(served: Served) -> None:
     with pytest.raises(ClientError, match="TEXT leaves no room for TEXT_PAIR: expected fewer than 64 tokens"):
         served.ask("question-answering", ["why " * 100], ["because"])
+
+
+@pytest.mark.parametrize(
+    ("context", "spans", "fault"),
+    [(b"\xff", [[0, 1], [2, 3]], "'utf-8' codec"), (b"abcd", [[0, 1]], "could not be broadcast|longer|out of bounds")],
+)
+def test_a_step_that_is_asked_with_tensors_of_several_requests_says_so(
+    served: Served, context: bytes, spans: list[list[int]], fault: str
+) -> None:
+    values = {
+        "span_logits": np.zeros((1, 1, 2, 2), dtype=np.float32),
+        "answer_spans": np.array([[spans]], dtype=np.int64),
+        "TEXT": np.array([[b"who"]], dtype=object),
+        "TEXT_PAIR": np.array([[context]], dtype=object),
+    }
+    with (
+        Client(served.addresses.http, model="question-answering_postprocess") as client,
+        pytest.raises(RefusedError, match=f"the tensors do not belong together: expected .*({fault})"),
+    ):
+        client.infer(values)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

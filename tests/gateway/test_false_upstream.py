@@ -1,0 +1,108 @@
+"""A server of models that answers the gateway in its protocol, and with what no model can have made."""
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from launcher import find_ports
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc as protocol
+
+from client.model import Model, Tensor
+from gateway.errors import ApiError
+from gateway.upstream import GENERATION, Served, Upstream
+
+TEXTS = Tensor(name="TEXT", datatype="BYTES", shape=(-1, 1))
+VECTORS = Tensor(name="EMBEDDING", datatype="FP32", shape=(-1, 2))
+
+# Output → its type, and how its values travel.
+PIECE: dict[str, tuple[str, list[bytes]]] = {
+    "text_output": ("BYTES", [b"\2\0\0\0Hi"]),
+    "finish_reason": ("BYTES", [b"\4\0\0\0stop"]),
+    "num_input_tokens": ("UINT32", [struct.pack("<I", 3)]),
+    "num_output_tokens": ("UINT32", [struct.pack("<I", 1)]),
+}
+
+
+def build(outputs: dict[str, tuple[str, list[bytes]]]) -> pb.ModelInferResponse:
+    answer = pb.ModelInferResponse(model_name="tiny", model_version="1")
+    for name, (datatype, values) in outputs.items():
+        answer.outputs.add(name=name, datatype=datatype, shape=[len(values)])
+        answer.raw_output_contents.append(b"".join(values))
+    return answer
+
+
+class FalseServer(protocol.GRPCInferenceServiceServicer):
+    """Answers whatever it is told to."""
+
+    answer: pb.ModelInferResponse
+
+    def ModelInfer(self, request: Any, context: Any) -> pb.ModelInferResponse:  # noqa: N802 -- the protocol's name
+        return self.answer
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[pb.ModelStreamInferResponse]:  # noqa: N802
+        yield pb.ModelStreamInferResponse(infer_response=self.answer)
+
+
+@pytest.fixture
+def ask() -> Iterator[Callable[[str, pb.ModelInferResponse], list[str]]]:
+    """Ask the gateway's upstream about a model of a kind, and return what it would log of an answer that is lost."""
+    server, false = grpc.server(futures.ThreadPoolExecutor(2)), FalseServer()
+    protocol.add_GRPCInferenceServiceServicer_to_server(false, server)
+    (port,) = find_ports(1)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+
+    async def hear(kind: str, said: list[str]) -> None:
+        model = Model(name="tiny", version="1", takes=(TEXTS,), makes=(VECTORS,), max_batch_size=8, has_batch=True)
+        served: Any = Served(name="tiny", version="1", kind=kind, model=model, files=None)  # type: ignore[arg-type]
+        upstream = Upstream(f"127.0.0.1:{port}", Path(), 10.0, said.append)
+        try:
+            if kind == GENERATION:
+                assert [piece async for piece in upstream.write(served, "x", {}, headers={})]
+            else:
+                await upstream.ask(served, ["x"], headers={})
+        finally:
+            await upstream.close()
+
+    def ask(kind: str, answer: pb.ModelInferResponse) -> list[str]:
+        said: list[str] = []
+        false.answer = answer
+        asyncio.run(hear(kind, said))
+        return said
+
+    yield ask
+    server.stop(None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_vector_that_is_no_number_is_no_answer(
+    ask: Callable[[str, pb.ModelInferResponse], list[str]], value: float
+) -> None:
+    answer = build({"EMBEDDING": ("FP32", [struct.pack("<2f", 1.0, 0.5)])})
+    answer.outputs[0].shape[:] = [1, 2]
+    assert ask("embedding", answer) == []
+    answer.raw_output_contents[0] = struct.pack("<2f", 1.0, value)
+    with pytest.raises(ApiError) as refusal:
+        ask("embedding", answer)
+    assert refusal.value.status == 502
+
+
+@pytest.mark.parametrize("output", PIECE)
+def test_a_piece_of_a_text_that_cannot_be_one_is_no_answer(
+    ask: Callable[[str, pb.ModelInferResponse], list[str]], output: str
+) -> None:
+    assert ask(GENERATION, build(PIECE)) == []
+    datatype, values = PIECE[output]
+    wrong = [{name: each for name, each in PIECE.items() if name != output}, PIECE | {output: ("FP32", [b"\0" * 4])}]
+    if datatype == "BYTES":
+        wrong.append(PIECE | {output: (datatype, values * 2)})
+    for outputs in wrong:
+        with pytest.raises(ApiError) as refusal:
+            ask(GENERATION, build(outputs))
+        assert refusal.value.status == 502
