@@ -17,7 +17,7 @@ DOUBLED = f"one is a copy under the other's name; {RECOPY_WHOLE}"
 
 
 def find_remedy(error: Exception) -> str:
-    """Return what can be done about a file of a checkpoint that the operating system does not let be read."""
+    """Return what can be done about a file that the operating system does not let be read; nothing where none is."""
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
         return "let this user read it, and enter the folders that it is in"
-    return RECOPY
+    return RECOPY if isinstance(error, OSError) and error.errno == errno.EIO else ""

@@ -234,7 +234,7 @@ def test_a_repository_that_cannot_be_written_is_told_before_anything_is_read(tmp
             check_destination(repository, "tiny")
         assert str(caught.value) == (
             f"{repository} cannot be a repository: expected a folder, or a place for one, got {tmp_path / 'file'}, "
-            f"which is not a folder; pass another --repository."
+            f"which is not a folder; choose another place."
         )
     with pytest.raises(RepositoryError, match="the model's name cannot be used"):
         check_destination(tmp_path / "models", "a/b")
