@@ -244,6 +244,7 @@ def test_a_folder_beside_the_weights_that_may_not_be_read_is_no_matter(tmp_path:
     assert (finished.returncode, finished.stderr) == (1, sentence + "\n")
 
 
+@pytest.mark.rarer
 def test_what_a_log_holds_can_be_read_and_the_next_step_typed(tmp_path: Path) -> None:
     save_writer("gpt2", tmp_path / "writer")
     repository = tmp_path / "my models"

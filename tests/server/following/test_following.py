@@ -46,6 +46,7 @@ def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: 
     assert sum(deaths.values()) == 1
 
 
+@pytest.mark.rarer
 @pytest.mark.skipif(NGINX is None, reason="nginx is not installed; `apt-get install nginx-light`")
 def test_two_servers_behind_a_proxy_lose_no_request_while_both_change(repository: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(repository, tmp_path / "models"))
