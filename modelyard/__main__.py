@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from . import __version__
+from .standard_streams import fill_closed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,7 @@ EXIT_UNANSWERED = 5
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    _fill_closed_streams()
+    fill_closed()
     # The part decides what Ctrl-C does from then on.
     interruption.leave_at_once()
     try:
@@ -250,16 +251,6 @@ def _refuse(sentence: str, code: int) -> int:
     except OSError:
         _drop(sys.stderr.fileno())
     return code
-
-
-def _fill_closed_streams() -> None:
-    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def _print(text: str) -> None:

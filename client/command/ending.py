@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+from modelyard.standard_streams import fill_closed
+
 from ..printable import make_printable
 
 # What was asked for was done, and its answer could not be written.
@@ -23,7 +25,7 @@ class UnansweredError(Exception):
 
 def begin() -> None:
     """Prepare the process before anything else is loaded: streams that are closed, and Ctrl-C."""
-    _fill_closed_streams()
+    fill_closed()
     # Where Ctrl-C is ignored, as under `nohup`, it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -87,18 +89,6 @@ def end_quietly(main: Callable[[], int]) -> int:
         # While Python takes itself down, nobody wants a traceback of Ctrl-C either.
         if callable(before):
             signal.signal(signal.SIGINT, before)
-
-
-def _fill_closed_streams() -> None:
-    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
-    # Of an answer that nobody can read is told; nothing is lost with words beside it.
-    modes = {"stdin": ("r", os.O_RDWR), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_RDWR)}
-    for name, (mode, access) in modes.items():
-        if getattr(sys, name) is None:
-            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
-            descriptor = os.open(os.devnull, access)
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def _leave(signal_number: int, frame: FrameType | None) -> None:

@@ -5,25 +5,15 @@ import io
 import os
 import sys
 
+from modelyard.standard_streams import fill_closed
+
 from ..errors import UnansweredError
 
 
 def prepare() -> None:
     """Prepare the process before anything else is loaded."""
-    _fill_closed_streams()
+    fill_closed()
     sys.stderr = _Messages()
-
-
-def _fill_closed_streams() -> None:
-    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
-    # Of an answer that nobody can read is told; nothing is lost with words beside it.
-    modes = {"stdin": ("r", os.O_RDWR), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_RDWR)}
-    for name, (mode, access) in modes.items():
-        if getattr(sys, name) is None:
-            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
-            descriptor = os.open(os.devnull, access)
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 class _Messages(io.TextIOWrapper):

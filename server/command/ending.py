@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+from modelyard.standard_streams import fill_closed
+
 # What was asked for was done, and its answer could not be written.
 EXIT_UNANSWERED = 5
 
@@ -21,7 +23,7 @@ class _UnansweredError(Exception):
 
 def begin() -> None:
     """Prepare the process before anything else is loaded: streams that are closed, and Ctrl-C."""
-    _fill_closed_streams()
+    fill_closed()
     # Where Ctrl-C is ignored, as under `nohup`, it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -56,16 +58,6 @@ def end_quietly(main: Callable[[], int]) -> int:
         return _INTERRUPTED
     finally:
         _say("")
-
-
-def _fill_closed_streams() -> None:
-    """Open what was closed (`>&-`) as /dev/null: else a file that is opened later would become the standard output."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            # The lowest that is free, which is the one that was closed; what is started from here has it as well.
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def _leave(signal_number: int, frame: FrameType | None) -> None:
