@@ -1,6 +1,7 @@
 """The command line of every part: a slip is told in one line."""
 
 import argparse
+import contextlib
 import difflib
 import itertools
 import sys
@@ -25,7 +26,10 @@ class VerbParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Tell wrong usage in one line: the usage may be thirty, in front of the one that matters."""
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        # Python 3.10 ends with 1 where nothing takes it.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2)
 
     def _check_option(self, word: str) -> None:
         """Refuse an option that is not there, with the one that was probably meant."""
