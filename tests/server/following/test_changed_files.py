@@ -64,7 +64,9 @@ def put(path: Path, content: bytes) -> None:
     staged.replace(path)
 
 
-@pytest.mark.parametrize("file", [f"{MODEL}/1/model.onnx", f"{PREPROCESS}/1/tokenizer.json"])
+@pytest.mark.parametrize(
+    "file", [f"{MODEL}/1/model.onnx", pytest.param(f"{PREPROCESS}/1/tokenizer.json", marks=pytest.mark.rarer)]
+)
 def test_what_was_put_in_the_place_of_a_served_file_is_told_and_loaded_by_nobody(
     served: tuple[Running, Path], file: str
 ) -> None:
@@ -172,7 +174,7 @@ def test_another_publication_of_a_served_number_is_served_whole_or_not_at_all(
     assert server.check().code == 0
 
 
-@pytest.mark.parametrize("takes", ["all", "a line"])
+@pytest.mark.parametrize("takes", ["all", pytest.param("a line", marks=pytest.mark.rarer)])
 def test_sums_that_are_taken_away_leave_those_that_it_was_loaded_with(served: tuple[Running, Path], takes: str) -> None:
     server, repository = served
     sums, graph = repository / NAME / "1" / "SHA256SUMS", repository / MODEL / "1" / "model.onnx"

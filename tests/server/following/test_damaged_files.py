@@ -223,6 +223,7 @@ def test_a_damaged_recorded_answer_fails_its_version_and_nothing_else(repository
     assert "Traceback" not in "\n".join(server.lines)
 
 
+@pytest.mark.rarer
 def test_a_pipe_among_the_files_of_a_version_is_named_and_waited_for_by_nobody(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -358,8 +359,15 @@ def test_a_version_whose_folder_is_gone_is_named_at_once_and_serves_on(served: t
     assert callers.failures == [] and set(callers.answers) == {1}
 
 
-@pytest.mark.parametrize("file", ["followed_model/1/model.onnx", "followed_preprocess/1/tokenizer.json"])
-@pytest.mark.parametrize("kind", ["nothing", "folder"])
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("followed_model/1/model.onnx", "nothing"),
+        ("followed_preprocess/1/tokenizer.json", "folder"),
+        pytest.param("followed_model/1/model.onnx", "folder", marks=pytest.mark.rarer),
+        pytest.param("followed_preprocess/1/tokenizer.json", "nothing", marks=pytest.mark.rarer),
+    ],
+)
 def test_a_file_that_is_gone_is_named_while_the_model_serves_on(
     served: tuple[Running, Path], tmp_path: Path, file: str, kind: str
 ) -> None:
@@ -381,6 +389,7 @@ def test_a_file_that_is_gone_is_named_while_the_model_serves_on(
     assert server.check().code == 0
 
 
+@pytest.mark.rarer
 def test_a_link_to_a_folder_that_is_away_leaves_what_is_served(served: tuple[Running, Path], tmp_path: Path) -> None:
     server, copy = served
     (copy / NAME).rename(tmp_path / "away")

@@ -277,6 +277,7 @@ def test_what_changes_while_a_model_is_loaded_for_long_is_told_and_brought_after
     assert sum("waits until that ends" in line for line in server.lines) == 1
 
 
+@pytest.mark.rarer
 def test_what_waits_for_a_model_that_is_loaded_for_long_is_told_as_that(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -400,6 +401,7 @@ def test_what_is_damaged_while_another_model_is_loaded_is_told_at_once(
     wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
 
 
+@pytest.mark.rarer
 def test_what_had_failed_and_is_mended_while_another_model_is_loaded_waits_for_that(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -464,6 +466,7 @@ def load_failing(go: Path, server: Running, repository: Path) -> Path:
     return config
 
 
+@pytest.mark.rarer
 def test_what_waits_is_told_as_that_until_it_is_brought_also_after_a_load_that_failed(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
@@ -494,6 +497,7 @@ def test_what_waits_is_told_as_that_until_it_is_brought_also_after_a_load_that_f
     assert sum("ERROR: version 2 of a cannot be served" in line for line in server.lines) == 1
 
 
+@pytest.mark.rarer
 def test_what_goes_while_another_model_is_loaded_is_unloaded_after_it(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:

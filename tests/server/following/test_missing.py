@@ -196,6 +196,7 @@ def test_a_new_model_is_told_as_being_loaded_until_it_answers(served: tuple[Runn
     assert "slow answers as verified within 0.0e+00; version 1 is served" in server.check().err
 
 
+@pytest.mark.rarer
 def test_a_configuration_that_is_mended_or_removed_is_missed_no_more(repository: Path, tmp_path: Path) -> None:
     copy = copy_at_first(repository, tmp_path / "models")
     config = copy / f"{NAME}_preprocess" / "config.pbtxt"

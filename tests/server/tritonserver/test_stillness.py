@@ -336,7 +336,9 @@ def test_what_does_nothing_as_tritonserver_starts_keeps_no_other_model_from_bein
         wait_for(server, lambda models: not models and read_ready(server) == (200, "ready\n"))
 
 
-@pytest.mark.parametrize("is_removed", [False, True], ids=["set back", "removed"])
+@pytest.mark.parametrize(
+    "is_removed", [pytest.param(False, id="set back", marks=pytest.mark.rarer), pytest.param(True, id="removed")]
+)
 def test_of_a_load_that_ends_when_nobody_wants_it_any_more_no_further_try_is_promised(
     is_removed: bool, tmp_path: Path
 ) -> None:
