@@ -23,7 +23,7 @@ def check_initializer(tokenizer: PreTrainedTokenizerBase, item: AddedToken) -> N
     if kind == "copy" and argument not in tokenizer.get_vocab():
         raise VocabularyError(
             f"the token that {item.token} is to be a copy of does not exist",
-            expected="a token of the tokenizer",
+            expected="a token that the checkpoint's tokenizer has before any is added",
             got=repr(argument),
             remedy="name one as the tokenizer writes it",
         )

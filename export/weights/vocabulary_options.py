@@ -36,9 +36,14 @@ def _tokens(*, special: bool) -> Kind:
 
     def parse(word: str) -> AddedToken:
         token, _, initializer = word.partition("=")
+        if "=" in initializer:
+            # Of the token or of how it starts: only a file tells them apart.
+            raise ValueError
         return make(token, initializer)
 
-    expected = "tokens, each TOKEN=INITIALIZER on the command line and an initializer under its text in a file"
+    expected = (
+        "tokens, each TOKEN=INITIALIZER with one = on the command line, and an initializer under its text in a file"
+    )
     return Kind(expected=expected, parse=parse, read=read_pairs(make), metavar="TOKEN=INITIALIZER", collect=tuple)
 
 

@@ -125,7 +125,7 @@ def test_the_command_line_wins_and_adds_its_tokens_to_the_files(tmp_path: Path) 
             "tolerances": {"min_cosine": 0.9, "max_abs_error": 1},
         },
     )
-    words = ["--seed", "5", "--add-special-token", "[C]=random", "--add-token", "d=a=b", "--adapter", "second"]
+    words = ["--seed", "5", "--add-special-token", "[C]=random", "--add-token", "d=a b", "--adapter", "second"]
     request = parse(*words, "--tolerance", "max_abs_error=1e-6", file=path)
     assert request.task == "fill-mask"
     assert request.vocabulary.seed == 5
@@ -134,7 +134,7 @@ def test_the_command_line_wins_and_adds_its_tokens_to_the_files(tmp_path: Path) 
         AddedToken(token="[A]", initializer="mean:start"),
         AddedToken(token="b", initializer="zeros", special=False),
         AddedToken(token="[C]", initializer="random"),
-        AddedToken(token="d", initializer="a=b", special=False),
+        AddedToken(token="d", initializer="a b", special=False),
     )
     assert request.adapters == (Path("first"), Path("second"))
     assert request.tolerances == {"min_cosine": 0.9, "max_abs_error": 1e-6}
@@ -226,6 +226,7 @@ def test_a_token_is_added_once(words: list[str], got: str) -> None:
         (["--base", ""], "argument --base: expected a path, got ''"),
         (["--tolerance", "max_abs_error"], "argument --tolerance: expected bounds, each NAME=VALUE"),
         (["--add-token", "[A]"], "argument --add-token: expected tokens, each TOKEN=INITIALIZER"),
+        (["--add-token", "<==mean"], "each TOKEN=INITIALIZER with one = on the command line"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
     ],
 )
