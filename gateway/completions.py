@@ -10,7 +10,7 @@ from .bodies import Chat, Completions, Message, Sampling, read_prompts
 from .call import Call, Reply
 from .errors import ApiError, refuse
 from .texts import dump
-from .upstream import GENERATION, Served, Upstream, gather
+from .upstream import GENERATION, GOES_ON, Served, Upstream, gather
 
 # Which go to the server as they are.
 _SAMPLING = (
@@ -18,8 +18,6 @@ _SAMPLING = (
     *("repetition_penalty", "min_tokens", "ignore_eos", "max_tokens"),
 )
 _DONE = b"data: [DONE]\n\n"
-# What the server calls the reason of a text that has not ended.
-_GOES_ON = "None"
 
 
 @dataclass
@@ -144,7 +142,7 @@ class Writing:
 def _take(answer: Mapping[str, list[Any]], written: Written) -> list[_Piece]:
     pieces = []
     for index, (text, reason) in enumerate(zip(answer["text_output"], answer["finish_reason"], strict=True)):
-        ended = reason if reason != _GOES_ON and written.reasons[index] is None else None
+        ended = reason if reason != GOES_ON and written.reasons[index] is None else None
         if text or ended:
             written.texts[index] += text
             written.reasons[index] = written.reasons[index] or ended
@@ -190,7 +188,7 @@ class _Answer:
         for written in results:
             for text, reason in zip(written.texts, written.reasons, strict=True):
                 said = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-                choices.append({"index": len(choices), **said, "logprobs": None, "finish_reason": reason or "stop"})
+                choices.append({"index": len(choices), **said, "logprobs": None, "finish_reason": reason})
         return dump({**self._head, "object": self._whole, "choices": choices, "usage": _count(results)})
 
     def render_start(self, number: int) -> list[bytes]:

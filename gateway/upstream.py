@@ -36,7 +36,7 @@ else:
 
 ClientError = faults.ClientError
 
-__all__ = ["GENERATION", "ClientError", "Served", "Upstream", "gather"]
+__all__ = ["GENERATION", "GOES_ON", "ClientError", "Served", "Upstream", "gather"]
 
 _LOOK_INTERVAL_S = 1.0
 
@@ -50,6 +50,9 @@ _KINDS = {
     (("TEXT", "TEXT_PAIR"), ("LABEL", "SCORE")): "pair classification",
 }
 GENERATION = "generation"
+
+# What the server calls the reason of a text that has not ended.
+GOES_ON = "None"
 
 # Kind → the task that makes a checkpoint a model of it.
 _TASKS = {
@@ -213,11 +216,19 @@ class Upstream:
             "return_num_input_tokens": np.array([True]),
             "return_num_output_tokens": np.array([True]),
         }
+        have_ended = [False] * (parameters.get("n") or 1)
         with self._explained():
             async with contextlib.aclosing(listen(self._session, served.name, inputs, headers=headers)) as answers:
                 async for answer in answers:
-                    _check_piece(served.name, answer, parameters.get("n") or 1)
+                    _check_piece(served.name, answer, have_ended)
                     yield answer
+            if not all(have_ended):
+                raise faults.GarbledError(
+                    f"the text of {served.name} breaks off",
+                    expected="why each text ended, in its last piece",
+                    got="the end of the answer",
+                    remedy="look at the model",
+                )
 
     async def _look(self) -> None:
         there: dict[str, str] = {}
@@ -307,12 +318,18 @@ class Upstream:
         return ApiError(502, "the model server failed on this request.", type="server_error", code="bad_gateway")
 
 
-def _check_piece(name: str, answer: Mapping[str, list[Any]], number: int) -> None:
-    """Refuse a piece of a text that says something else than this many texts and their tokens.
+def _check_piece(name: str, answer: Mapping[str, list[Any]], have_ended: list[bool]) -> None:
+    """Refuse a piece that says something else than texts, why they end, and their tokens; note which have ended.
+
+    Args:
+        name: Of the model.
+        answer: Output name → its values.
+        have_ended: Of each text that was asked for.
 
     Raises:
-        GarbledError: It does.
+        GarbledError: It does, or one of them goes on after its end.
     """
+    number = len(have_ended)
     are_texts = all(
         len(values := answer.get(output, ())) == number and all(isinstance(value, str) for value in values)
         for output in ("text_output", "finish_reason")
@@ -328,6 +345,15 @@ def _check_piece(name: str, answer: Mapping[str, list[Any]], number: int) -> Non
             got=", ".join(f"{len(values)} of {output}" for output, values in answer.items()) or "nothing",
             remedy="look at the model",
         )
+    for index, (text, reason) in enumerate(zip(answer["text_output"], answer["finish_reason"], strict=True)):
+        if text and have_ended[index]:
+            raise faults.GarbledError(
+                f"a text of {name} goes on after its end",
+                expected="nothing more of it",
+                got=repr(text[:100]),
+                remedy="look at the model",
+            )
+        have_ended[index] |= reason != GOES_ON
 
 
 def _encode(texts: Sequence[str]) -> list[bytes]:

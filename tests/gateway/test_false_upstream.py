@@ -41,16 +41,18 @@ class FalseServer(protocol.GRPCInferenceServiceServicer):
     """Answers whatever it is told to."""
 
     answer: pb.ModelInferResponse
+    times = 1
 
     def ModelInfer(self, request: Any, context: Any) -> pb.ModelInferResponse:  # noqa: N802 -- the protocol's name
         return self.answer
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[pb.ModelStreamInferResponse]:  # noqa: N802
-        yield pb.ModelStreamInferResponse(infer_response=self.answer)
+        for _ in range(self.times):
+            yield pb.ModelStreamInferResponse(infer_response=self.answer)
 
 
 @pytest.fixture
-def ask() -> Iterator[Callable[[str, pb.ModelInferResponse], list[str]]]:
+def ask() -> Iterator[Callable[..., list[str]]]:
     """Ask the gateway's upstream about a model of a kind, and return what it would log of an answer that is lost."""
     server, false = grpc.server(futures.ThreadPoolExecutor(2)), FalseServer()
     protocol.add_GRPCInferenceServiceServicer_to_server(false, server)
@@ -70,9 +72,9 @@ def ask() -> Iterator[Callable[[str, pb.ModelInferResponse], list[str]]]:
         finally:
             await upstream.close()
 
-    def ask(kind: str, answer: pb.ModelInferResponse) -> list[str]:
+    def ask(kind: str, answer: pb.ModelInferResponse, times: int = 1) -> list[str]:
         said: list[str] = []
-        false.answer = answer
+        false.answer, false.times = answer, times
         asyncio.run(hear(kind, said))
         return said
 
@@ -106,3 +108,12 @@ def test_a_piece_of_a_text_that_cannot_be_one_is_no_answer(
         with pytest.raises(ApiError) as refusal:
             ask(GENERATION, build(outputs))
         assert refusal.value.status == 502
+
+
+def test_a_text_that_ends_without_a_reason_or_goes_on_after_it_is_no_answer(ask: Callable[..., list[str]]) -> None:
+    for outputs, times in ((PIECE | {"finish_reason": ("BYTES", [b"\4\0\0\0None"])}, 1), (PIECE, 2)):
+        with pytest.raises(ApiError) as refusal:
+            ask(GENERATION, build(outputs), times)
+        assert refusal.value.status == 502
+    # Of several texts one ends before the others, and its reason comes again with theirs.
+    assert ask(GENERATION, build(PIECE | {"text_output": ("BYTES", [b"\0\0\0\0"])}), 2) == []
