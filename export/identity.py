@@ -1,6 +1,8 @@
 """What makes an export the same as an earlier one: the files that it reads, its options, its tools. Needs no torch."""
 
+import contextlib
 import hashlib
+import itertools
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import Any, Literal
 from .artefacts import hash_file
 from .checkpoints import StoredCheckpoint, open_checkpoint
 from .checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_home, read_sentence_modules
+from .checkpoints.storage.file_state import FileState, read_state
 from .errors import ExportError
 from .options import ExportRequest
 from .repository.activation import activate, lacks_configs
@@ -91,6 +94,16 @@ def list_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[str
     for index, folder in enumerate(request.adapters):
         files[f"adapter {index + 1}"] = [item for item in folder.iterdir() if item.is_file()]
     return files | list_asked(request)
+
+
+def look_at_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[Path, FileState]:
+    """Return what each file is that is read, for `refuse_any_changed` to compare it with afterwards."""
+    states = checkpoint.opened
+    # Of what cannot be looked at, whoever reads it tells what is wrong.
+    with contextlib.suppress(OSError):
+        for path in itertools.chain.from_iterable(list_files(request, checkpoint).values()):
+            states.setdefault(path, read_state(path))
+    return states
 
 
 def list_asked(request: ExportRequest) -> dict[str, Sequence[Path]]:

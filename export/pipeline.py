@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
+from .checkpoints.storage.file_state import refuse_any_changed
 from .engines.fastest import EngineChoice, choose_fastest
 from .engines.table import AUTO, Engine, list_engines
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
@@ -117,6 +118,8 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     tolerances = choose_tolerances(task.tolerances, precision, request.tolerances, request.accept_worse)
     with progress.step("hashing what was read"):
         sources = hash_files(source.files)
+        # What was hashed is what was read.
+        refuse_any_changed(source.opened)
     job = Job(
         task=task,
         target=target,

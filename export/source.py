@@ -1,7 +1,7 @@
 """What is to be served: the checkpoint or the user's own function, read and built into a task."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -9,12 +9,13 @@ from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
 from .checkpoints.plain.documents import refuse_false_documents
 from .checkpoints.plain.tokenizer_files import has_tokenizer
+from .checkpoints.storage.file_state import FileState
 from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
 from .foresight import check_factory, check_layout, refuse_batching
 from .graph.batchings import BATCHINGS
 from .graph.precisions import PRECISIONS
-from .identity import list_asked, list_files
+from .identity import list_asked, list_files, look_at_files
 from .options import ENSEMBLE, LEAN, ExportRequest, list_changed
 from .progress import Progress
 from .proof.tolerances import choose_tolerances
@@ -55,6 +56,7 @@ class Source:
         rows: How tokenizer and tables were brought together; None for a model without a tokenizer.
         adapters: Folders of the adapters that were merged.
         missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
+        opened: What files were before they were read.
     """
 
     origin: str
@@ -64,6 +66,7 @@ class Source:
     rows: VocabularyRows | None = None
     adapters: tuple[Path, ...] = ()
     missing: tuple[str, ...] = ()
+    opened: Mapping[Path, FileState] = field(default_factory=dict)
 
 
 def load_source(request: ExportRequest, progress: Progress) -> Source:
@@ -82,6 +85,7 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
 def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress: Progress) -> Source:
     weights: StateDict | None = None
     missing: tuple[str, ...] = ()
+    opened: dict[Path, FileState] = {}
     files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
     source_file = Path(entry.rpartition(":")[0])
     if source_file.suffix == ".py":
@@ -91,7 +95,7 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
         if request.checkpoint is not None:
             checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
             weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.files
-            missing = checkpoint.facts.missing
+            missing, opened = checkpoint.facts.missing, checkpoint.opened
         recipe, pictures = request.task_options["preprocess"], request.task_options["pictures"]
         check_factory(request)
         build = None
@@ -104,7 +108,7 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
         _lay_out(request, task)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
-    return Source(origin=origin, files=files, task=task, parameters=parameters, missing=missing)
+    return Source(origin=origin, files=files, task=task, parameters=parameters, missing=missing, opened=opened)
 
 
 def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:
@@ -113,6 +117,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         checkpoint = open_checkpoint(
             path, tag=request.tag, base=request.base, allow_non_finite=request.allow_non_finite
         )
+        opened = look_at_files(request, checkpoint)
         directory = request.base or checkpoint.directory
         name, source, rows = _read_task_source(request, checkpoint, directory)
         # Before the weights are read, which may take minutes.
@@ -132,6 +137,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         rows=rows,
         adapters=request.adapters,
         missing=checkpoint.facts.missing,
+        opened=opened,
     )
 
 

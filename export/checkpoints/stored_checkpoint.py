@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, list_some
 from .state_dict import TensorSpec
 from .storage import integrity
+from .storage.file_state import FileState, refuse_any_changed
 from .storage.second_copies import SecondCopy
 from .storage.stored_tensor import StoredTensor
 from .storage.zip_archive import StoredBlock, ZipArchive
@@ -100,6 +101,13 @@ class StoredCheckpoint:
         copies = {part.block.path for copy in self.copies for tensor in copy.values() for part in tensor.ranges}
         return tuple(sorted({*self.weight_files, *copies, *self.archives}))
 
+    @property
+    def opened(self) -> dict[Path, FileState]:
+        """What every file that data is read from was as its header was read."""
+        every = (self.tensors, *self.copies)
+        blocks = (part.block for each in every for tensor in each.values() for part in tensor.ranges)
+        return {block.path: block.file_state for block in blocks}
+
     def specs(self) -> Mapping[str, TensorSpec]:
         """Return name → shape and dtype of every tensor. Reads no tensor data."""
         return {
@@ -119,7 +127,7 @@ class StoredCheckpoint:
         return self.tensors[name].to_torch()
 
     def verify(self) -> None:
-        """Check every checksum, that floating-point weights are finite, and that copies agree.
+        """Check every checksum, that floating-point weights are finite, that copies agree, and that no file changed.
 
         Raises:
             CheckpointError: Something is wrong, named.
@@ -149,6 +157,8 @@ class StoredCheckpoint:
             allow_non_finite=self.allow_non_finite,
             sink=sink,
         )
+        # One shard may have been saved again after it was read, and before another was.
+        refuse_any_changed(self.opened)
 
     def _find_beside(self) -> list[StoredBlock]:
         """Return what else lies in the archives, as far as checking it costs next to nothing.

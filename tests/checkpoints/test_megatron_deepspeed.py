@@ -31,6 +31,7 @@ from export.checkpoints.megatron.to_gpt2 import build_gpt2_config, convert_to_gp
 from export.checkpoints.pickles.torch_zip import open_torch_zip
 from export.checkpoints.storage.byte_ranges import ByteRange
 from export.checkpoints.storage.dtypes import FLOAT32
+from export.checkpoints.storage.file_state import FileState
 from export.checkpoints.storage.stored_tensor import ContiguousTensor, StoredTensor
 from export.checkpoints.storage.zip_archive import StoredBlock
 from export.consolidation.consolidate import consolidate
@@ -623,7 +624,9 @@ def test_the_key_tables_fit_transformers_model_of_every_size(size: str) -> None:
 def store_nothing(shape: tuple[int, ...]) -> StoredTensor:
     """A tensor in a file that is never opened."""
     length = 4 * torch.Size(shape).numel()
-    block = StoredBlock(path=Path("never opened"), name="x", offset=0, length=length, crc32=None)
+    block = StoredBlock(
+        path=Path("never opened"), name="x", offset=0, length=length, crc32=None, file_state=FileState(length, 0)
+    )
     return ContiguousTensor(dtype=FLOAT32, shape=shape, ranges=(ByteRange(block, 0, length),))
 
 

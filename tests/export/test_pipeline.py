@@ -1,5 +1,6 @@
 """`python -m export run` as a whole: what it says, what it writes, and what it refuses."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,13 @@ import onnx
 import pytest
 import torch
 from harness import CHECKOUT, Finished, Published, fingerprint, run
+from rich.console import Console
 from safetensors.torch import load_file, save_file
+
+from export.errors import CheckpointError
+from export.options import ExportRequest
+from export.pipeline import run_export
+from export.progress import Detail, Progress
 
 Cli = Callable[..., Finished]
 
@@ -343,6 +350,33 @@ def test_wrong_usage_is_exit_2_and_help_shows_examples() -> None:
     done = run("-m", "export", "run", "--help")
     assert done.code == 0
     assert "examples:" in done.out
+
+
+class Hasty(Progress):
+    """Calls a function as the hashing of what was read begins."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__(Console(quiet=True))
+        self._act = act
+
+    def step(self, what: str) -> contextlib.AbstractContextManager[Detail]:
+        if what.startswith("hashing"):
+            self._act()
+        return super().step(what)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_what_is_saved_over_while_it_is_exported_is_not_published(copy: Path, repository: Path, name: str) -> None:
+    before = fingerprint(repository)
+    request = ExportRequest(checkpoint=copy, name="tiny", repository=repository)
+
+    def save() -> None:
+        shutil.copyfile(copy / name, copy / "again")
+        (copy / "again").replace(copy / name)
+
+    with pytest.raises(CheckpointError, match=f"{name} was written while it was read"):
+        run_export(request, Hasty(save), lambda *_: None)
+    assert fingerprint(repository) == before
 
 
 def test_a_terminated_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:

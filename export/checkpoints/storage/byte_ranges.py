@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ..remedies import RECOPY, find_remedy
+from .file_state import FileState, refuse_changed
 from .zip_archive import StoredBlock
 
 # Reading, checking and writing release the interpreter's lock; beyond a few threads the disk or the page cache is the
@@ -84,26 +85,32 @@ class OpenFiles:
     _MAX_FILES = 16
 
     def __init__(self) -> None:
-        # Path → descriptor, the one used last at the end.
-        self._files: dict[Path, int] = {}
+        # Path → descriptor and what the file is to be, the one used last at the end.
+        self._files: dict[Path, tuple[int, FileState]] = {}
 
     def __enter__(self) -> OpenFiles:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            os.close(file)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                for path, (file, state) in self._files.items():
+                    refuse_changed(path, state, file)
+        finally:
+            for file, _state in self._files.values():
+                os.close(file)
 
     def read_into(self, block: StoredBlock, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the block's bytes from `start` on.
 
         Raises:
-            CheckpointError: The file cannot be opened or read, or ends early.
+            CheckpointError: The file cannot be opened or read, ends early, or is not what it was. That it changes
+                while it is read is told at the end of the `with`.
         """
         filled = 0
         while filled < len(buffer):
             try:
-                count = os.preadv(self._open(block.path), [buffer[filled:]], block.offset + start + filled)
+                count = os.preadv(self._open(block), [buffer[filled:]], block.offset + start + filled)
             except OSError as exc:
                 raise CheckpointError(
                     f"{block.path} cannot be read", got=exc.strerror or str(exc), remedy=find_remedy(exc)
@@ -117,11 +124,22 @@ class OpenFiles:
                 )
             filled += count
 
-    def _open(self, path: Path) -> int:
-        file = self._files.pop(path, None)
-        if file is None:
+    def _open(self, block: StoredBlock) -> int:
+        opened = self._files.pop(block.path, None)
+        if opened is None:
             if len(self._files) == self._MAX_FILES:
-                os.close(self._files.pop(next(iter(self._files))))
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._files[path] = file
-        return file
+                self._close(next(iter(self._files)))
+            opened = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC), block.file_state
+            self._files[block.path] = opened
+            refuse_changed(block.path, block.file_state, opened[0])
+        elif opened[1] != block.file_state:
+            refuse_changed(block.path, block.file_state, opened[0])
+        self._files[block.path] = opened
+        return opened[0]
+
+    def _close(self, path: Path) -> None:
+        file, state = self._files.pop(path)
+        try:
+            refuse_changed(path, state, file)
+        finally:
+            os.close(file)

@@ -6,7 +6,6 @@ then the tensors' bytes without gaps. No checksums.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -16,6 +15,7 @@ from ...errors import CheckpointError
 from ..remedies import RECOPY
 from .byte_ranges import ByteRange
 from .dtypes import BY_SAFETENSORS_NAME
+from .file_state import FileState, read_state
 from .paths import open_regular, parse_json, refuse_lfs_pointer
 from .stored_tensor import ContiguousTensor, StoredTensor
 from .zip_archive import StoredBlock
@@ -37,7 +37,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         CheckpointError: The file is cut off, its header lies, or a dtype is not read.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        state = read_state(file.fileno())
+        size = state.size
         try:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > size - 8:
@@ -64,7 +65,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
         raise _unreadable(path, "metadata that is not text")
     _check_count(path, len(header))
     start = 8 + length
-    tensors = {name: _read_entry(path, name, entry, start) for name, entry in header.items()}
+    tensors = {name: _read_entry(path, name, entry, start, state) for name, entry in header.items()}
     _check_tiling(path, tensors, size - start)
     return tensors, metadata
 
@@ -79,7 +80,7 @@ def _check_count(path: Path, count: int) -> None:
         )
 
 
-def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
+def _read_entry(path: Path, name: str, entry: Any, start: int, state: FileState) -> StoredTensor:
     try:
         code, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if len(shape) > _MAX_DIMS or not all(
@@ -98,7 +99,7 @@ def _read_entry(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
         )
     if last - first != prod(shape) * dtype.itemsize:
         raise _unreadable(path, f"{name} of shape {list(shape)} in {last - first} bytes")
-    block = StoredBlock(path=path, name=name, offset=start + first, length=last - first, crc32=None)
+    block = StoredBlock(path=path, name=name, offset=start + first, length=last - first, crc32=None, file_state=state)
     ranges = (ByteRange(block, 0, block.length),) if block.length else ()
     return ContiguousTensor(dtype=dtype, shape=shape, ranges=ranges)
 

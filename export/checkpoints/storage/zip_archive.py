@@ -11,9 +11,11 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ...errors import CheckpointError
 from ..remedies import RECOPY_OR_USE_OLDER, find_remedy
+from .file_state import FileState, read_state, refuse_changed
 from .paths import open_regular
 
 # A checkpoint has one entry per storage. 200,000 of them are parsed in about a second and 100 MB.
@@ -43,6 +45,8 @@ class StoredBlock:
     length: int
     # None where there is none: safetensors keeps no checksums, and torch can be told to write none.
     crc32: int | None
+    # What the file was when this was found in it.
+    file_state: FileState
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class ZipArchive:
         self.path = path
         self._start = start
         with open_regular(path) as file:
-            file_size = os.fstat(file.fileno()).st_size
+            self._file_state = read_state(file.fileno())
+            file_size = self._file_state.size
             self.length = file_size - start if length is None else length
             if start < 0 or self.length < 0 or start + self.length > file_size:
                 raise self._damaged(f"{start + self.length} bytes or more", f"{file_size} bytes")
@@ -94,7 +99,7 @@ class ZipArchive:
         entry = self._entries.get(name)
         if entry is None:
             raise self._damaged(f"an entry {name}", "none of that name")
-        with open_regular(self.path) as file:
+        with self._open_again() as file:
             return self._locate(file.fileno(), name, entry)
 
     def blocks(self) -> dict[str, StoredBlock]:
@@ -103,7 +108,7 @@ class ZipArchive:
         Raises:
             CheckpointError: A header contradicts the directory.
         """
-        with open_regular(self.path) as file:
+        with self._open_again() as file:
             return {name: self._locate(file.fileno(), name, entry) for name, entry in self._entries.items()}
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
@@ -115,11 +120,20 @@ class ZipArchive:
         block = self.block(name)
         if block.length > max_bytes:
             raise self._damaged(f"{name} of at most {max_bytes} bytes", f"{block.length} bytes")
-        with open_regular(self.path) as file:
+        with self._open_again() as file:
             content = self._read_at(file.fileno(), block.offset - self._start, block.length)
         if block.crc32 is not None and zlib.crc32(content) != block.crc32:
             raise self._damaged(f"{name} with CRC-32 {block.crc32:08x}", f"{zlib.crc32(content):08x}")
         return content
+
+    def _open_again(self) -> BinaryIO:
+        file = open_regular(self.path)
+        try:
+            refuse_changed(self.path, self._file_state, file.fileno())
+        except CheckpointError:
+            file.close()
+            raise
+        return file
 
     def _read_directory(self, descriptor: int) -> dict[str, _Entry]:
         offset, size, count = self._read_end(descriptor)
@@ -266,7 +280,12 @@ class ZipArchive:
         if offset + entry.length > entry.limit:
             raise self._damaged(f"{name} to end before byte {entry.limit}", f"{entry.length} bytes from byte {offset}")
         return StoredBlock(
-            path=self.path, name=name, offset=self._start + offset, length=entry.length, crc32=entry.crc32
+            path=self.path,
+            name=name,
+            offset=self._start + offset,
+            length=entry.length,
+            crc32=entry.crc32,
+            file_state=self._file_state,
         )
 
     def _read_at(self, descriptor: int, offset: int, length: int) -> bytes:
