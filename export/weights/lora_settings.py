@@ -16,8 +16,30 @@ _MOST_REPEATS = 3
 _REPEAT = re.compile(r"[*+]|\{\d*,\d*\}")
 _REPEATED_GROUP = re.compile(r"\)\s*(?:[*+]|\{)")
 
-# Initialisations that change the base weights as well, so that the adapter belongs to none that is on disk.
-_CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+# What is followed here, or says nothing of what the trained tensors mean: how they began, where they lie, who wrote it.
+# Each release of peft has kinds that are told by a setting of their own, so whatever else is set is refused.
+_FOLLOWED = frozenset(
+    {
+        *(
+            "task_type",
+            "peft_type",
+            "auto_mapping",
+            "peft_version",
+            "base_model_name_or_path",
+            "revision",
+            "inference_mode",
+        ),
+        *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out", "bias", "lora_dropout"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+        *("init_lora_weights", "eva_config", "loftq_config", "corda_config", "lora_ga_config"),
+        *("ensure_weight_tying", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
+        # A note of Unsloth's.
+        "unsloth_fixed",
+    }
+)
+
+# Beginnings that leave the base weights as they are; with others, the adapter belongs to weights that are not on disk.
+_BEGINNINGS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 
 # peft's own, where a configuration leaves them out.
 DEFAULT_RANK, DEFAULT_ALPHA = 8, 8
@@ -39,22 +61,17 @@ def read_adapter_settings(folder: Path) -> Mapping[str, Any]:
             got=f"folders of {list_some(found)}" if found else "none",
             remedy="pass the folder of the adapter that is to be merged",
         )
-    started = str(settings.get("init_lora_weights", "")).lower()
-    unusual = {
-        f"peft_type {settings.get('peft_type')}": settings.get("peft_type") != "LORA",
-        "use_dora": bool(settings.get("use_dora")),
-        "lora_bias": bool(settings.get("lora_bias")),
-        "trainable_token_indices": bool(settings.get("trainable_token_indices")),
-        "target_parameters": bool(settings.get("target_parameters")),
-        "layer_replication": bool(settings.get("layer_replication")),
-        f"init_lora_weights {started}": started.startswith(_CHANGED_BASE),
-    }
-    unsupported = [what for what, is_there in unusual.items() if is_there]
+    begun = str(settings.get("init_lora_weights", True)).lower()
+    unsupported = [
+        *([] if settings.get("peft_type") == "LORA" else [f"peft_type {settings.get('peft_type')}"]),
+        *([] if begun in _BEGINNINGS else [f"init_lora_weights {begun[:80]}"]),
+        *sorted(key for key, value in settings.items() if value and key not in _FOLLOWED),
+    ]
     if unsupported:
         raise AdapterError(
             f"the adapter in {folder} is of a kind that is not merged",
             expected="plain LoRA",
-            got=", ".join(unsupported),
+            got=list_some(unsupported),
             remedy="merge it with peft and export the result",
         )
     _check_settings(folder, settings)

@@ -190,8 +190,19 @@ def test_an_adapter_of_another_model_or_kind_is_refused(base: Path, tmp_path: Pa
     with pytest.raises(AdapterError, match=r"query\.weight \[32, 16\] where \[16, 16\] belongs"):
         merge_here(base, AutoModelForSequenceClassification, folder)
     settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
-    with pytest.raises(AdapterError, match="of a kind that is not merged: expected plain LoRA, got use_dora"):
+    others = {"use_dora": True, "kind_of_a_later_peft": {"r": 4}, "init_lora_weights": "pissa_niter_4"}
+    for key, value in others.items():
+        (folder / "adapter_config.json").write_text(json.dumps(settings | {key: value}))
+        with pytest.raises(AdapterError, match=f"of a kind that is not merged: expected plain LoRA, got {key}"):
+            merge_here(base, AutoModelForSequenceClassification, folder)
+
+
+def test_an_adapter_that_acts_only_behind_certain_tokens_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    model = AutoModelForSequenceClassification.from_pretrained(base)
+    with pytest.warns(UserWarning, match="aLoRA"):
+        train_adapter(model, folder, target_modules=["query"], task_type="SEQ_CLS", alora_invocation_tokens=[5, 6])
+    with pytest.raises(AdapterError, match="expected plain LoRA, got alora_invocation_tokens; merge it"):
         merge_here(base, AutoModelForSequenceClassification, folder)
 
 
