@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from .errors import refuse
 
 # Beyond these characters a request is tokenized beside the event loop, which would stand still for milliseconds.
 _AT_ONCE = 8192
+
+# Of a vector of 4,096 numbers in 16 bits.
+_UNIT_WITHIN = 1e-2
 
 Row = str | tuple[str, str]
 
@@ -28,6 +32,7 @@ class Published:
         chat: How a conversation becomes a prompt; None where the version does not say it.
         context: Tokens of a prompt and its answer together; 0 where it writes no text.
         defaults: Parameters of a request that does not say them.
+        has_unit_vectors: Whether the vectors that are recorded of it are of length 1, and so made by the model.
         created: When it was published, in seconds since 1970.
     """
 
@@ -36,6 +41,7 @@ class Published:
     chat: ChatTemplate | None
     context: int
     defaults: dict[str, Any]
+    has_unit_vectors: bool
     created: int
 
     async def count(self, param: str, rows: Sequence[Row], *, may_cut: bool) -> int:
@@ -97,8 +103,15 @@ def read_published(repository: Path, name: str, version: str) -> Published:
         chat=_read_chat(folder) if said else None,
         context=said.get("context", 0),
         defaults=said.get("defaults", {}),
+        has_unit_vectors=_has_unit_vectors(_read_json(folder / "golden.json")),
         created=int(folder.stat().st_mtime),
     )
+
+
+def _has_unit_vectors(golden: dict[str, Any]) -> bool:
+    outputs = [each for sample in golden.get("samples", []) for each in sample["outputs"]]
+    lengths = [math.hypot(*each["data"]) for each in outputs if each["name"] == "EMBEDDING" and each["shape"][0] == 1]
+    return bool(lengths) and all(abs(length - 1) < _UNIT_WITHIN for length in lengths)
 
 
 def _read_chat(folder: Path) -> ChatTemplate | None:

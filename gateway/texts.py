@@ -70,6 +70,14 @@ class Texts:
         """Return one vector a text (TEI)."""
         texts = read_texts("inputs", asked.inputs)
         served = self._upstream.find_of(asked.model, _EMBEDDING)
+        if asked.normalize is False and served.files.has_unit_vectors:
+            raise refuse(
+                "normalize",
+                "normalize has no effect",
+                expected="true, for the model itself makes vectors of length 1",
+                got="false",
+                remedy="leave it out, or export the model with --no-normalize",
+            )
         vectors, _ = await self._embed(
             call, served, "inputs", texts, may_cut=bool(asked.truncate), dimensions=asked.dimensions
         )

@@ -83,6 +83,10 @@ def load_config(
             "architecture",
         ) from exc
     _check_unchecked(path, config)
+    # Answers are texts, and a number may be a name; from here on it is written as one.
+    if isinstance(config.id2label, dict):
+        named: dict[Any, Any] = config.id2label
+        config.id2label = {key: str(name) if isinstance(name, int | float) else name for key, name in named.items()}
     return config
 
 

@@ -234,6 +234,8 @@ def test_tei_is_told_vectors_and_tokens_without_naming_the_model(doors: Doors) -
     status, vectors, _ = doors.gateway.ask("/embed", {"inputs": ["A cat", "sleeps"], "normalize": True})
     assert status == 200
     assert np.abs(np.array(vectors) - np.array([each.embedding for each in wanted])).max() < 1e-5
+    status, answer, _ = doors.gateway.ask("/embed", {"inputs": "A cat", "normalize": False})
+    assert status == 413 and "normalize has no effect: expected true, for the model itself makes" in json.dumps(answer)
     _, (row,), _ = doors.gateway.ask("/tokenize", {"inputs": "A cat", "model": "embedder"})
     assert [(token["text"], token["special"], token["start"], token["stop"]) for token in row] == [
         ("[CLS]", True, None, None),

@@ -447,6 +447,14 @@ def test_labels_that_are_not_named_once_each_are_refused() -> None:
             read_labels(BertConfig(id2label=labels))
 
 
+def test_labels_whose_names_are_numbers_are_texts_everywhere(tmp_path: Path) -> None:
+    """What is recorded for the server is compared with texts: a number there was a version that is never served."""
+    BertConfig().save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"id2label": {"0": 7, "1": 1.5, "2": "x"}}))
+    assert load_config(tmp_path).id2label == {0: "7", 1: "1.5", 2: "x"}
+
+
 def test_a_dense_layer_with_an_unknown_activation_or_other_weights_is_refused(tmp_path: Path) -> None:
     def write(**settings: object) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"in_features": 4, "out_features": 2} | settings))
