@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import ssl
+import struct
 import subprocess
 import urllib.error
 import urllib.request
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http import client as http_client
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +37,8 @@ class Proxy:
     folder: Path
     key_file: Path
 
-    def ask(self, path: str, body: object = None, **headers: str) -> int:
-        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    def ask(self, path: str, body: Any = None, **headers: str) -> int:
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
         request = urllib.request.Request(
             f"https://localhost:{self.http}{path}",
             data=data,
@@ -124,9 +126,36 @@ def test_a_packed_body_is_refused_whatever_it_unpacks_to(proxy: Proxy) -> None:
 
 
 def test_the_largest_good_request_passes(proxy: Proxy) -> None:
-    texts = ["A cat sleeps. " * 2_300] * 32
-    body = {"inputs": [GOOD["inputs"][0] | {"shape": [32, 1], "data": texts}]}
-    assert proxy.ask(INFER, body, Authorization=f"Bearer {TOKEN}") == 200
+    text = b"A cat sleeps. " * 2_300
+    tensors = (struct.pack("<I", len(text)) + text) * 32
+    parameters = {"binary_data_size": len(tensors)}
+    said = {"name": "TEXT", "datatype": "BYTES", "shape": [32, 1], "parameters": parameters}
+    head = json.dumps({"inputs": [said]}).encode()
+    headers = {"Authorization": f"Bearer {TOKEN}", "Inference_Header_Content_Length": str(len(head))}
+    assert proxy.ask(INFER, head + tensors, **headers) == 200
+    # As its own length says, and as many clients send what they make up as they go.
+    assert proxy.ask(INFER, iter([head, tensors]), **headers) == 200
+
+
+def test_json_of_more_parameters_than_can_be_looked_up_is_refused(proxy: Proxy) -> None:
+    token = {"Authorization": f"Bearer {TOKEN}"}
+    many = {f"k{number}": number for number in range(5_000)}
+    more = many | {f"l{number}": number for number in range(5_000)}
+    generate = f"{INFER.rpartition('/')[0]}/generate"
+    for path, few, body in (
+        (INFER, GOOD | {"parameters": many}, GOOD | {"parameters": more}),
+        (generate, {"TEXT": "Hello"} | many, {"TEXT": "Hello"} | more),
+        (f"{generate}_stream", {"TEXT": "Hello"} | many, {"TEXT": "Hello"} | more),
+    ):
+        assert proxy.ask(path, few, **token) == 200
+        data = json.dumps(body).encode()
+        assert proxy.ask(path, data, **token) == 413
+        assert proxy.ask(path, iter([data]), **token) == 413
+        # A length of the JSON part that is none, or longer than it may be.
+        for length in (str(len(data)), "", "x", "-1", "0x10", f"000{len(data)}"):
+            assert proxy.ask(path, data, **token, Inference_Header_Content_Length=length) == 413
+    # Where there is no such part, the header says nothing.
+    assert proxy.ask(generate, data, **token, Inference_Header_Content_Length="10") == 413
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_arrives(proxy: Proxy) -> None:
