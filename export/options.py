@@ -366,7 +366,7 @@ def read_options(path: Path | None, name: str, tell: Callable[[str], None]) -> d
     Raises:
         SettingsError: The file cannot be read, or holds a key or a value that cannot be used.
     """
-    if path is None and not Path(OPTIONS_FILE).exists():
+    if path is None and not os.path.lexists(OPTIONS_FILE):
         return {}
     variable = [option for item in fields(ServingOptions) for option in _options_of(item)]
     return read_file(path or Path(OPTIONS_FILE), name, list_options(), variable, tell)

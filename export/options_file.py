@@ -101,7 +101,7 @@ def find_nearest(word: str, known: Mapping[str, Any]) -> str:
 
 def _read_json(path: Path) -> _Table:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     # Python gives up on a thousand brackets within one another.
     except (OSError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} cannot be read", expected="a JSON file", got=str(exc).rstrip(".")) from exc
@@ -147,7 +147,10 @@ def has_table(path: Path, name: str) -> bool:
 
 def _load_toml(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        if path.is_fifo():
+            raise ValueError("a pipe, which would be waited for")
+        # Editors of Windows begin a file with a byte order mark.
+        text = path.read_text(encoding="utf-8-sig")
         return text, tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} cannot be read", expected="a TOML file", got=str(exc).rstrip(".")) from exc

@@ -8,6 +8,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import errno
 import math
 import os
 import shutil
@@ -25,7 +26,7 @@ from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError, ShortageError
 from .following.check import Checked, check_ensembles
 from .following.models import check_variant, list_models, wait_for_model
-from .limits import check_open_files, check_threads, raise_limits
+from .limits import check_address_space, check_open_files, check_temporary_folder, check_threads, raise_limits
 from .locations import BACKENDS, KEY_FILE, PROGRAM, REPOSITORY, name_command
 from .log import Log
 from .status import Status
@@ -99,6 +100,8 @@ def serve(arguments: argparse.Namespace) -> int:
     key = open_key(arguments.key_file)
     check_open_files()
     check_threads()
+    check_address_space()
+    check_temporary_folder()
     raise_limits()
     for told in remove_orphans():
         _say(told)
@@ -151,7 +154,9 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
                 f"no temporary folder can be made in {os.environ.get('TMPDIR', '/tmp')}",
                 expected="a folder that this user may write, with 4 MiB free",
                 got=f"'{reason}'",
-                remedy="make room, or name another folder in the environment variable TMPDIR",
+                remedy="lift the limit on the size of a file (ulimit -f)"
+                if exc.errno == errno.EFBIG
+                else "make room, or name another folder in the environment variable TMPDIR",
             ) from exc
         yield directory
 

@@ -16,7 +16,14 @@ from typing import Literal
 from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError
 from .following.models import list_models
-from .limits import COMFORTABLE_OPEN_FILES, check_open_files, check_threads
+from .limits import (
+    COMFORTABLE_ADDRESS_BYTES,
+    COMFORTABLE_OPEN_FILES,
+    check_address_space,
+    check_open_files,
+    check_temporary_folder,
+    check_threads,
+)
 from .locations import name_command, name_opening
 from .tritonserver.installation import Installation, build_environment, find_installation
 
@@ -55,6 +62,8 @@ def examine(repository: Path, endpoints: Endpoints) -> list[Finding]:
         examine_shared_memory(Path("/dev/shm")),
         examine_open_files(),
         examine_threads(),
+        examine_address_space(),
+        examine_temporary_folder(),
         examine_ports(endpoints),
         examine_repository(repository),
         examine_cpu(Path("/proc/cpuinfo").read_text()),
@@ -150,6 +159,32 @@ def examine_threads() -> Finding:
     except ServerError as exc:
         return _blame(what, exc)
     return Finding(what=what, verdict="ok", found=f"{free:.0f} more may run" if free < math.inf else "no limit")
+
+
+def examine_address_space() -> Finding:
+    """Look whether tritonserver's threads may have the stacks that they are given."""
+    what = "addresses"
+    try:
+        limit = check_address_space()
+    except ServerError as exc:
+        return _blame(what, exc)
+    enough = limit >= COMFORTABLE_ADDRESS_BYTES
+    return Finding(
+        what=what,
+        verdict="ok" if enough else "warning",
+        found="no limit" if limit == math.inf else f"{limit / (1 << 30):.0f} GiB a process",
+        remedy="" if enough else f"{COMFORTABLE_ADDRESS_BYTES >> 30} GiB for many models: ulimit -Hv unlimited",
+    )
+
+
+def examine_temporary_folder() -> Finding:
+    """Look whether backend processes can be started from the temporary folder."""
+    what = "temporary folder"
+    try:
+        folder = check_temporary_folder()
+    except ServerError as exc:
+        return _blame(what, exc)
+    return Finding(what=what, verdict="ok", found=str(folder))
 
 
 def examine_ports(endpoints: Endpoints) -> Finding:

@@ -35,10 +35,10 @@ class ServerError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, expected: str = "", got: str = "", remedy: str = "") -> None:
-        facts = [f"expected {_fit(expected)}"] if expected else []
-        facts += [f"got {_fit(got)}"] if got else []
-        self.fault = _fit(what) + (f": {', '.join(facts)}" if facts else "")
-        self.remedy = _fit(remedy)
+        facts = [f"expected {fit(expected)}"] if expected else []
+        facts += [f"got {fit(got)}"] if got else []
+        self.fault = fit(what) + (f": {', '.join(facts)}" if facts else "")
+        self.remedy = fit(remedy)
         super().__init__(self.fault + (f"; {self.remedy}" if remedy else "") + ".")
 
 
@@ -123,7 +123,7 @@ def fold(reason: str) -> str:
     return _END.sub("", " ".join(reason.split()))
 
 
-def _fit(part: str) -> str:
+def fit(part: str) -> str:
     """Return `part` of a sentence on one line, bounded, and without what a terminal would obey."""
     line = fold(part)
     line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line)

@@ -4,14 +4,21 @@ import contextlib
 import math
 import os
 import resource
+import shlex
+import tempfile
 from pathlib import Path
 
-from .errors import ShortageError
+from .errors import NotFoundError, ShortageError
 
 # tritonserver 2.51 has 70 files open and 170 threads running on two cores with one model of four steps, and its backend
 # processes another 20 threads. With fewer it neither serves nor ends: with 64 files, it fills its log for ever.
 MIN_OPEN_FILES = 256
 MIN_THREADS = 256
+
+# Each of its threads has a stack of 1 GiB, of which only what is used takes memory: a model of a single step was served
+# with 105 GiB of addresses and not with 76, six models took 345.
+MIN_ADDRESS_BYTES = 96 << 30
+COMFORTABLE_ADDRESS_BYTES = 512 << 30
 
 # Every connection is an open file.
 COMFORTABLE_OPEN_FILES = 1024
@@ -20,11 +27,11 @@ _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 21, 24
 
 
 def raise_limits() -> None:
-    """Let this process and what it starts have as many files and threads as they may.
+    """Let this process and what it starts have as many files, threads and addresses as they may.
 
     The usual soft limit of 1,024 files is for programs that use select(2).
     """
-    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (hard, hard))
 
@@ -71,6 +78,49 @@ def check_threads() -> float:
             remedy="raise the limit (ulimit -Hu, LimitNPROC and TasksMax of systemd, pids_limit of a container)",
         )
     return free
+
+
+def check_address_space() -> float:
+    """Return how many bytes one process may have addresses of.
+
+    Raises:
+        ShortageError: Too few to serve.
+    """
+    limit = _read_hard_limit(resource.RLIMIT_AS)
+    if limit < MIN_ADDRESS_BYTES:
+        raise ShortageError(
+            "one process may have too few addresses",
+            expected=f"{MIN_ADDRESS_BYTES >> 30} GiB at least, for the stacks of its threads, which take no memory",
+            got=f"{limit / (1 << 30):.3g} GiB",
+            remedy="lift the limit (ulimit -Hv, LimitAS of systemd), and bound memory by a control group",
+        )
+    return limit
+
+
+def check_temporary_folder() -> Path:
+    """Return the folder for temporary files, in which the backends are put together.
+
+    Raises:
+        NotFoundError: tritonserver could not start a process from there, or there is none.
+    """
+    try:
+        folder = Path(tempfile.gettempdir())
+    except OSError as exc:
+        raise NotFoundError(
+            "there is no temporary folder",
+            expected="one that this user may write",
+            got=f"'{exc.strerror}'",
+            remedy="make room, or name one in the environment variable TMPDIR",
+        ) from exc
+    # tritonserver 2.51 writes the path of a backend process into a line for a shell.
+    if shlex.quote(str(folder)) != str(folder):
+        raise NotFoundError(
+            "the temporary folder cannot be used",
+            expected="a path of letters without accents, digits and _@%+=:,./-, for tritonserver hands it to a shell",
+            got=repr(str(folder)),
+            remedy="name another in the environment variable TMPDIR",
+        )
+    return folder
 
 
 def _read_hard_limit(kind: int) -> float:

@@ -149,8 +149,8 @@ def _read_versions(url: str, name: str, version: int) -> Any:
         answer = fetch(f"{url}/versions", _TIMEOUT_S)
         got = f"'{answer[:100].decode(errors='replace')}'" if answer else got
         content = json.loads(answer)
-        found = content["models"].get(name)
-        if found is None or all(type(found[key]) is kind for key, kind in _TOLD.items()):
+        models = content["models"]
+        if name not in models or all(type(models[name][key]) is kind for key, kind in _TOLD.items()):
             return content
     # HTTPException: another port of the server answers in another protocol.
     except (OSError, HTTPException) as exc:

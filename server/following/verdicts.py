@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..errors import fold
+from ..errors import fit
 from ..tritonserver.control import Control, ModelState
 from ..tritonserver.settings import Settings
 from .health import JUDGING_PATIENCE_S, check_answer
@@ -43,7 +43,7 @@ def judge_models(settings: Settings, control: Control, models: list[str]) -> lis
     # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
     states += [
         ModelState(
-            name=name, version="", state="NOT LOADED", reason="a step of it or its configuration failed, see above"
+            name=name, version="", state="NOT LOADED", reason="its configuration or a step failed; the log says why"
         )
         for name in models
         if name not in {state.name for state in states}
@@ -68,7 +68,7 @@ def _judge(settings: Settings, state: ModelState) -> Verdict:
 
 def _ask(settings: Settings, state: ModelState) -> tuple[bool, str]:
     if not state.ready:
-        return False, f"{FAILED}{fold(state.reason or state.state)}"
+        return False, f"{FAILED}{fit(state.reason or state.state)}"
     try:
         error = check_answer(
             settings.endpoints.http_url,

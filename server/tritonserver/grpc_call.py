@@ -28,6 +28,12 @@ _PAUSE_S = 1.0
 _CONNECT_S = 10.0
 
 
+class _Connection(H2Connection):
+    # The reason of a failed load is a header, three bytes of it for each that is no letter, and holds whatever a model
+    # raised; h2 itself takes 64 KiB.
+    DEFAULT_MAX_HEADER_LIST_SIZE = 16 << 20
+
+
 class GrpcError(Exception):
     """The server answered that the call failed, with its reason."""
 
@@ -56,7 +62,7 @@ def call(
         OSError: No answer came, or none of gRPC.
     """
     deadline = time.monotonic() + timeout_s
-    http2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+    http2 = _Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
     http2.initiate_connection()
     stream = http2.get_next_available_stream_id()
     fields = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost"}

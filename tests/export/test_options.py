@@ -1,9 +1,12 @@
 """Options from a file and from the command line, and which of them mean something together."""
 
 import argparse
+import codecs
 import json
+import os
 import re
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +449,24 @@ def test_the_file_of_the_working_directory_is_read_where_none_is_named(
 def test_a_priority_needs_levels(words: list[str], sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         parse(*words)
+
+
+def test_a_file_of_options_that_is_there_and_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("modelyard.toml")
+    path.write_bytes(codecs.BOM_UTF8 + b"[models.n]\ninstances = 4")
+    assert read_options(None, "n", print) == {"instances": 4}
+    path.unlink()
+    for make in (
+        path.mkdir,
+        partial(os.mkfifo, path),
+        partial(path.symlink_to, path),
+        partial(path.symlink_to, "gone"),
+    ):
+        make()
+        with pytest.raises(SettingsError, match="modelyard.toml cannot be read: expected a TOML file"):
+            read_options(None, "n", print)
+        path.rename("away")
+        path.with_name("away").rmdir() if path.with_name("away").is_dir() else path.with_name("away").unlink()

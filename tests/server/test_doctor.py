@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,15 @@ def port_options() -> list[str]:
     return [word for option, port in zip(options, find_ports(), strict=True) for word in (option, str(port))]
 
 
+def limit_addresses(limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def test_a_machine_that_can_serve_is_told_so(published: Published) -> None:
     done = run("-m", "server", "doctor", "--json", "--repository", str(published.repository), *port_options())
     assert done.code == 0, done.out
     findings = {finding["what"]: finding for finding in json.loads(done.out)}
-    assert len(findings) == 10
+    assert len(findings) == 12
     assert not [finding for finding in findings.values() if finding["verdict"] == "broken"]
     assert "sentence_embedding_model" in findings["model repository"]["found"]
     # Every finding that is not well says what to do.
@@ -93,6 +99,35 @@ def test_a_limit_on_open_files_is_found(published: Published, limit: int, verdic
     assert finding["verdict"] == verdict
     assert finding["remedy"].startswith(remedy)
     assert done.returncode == int(verdict == "broken")
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "verdict", "remedy"),
+    [(64, "broken", "lift the limit (ulimit -Hv"), (200, "warning", "512 GiB"), (600, "ok", "")],
+)
+def test_a_limit_on_addresses_is_found(published: Published, gigabytes: int, verdict: str, remedy: str) -> None:
+    limit = gigabytes << 30
+    options = ["--repository", str(published.repository), *port_options()]
+    done = run("-m", "server", "doctor", "--json", *options, preexec_fn=partial(limit_addresses, limit))
+    (finding,) = [finding for finding in json.loads(done.out) if finding["what"] == "addresses"]
+    assert finding["verdict"] == verdict
+    assert finding["remedy"].startswith(remedy)
+    if verdict == "broken":
+        refused = run("-m", "server", *options, preexec_fn=partial(limit_addresses, limit))
+        assert refused.code == 1
+        assert "error: one process may have too few addresses: expected 96 GiB at least" in refused.err
+
+
+@pytest.mark.parametrize("name", ["a b", "ü", "a$b", "a'b", "a;b"])
+def test_a_temporary_folder_that_a_shell_reads_otherwise_is_found(
+    published: Published, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    options = ["--repository", str(published.repository), *port_options()]
+    for words in ([], ["doctor"]):
+        done = run("-m", "server", *words, *options, env=os.environ | {"TMPDIR": str(tmp_path / name)})
+        assert done.code == 1
+        assert "the temporary folder cannot be used: expected a path of" in done.err + done.out
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="changes its user")

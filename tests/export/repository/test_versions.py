@@ -139,7 +139,11 @@ WRONG_REASON = '{"models": {"tickets": {"active": 1, "served": 0, "state": "roll
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "{}", "[]", '{"models": {"tickets": {}}}', '{"models": {"tickets": 5}}', WRONG_REASON]
+    "answer",
+    [
+        *("", "{}", "[]", '{"models": {"tickets": {}}}', '{"models": {"tickets": 5}}', '{"models": {"tickets": null}}'),
+        WRONG_REASON,
+    ],
 )
 def test_a_program_that_answers_in_the_place_of_a_status_port_is_refused_in_a_sentence(
     models: Path, answer: str

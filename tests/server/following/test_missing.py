@@ -419,10 +419,13 @@ def test_an_ensemble_that_was_written_by_hand_is_served_with_its_steps(tmp_path:
         assert checked.code == 1 and "no ensemble with a golden.json" in checked.err
         assert lenient.code == 0 and lenient.err == "ready; no model has a recorded answer to be asked for\n"
         (tmp_path / "raises.part" / "1").mkdir(parents=True)
-        (tmp_path / "raises.part" / "1" / "model.py").write_text("raise RuntimeError\n")
+        (tmp_path / "raises.part" / "1" / "model.py").write_text("raise RuntimeError('über ' * 20_000)\n")
         (tmp_path / "raises.part" / "config.pbtxt").write_text(f'name: "raises" backend: "python" {TENSORS}')
         (tmp_path / "raises.part").rename(tmp_path / "raises")
         server.wait_for_line("raises cannot be served", 60)
+        # However long the reason is, it is that, and is told in part.
+        told = server.lines[server.read - 1]
+        assert "RuntimeError: über über" in told and "Tried again in" in told and len(told) < 2_000
         checked, lenient = server.check(), server.check("--any-version")
         assert checked.code == 1 and "raises cannot be served" in checked.err
         assert lenient.code == 0 and "warning: raises does not answer" in lenient.err
