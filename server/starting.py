@@ -63,7 +63,8 @@ class Start:
                 self._look_for_stillness()
             if time.monotonic() - told > _TELLING_S:
                 told = time.monotonic()
-                self._say(f"loading models, {told - start:.0f} s")
+                which = ", ".join(sorted(self._run.healer.table.list_loading()))
+                self._say(f"loading models, {told - start:.0f} s{which and f', {which} among them'}")
             self._pause()
         return False
 

@@ -310,6 +310,17 @@ def test_what_waits_for_a_load_that_does_nothing_is_brought_before_that_is_tried
         server.wait_for_line("ERROR: first cannot be served", 60)
 
 
+def test_what_is_still_being_loaded_as_tritonserver_starts_is_named(tmp_path: Path) -> None:
+    repository, fuse = tmp_path / "models", tmp_path / "fuse"
+    fuse.touch()
+    add_versions(repository, "first", WAITING.format(fuse=fuse, pause_s=0.1))
+    add_versions(repository, "second", HARMLESS)
+    with running(repository) as server:
+        server.read_until("loading models, 5 s, first among them")
+        fuse.unlink()
+        server.read_until("serving HTTP")
+
+
 @pytest.mark.rarer
 def test_what_does_nothing_as_tritonserver_starts_keeps_no_other_model_from_being_served(tmp_path: Path) -> None:
     repository, fuse = tmp_path / "models", tmp_path / "fuse"
