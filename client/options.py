@@ -51,6 +51,7 @@ class Words:
     model: str = "model"
     text: str = "texts"
     pair: str = "pairs"
+    prompt: str = "`generate`"
     serve: str = _SERVE
 
 

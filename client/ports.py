@@ -52,12 +52,13 @@ def find_wrong_port(options: Options) -> ForeignError | None:
 
 
 def _identify_port(url: str, timeout_s: float) -> str | None:
-    """Return which port of a server listens at `url`: HTTP, gRPC, metrics or status; None where it is none of them."""
+    """Return which port of a server listens at `url`: HTTP, gRPC, metrics, status or gateway; None where it is none."""
     try:
         status, text = _get(url, "/metrics", timeout_s)
         if status == 200:
             # A backend's own metrics, with names of ours, stand among tritonserver's.
-            return "metrics" if "nv_" in text else "status" if "modelyard_" in text else None
+            marks = {"nv_": "metrics", "modelyard_gateway_": "gateway", "modelyard_": "status"}
+            return next((name for mark, name in marks.items() if mark in text), None)
         return "HTTP" if _get(url, "/v2/health/live", timeout_s)[0] == 200 else None
     except (OSError, HTTPException):
         return "gRPC" if _speaks_http2(url, timeout_s) else None

@@ -219,11 +219,12 @@ class Session:
             ClientError: The server refuses or does not answer, or the model answers in pieces.
         """
         if model.is_decoupled:
+            prompt = self.options.words.prompt
             raise ModelError(
                 f"{model.name} answers in pieces",
                 expected="a model with one answer to a request",
                 got="a decoupled one",
-                remedy="ask it with `generate` where it takes a prompt, else with `stream_infer` of tritonclient.grpc",
+                remedy=f"ask it with {prompt} where it takes one, else with `stream_infer` of tritonclient.grpc",
             )
         library = self._protocol.library
         encoding = {"binary_data": binary} if self._protocol.has_json else {}

@@ -193,6 +193,13 @@ def add_key(path: Path, name: str, limits: dict[str, int | None]) -> str:
     Raises:
         GatewayError: The name is taken, or the file cannot be written.
     """
+    if not name.strip() or not name.isprintable():
+        raise GatewayError(
+            "a key cannot be named so",
+            expected="characters that can be shown",
+            got=repr(name),
+            remedy="name whose it is",
+        )
     keys = read_keys(path) if path.exists() else []
     if name in [key.name for key in keys]:
         raise GatewayError(

@@ -26,6 +26,7 @@ COMMAND_WORDS = Words(
     model="--model",
     text="--text",
     pair="--pair",
+    prompt="--prompt",
 )
 
 # Of commands that ask over both protocols, each at an address of its own, and have none of the other options.

@@ -119,8 +119,8 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def _find(repository: Path, name: str, number: int | None) -> Version:
     check_published(repository, name)
-    chosen = number or find_active_version(repository, name)
-    if not chosen:
+    chosen = find_active_version(repository, name) if number is None else number
+    if number is None and not chosen:
         raise RepositoryError(
             f"{name} in {repository} has no active version",
             expected="one, or a number",

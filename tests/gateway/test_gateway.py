@@ -119,6 +119,23 @@ def test_another_port_of_the_server_is_named_without_an_option_that_there_is_not
     assert line.endswith("pass the gRPC port with --server (8001 unless the server was told another).")
 
 
+def test_clients_of_the_server_are_told_that_it_is_the_gateway_that_they_ask(doors: Doors) -> None:
+    words = [
+        "--url",
+        doors.gateway.url.removeprefix("http://"),
+        "--protocol",
+        "grpc",
+        "--model",
+        "writer",
+        "--text",
+        "x",
+    ]
+    done = run("client/infer.py", *words)
+    assert done.code == 1 and "expected the server's gRPC port, got its gateway port; pass the gRPC port" in done.err
+    words = ["--url", f"localhost:{doors.server.grpc}", "--protocol", "grpc", "--model", "writer", "--text", "x"]
+    assert "; ask it with --prompt where it takes one" in run("client/infer.py", *words).err
+
+
 def test_models_are_listed_as_openai_lists_them(doors: Doors) -> None:
     assert [model.id for model in doors.openai.models.list()] == ["embedder", "ranker", "writer"]
     assert doors.openai.models.retrieve("writer").owned_by == "modelyard"
@@ -473,6 +490,12 @@ def test_the_recipes_of_the_page_run(doors: Doors, capsys: pytest.CaptureFixture
         (["--host", "ü..ü"], 1, "ü..ü:8080 cannot be listened on"),
         (["--port", "99999"], 1, "127.0.0.1:99999 cannot be listened on"),
         (["--timeout", "0"], 1, "--timeout is no time to wait"),
+        (
+            ["--add-key", "", "--keys", "keys"],
+            1,
+            "a key cannot be named so: expected characters that can be shown, got",
+        ),
+        (["--add-key", "a\nb", "--keys", "keys"], 1, "a key cannot be named so"),
         (["--add-key", "x"], 2, "--add-key needs --keys"),
         (["--tokens-per-minute", "5"], 2, "belong to --add-key"),
     ],

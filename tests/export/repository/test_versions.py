@@ -60,6 +60,7 @@ def test_versions_are_listed_shown_and_compared(models: Path, export_cli: Callab
     assert [item["what"] for item in found["weights"]] == ["checkpoint/model.safetensors", "model.onnx"]
     assert (found["tokenizer"], found["options"], found["tools"]) == ([], [], [])
     assert ask(export_cli, "versions", "show", "tickets", 2, *here)["files"]["tickets_model/2/model.onnx"] > 1000
+    assert "has no version 0: expected one of" in export_cli("versions", "show", "tickets", "0", *map(str, here)).err
     done = export_cli("versions", "show", "tickets", "7", *map(str, here))
     assert (done.code, done.err) == (
         1,
