@@ -47,6 +47,9 @@ _MORE_FILES = (
     "target.spm",
 )
 # The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
+# Tokens from which on a tokenizer has no limit of its own: transformers writes 1e30.
+_UNLIMITED = 1e9
+
 _SENTENCEPIECE = "sentencepiece==0.2.1"
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
 
@@ -111,7 +114,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     # transformers takes these values as they are; the first may be 1e30.
     length, names = tokenizer.model_max_length, tokenizer.model_input_names
     for name, value, expected, is_right in (
-        ("model_max_length", length, "a number of tokens", isinstance(length, (int, float))),
+        ("model_max_length", length, "a number of tokens", _is_length(length)),
         ("model_input_names", names, "a list of names", all(isinstance(each, str) for each in names)),
     ):
         if not is_right:
@@ -247,6 +250,10 @@ def check_ids_have_rows(
     refuse_other_ids(tokenizer.get_vocab(), rows, table, allow_other_tokenizer=allow_other_tokenizer)
 
 
+def _is_length(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0 and (value >= _UNLIMITED or float(value).is_integer())
+
+
 def read_max_length(
     directory: Path, tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig, *, is_required: bool = True
 ) -> int:
@@ -262,8 +269,7 @@ def read_max_length(
     recorded = read_transformer_settings(directory).get("max_seq_length")
     if recorded is not None:
         limits.append(_check_length(recorded, "max_seq_length", f"what Sentence-Transformers recorded in {directory}"))
-    # transformers writes 1e30 where the tokenizer has no limit of its own.
-    if tokenizer is not None and tokenizer.model_max_length < 1e9:
+    if tokenizer is not None and tokenizer.model_max_length < _UNLIMITED:
         limits.append(int(tokenizer.model_max_length))
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:

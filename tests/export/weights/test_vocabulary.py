@@ -323,6 +323,13 @@ def test_special_tokens_alone_are_no_tokenizer(checkpoint: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
+        *(
+            (
+                {"model_max_length": length},
+                f"model_max_length in .* cannot be used: expected a number .*, got {length}; corr",
+            )
+            for length in (0, -1, 32.5)
+        ),
         (
             {"model_max_length": "x"},
             "model_max_length in .* cannot be used: expected a number of tokens, got 'x'; corr",
