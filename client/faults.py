@@ -207,7 +207,8 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
         return UnavailableError(sentence)
     kind = GarbledError if is_garbled else CrashError if _CRASHED.search(message) else RefusedError
     refusal = kind(sentence)
-    refusal.is_content = status in _CONTENT
+    # A process that died says nothing of what it was asked.
+    refusal.is_content = kind is RefusedError and status in _CONTENT
     return refusal
 
 

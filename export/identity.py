@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from .artefacts import hash_file
 from .checkpoints import StoredCheckpoint, open_checkpoint
+from .checkpoints.plain.documents import DOCUMENTS
 from .checkpoints.plain.sentence_modules import MODULES_FILE, find_sentence_home, read_sentence_modules
 from .checkpoints.storage.file_state import FileState, read_state
 from .errors import ExportError
@@ -26,8 +27,11 @@ from .targets import find_target
 # What is read of a checkpoint besides its weights.
 CONFIGURATION = "configuration"
 
-# What stands beside the weights and is read as well: configuration, tokenizer, the index of shards, adapters' settings.
-_CONFIGURATION_FILES = ("*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.jinja", "*/config.json", ".metadata")
+# What stands beside the weights and is read as well: configuration, tokenizer, the index of shards. Others' files may
+# be written there meanwhile, such as a trainer's log.
+_CONFIGURATION_FILES = (*DOCUMENTS, "*.tiktoken", "*index.json", ".metadata")
+# An adapter's settings, and its weights.
+_ADAPTER_FILES = (*_CONFIGURATION_FILES, "adapter_config.json", "*.safetensors", "*.bin")
 
 # Distributions that make the graph's bytes or the reference that they are compared with.
 _TOOLS = ("torch", "transformers", "tokenizers", "onnx", "onnx-ir", "onnxscript", "numpy", "openvino", "nncf")
@@ -92,7 +96,7 @@ def list_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[str
         CONFIGURATION: sorted({*_list_configuration(directory), *_list_configuration(checkpoint.directory)}),
     }
     for index, folder in enumerate(request.adapters):
-        files[f"adapter {index + 1}"] = [item for item in folder.iterdir() if item.is_file()]
+        files[f"adapter {index + 1}"] = [path for path in _list_matching(folder, _ADAPTER_FILES) if path.is_file()]
     return files | list_asked(request)
 
 
@@ -187,7 +191,7 @@ def _settle(version: Version, checkpoint: StoredCheckpoint, *, activates: bool) 
 
 
 def _list_configuration(directory: Path) -> list[Path]:
-    found = [path for pattern in _CONFIGURATION_FILES for path in directory.glob(pattern)]
+    found = _list_matching(directory, _CONFIGURATION_FILES)
     home = find_sentence_home(directory)
     if home is not None:
         # Dense layers have weights of their own.
@@ -195,6 +199,10 @@ def _list_configuration(directory: Path) -> list[Path]:
         found += [path for folder in folders if folder.absolute() != directory.absolute() for path in folder.glob("*")]
         found.append(home / MODULES_FILE)
     return [path for path in found if path.is_file()]
+
+
+def _list_matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in directory.glob(pattern)})
 
 
 def _find_root(files: Sequence[Path]) -> Path:

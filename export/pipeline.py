@@ -138,6 +138,9 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         engine, draft = proven.engine, proven.draft
         report = replace(proven.report, engines=choice.to_json() if choice else None)
         notes = (*draft.notes, *_judge_warmup(request, task, report))
+        # Of several files, some may be those of a save that had begun and only ends now.
+        if len(source.weight_files) > 1:
+            refuse_any_changed({path: source.opened[path] for path in source.weight_files})
         lock = _build_lock(request, sources, target, report)
         publication = _publish(request, source, target, engine, draft, report, lock, progress)
         model_bytes = sum(path.stat().st_size for path in draft.files.model)

@@ -57,6 +57,7 @@ class Source:
         adapters: Folders of the adapters that were merged.
         missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
         opened: What files were before they were read.
+        weight_files: Those of them that hold the weights.
     """
 
     origin: str
@@ -67,6 +68,7 @@ class Source:
     adapters: tuple[Path, ...] = ()
     missing: tuple[str, ...] = ()
     opened: Mapping[Path, FileState] = field(default_factory=dict)
+    weight_files: tuple[Path, ...] = ()
 
 
 def load_source(request: ExportRequest, progress: Progress) -> Source:
@@ -138,6 +140,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         adapters=request.adapters,
         missing=checkpoint.facts.missing,
         opened=opened,
+        weight_files=checkpoint.weight_files,
     )
 
 

@@ -173,7 +173,7 @@ def examine_address_space() -> Finding:
         what=what,
         verdict="ok" if enough else "warning",
         found="no limit" if limit == math.inf else f"{limit / (1 << 30):.0f} GiB a process",
-        remedy="" if enough else f"{COMFORTABLE_ADDRESS_BYTES >> 30} GiB for many models: ulimit -Hv unlimited",
+        remedy="" if enough else f"{COMFORTABLE_ADDRESS_BYTES >> 30} GiB for many models: lift ulimit -Hv and -Hd",
     )
 
 

@@ -16,8 +16,8 @@ MIN_OPEN_FILES = 256
 MIN_THREADS = 256
 
 # Each of its threads has a stack of 1 GiB, of which only what is used takes memory: a model of a single step was served
-# with 105 GiB of addresses and not with 76, six models took 345.
-MIN_ADDRESS_BYTES = 96 << 30
+# with 105 GiB of addresses and not with 76, one of four with 256 and not with 160, six models took 345.
+MIN_ADDRESS_BYTES = 256 << 30
 COMFORTABLE_ADDRESS_BYTES = 512 << 30
 
 # Every connection is an open file.
@@ -31,7 +31,7 @@ def raise_limits() -> None:
 
     The usual soft limit of 1,024 files is for programs that use select(2).
     """
-    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS):
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_AS, resource.RLIMIT_DATA):
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (hard, hard))
 
@@ -86,13 +86,14 @@ def check_address_space() -> float:
     Raises:
         ShortageError: Too few to serve.
     """
-    limit = _read_hard_limit(resource.RLIMIT_AS)
+    # Stacks count as data as well.
+    limit = min(_read_hard_limit(resource.RLIMIT_AS), _read_hard_limit(resource.RLIMIT_DATA))
     if limit < MIN_ADDRESS_BYTES:
         raise ShortageError(
             "one process may have too few addresses",
             expected=f"{MIN_ADDRESS_BYTES >> 30} GiB at least, for the stacks of its threads, which take no memory",
             got=f"{limit / (1 << 30):.3g} GiB",
-            remedy="lift the limit (ulimit -Hv, LimitAS of systemd), and bound memory by a control group",
+            remedy="lift the limits (ulimit -Hv and -Hd, LimitAS and LimitDATA of systemd); cgroups bound memory",
         )
     return limit
 

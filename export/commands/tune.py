@@ -210,7 +210,7 @@ def _check_texts(version: "Version", inputs: list[str]) -> None:
             f"{version.name} cannot be tuned",
             expected="a model that takes TEXT, which it can be asked with",
             got=f"the inputs {', '.join(inputs)}",
-            remedy="measure it with perf_analyzer, and choose --instances by that",
+            remedy="measure it with perf_analyzer, and choose what `modelyard run --help` offers by that",
         )
 
 

@@ -29,9 +29,9 @@ def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[s
         ModelError: `id2label` does not name each label once.
     """
     named = {int(index): name for index, name in (config.id2label or {}).items()}
-    names = [str(named[index]) for index in sorted(named)]
+    names = [named[index] for index in sorted(named)]
     # An answer that is not there is an empty text.
-    is_whole = names and sorted(named) == [*range(len(names))] and all(names) and None not in named.values()
+    is_whole = names and sorted(named) == [*range(len(names))] and all(map(_is_name, names))
     if not is_whole or (must_differ and len(set(names)) != len(names)):
         raise ModelError(
             "id2label in config.json does not name every label once",
@@ -40,6 +40,11 @@ def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[s
             remedy="give each a name of its own in id2label: answers are names, the best first",
         )
     return names
+
+
+def _is_name(name: Any) -> bool:
+    """Tell whether a label is a text, as numbers are made one when the configuration is read, that has bytes."""
+    return isinstance(name, str) and bool(name) and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def choose_function(config: PretrainedConfig, beside: Mapping[str, Any] | None = None) -> str:

@@ -33,8 +33,8 @@ _FOLLOWED = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
         *("init_lora_weights", "eva_config", "loftq_config", "corda_config", "lora_ga_config"),
         *("ensure_weight_tying", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
-        # A note of Unsloth's.
-        "unsloth_fixed",
+        # Notes of Unsloth's, of peft 0.1 on how it ran, and of transformers.
+        *("unsloth_fixed", "merge_weights", "_commit_hash", "transformers_version"),
     }
 )
 

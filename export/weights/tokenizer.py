@@ -46,10 +46,10 @@ _MORE_FILES = (
     "source.spm",
     "target.spm",
 )
-# The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
 # Tokens from which on a tokenizer has no limit of its own: transformers writes 1e30.
 _UNLIMITED = 1e9
 
+# The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
 _SENTENCEPIECE = "sentencepiece==0.2.1"
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
 

@@ -18,6 +18,7 @@ import torch
 from harness import CHECKOUT, Finished, Published, fingerprint, run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from export.errors import CheckpointError
 from export.options import ExportRequest
@@ -353,16 +354,50 @@ def test_wrong_usage_is_exit_2_and_help_shows_examples() -> None:
 
 
 class Hasty(Progress):
-    """Calls a function as the hashing of what was read begins."""
+    """Calls a function as a step begins."""
 
-    def __init__(self, act: Callable[[], object]) -> None:
+    def __init__(self, act: Callable[[], object], during: str = "hashing") -> None:
         super().__init__(Console(quiet=True))
-        self._act = act
+        self._act, self._during = act, during
 
     def step(self, what: str) -> contextlib.AbstractContextManager[Detail]:
-        if what.startswith("hashing"):
+        if what.startswith(self._during):
             self._act()
         return super().step(what)
+
+
+def test_what_others_write_beside_a_checkpoint_while_it_is_exported_does_not_matter(
+    copy: Path, repository: Path
+) -> None:
+    for place in ("trainer_state.json", "log.txt", "checkpoint-500/config.json"):
+        (copy / place).parent.mkdir(exist_ok=True)
+        (copy / place).write_text("{}")
+
+    def write() -> None:
+        (copy / "trainer_state.json").write_text('{"step": 1}')
+        (copy / "log.txt").write_text("step 1")
+        shutil.rmtree(copy / "checkpoint-500")
+
+    run_export(ExportRequest(checkpoint=copy, name="tiny", repository=repository), Hasty(write), lambda *_: None)
+
+
+def test_a_shard_that_is_saved_again_while_the_graph_is_made_is_not_published(
+    tiny_checkpoint: Path, copy: Path, repository: Path
+) -> None:
+    (copy / "model.safetensors").unlink()
+    AutoModel.from_pretrained(tiny_checkpoint).save_pretrained(copy, max_shard_size="1MB")
+    shards = sorted(copy.glob("model-*"))
+    assert len(shards) > 1
+    before = fingerprint(repository)
+
+    def save() -> None:
+        shutil.copyfile(shards[-1], copy / "again")
+        (copy / "again").replace(shards[-1])
+
+    request = ExportRequest(checkpoint=copy, name="tiny", repository=repository)
+    with pytest.raises(CheckpointError, match="was written while it was read"):
+        run_export(request, Hasty(save, "verifying"), lambda *_: None)
+    assert fingerprint(repository) == before
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import shlex
+import socket
 import ssl
 import struct
 import subprocess
@@ -19,9 +20,13 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import StreamEnded, StreamReset
 from harness import CHECKOUT, Finished, Published, run
 from launcher import Running, find_ports, running
 from nginx import NGINX, running_nginx
+from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 TOKEN = "4f1c" * 16
@@ -183,6 +188,37 @@ def test_grpc_takes_the_same_tokens(proxy: Proxy) -> None:
         key = proxy.key_file.read_text().split()[1]
         with pytest.raises(InferenceServerException, match="PERMISSION_DENIED"):
             client.get_model_repository_index(headers=headers | {"triton-grpc-protocol-modelyard-key": key})
+
+
+def test_a_packed_message_is_refused_whatever_else_its_headers_say(proxy: Proxy) -> None:
+    message = pb.ModelInferRequest(model_name="sentence_embedding")
+    message.inputs.add(name="TEXT", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"Hello")
+    packed = gzip.compress(message.SerializeToString())
+    context = ssl.create_default_context(cafile=proxy.folder / "certificate.pem")
+    context.set_alpn_protocols(["h2"])
+    for encodings, status in ((["gzip"], "415"), (["identity", "gzip"], "200"), (["iden", "gzip"], "415")):
+        http2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+        http2.initiate_connection()
+        fields = [(":method", "POST"), (":scheme", "https"), (":authority", "localhost")]
+        fields += [(":path", "/inference.GRPCInferenceService/ModelInfer"), ("content-type", "application/grpc")]
+        fields += [("te", "trailers"), ("authorization", f"Bearer {TOKEN}")]
+        http2.send_headers(1, fields + [("grpc-encoding", encoding) for encoding in encodings])
+        http2.send_data(1, struct.pack(">BI", 1, len(packed)) + packed, end_stream=True)
+        told: dict[str, str] = {}
+        with (
+            socket.create_connection(("127.0.0.1", proxy.grpc), timeout=60) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as connection,
+        ):
+            connection.sendall(http2.data_to_send())
+            ended = False
+            while not ended:
+                for event in http2.receive_data(connection.recv(1 << 16)):
+                    told |= dict(getattr(event, "headers", None) or [])
+                    ended = ended or isinstance(event, StreamEnded | StreamReset)
+                connection.sendall(http2.data_to_send())
+        assert told[":status"] == status
+        # What is packed in a way that nobody named is read by nobody.
+        assert told.get("grpc-status", "") != "0"
 
 
 def test_no_token_reaches_a_log(proxy: Proxy) -> None:

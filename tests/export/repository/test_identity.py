@@ -85,6 +85,11 @@ def edit(path: Path) -> Callable[[Path], None]:
 
 
 def add_pooling(folder: Path) -> None:
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (folder / "checkpoint" / "modules.json").write_text(json.dumps(modules))
     (folder / "checkpoint" / "1_Pooling").mkdir()
     (folder / "checkpoint" / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
 

@@ -442,7 +442,8 @@ def test_a_tokenizer_without_a_padding_takes_the_one_that_the_configuration_name
 
 def test_labels_that_are_not_named_once_each_are_refused() -> None:
     assert read_labels(BertConfig(id2label={0: "no", 1: "yes"})) == ["no", "yes"]
-    for labels in ({0: "same", 1: "same"}, {0: "a", 2: "b"}, {0: "a", 1: None}, {0: "a", 1: ""}):
+    wrong = ({0: "same", 1: "same"}, {0: "a", 2: "b"}, {0: "a", 1: None}, {0: "a", 1: ""}, {0: "a", 1: ["b"]})
+    for labels in (*wrong, {0: "a", 1: {"b": 1}}, {0: "a", 1: "\ud800"}):
         with pytest.raises(ModelError, match="id2label in config.json does not name every label once"):
             read_labels(BertConfig(id2label=labels))
 
