@@ -42,11 +42,14 @@ class FalseServer(protocol.GRPCInferenceServiceServicer):
 
     answer: pb.ModelInferResponse
     times = 1
+    refusal = ""
 
     def ModelInfer(self, request: Any, context: Any) -> pb.ModelInferResponse:  # noqa: N802 -- the protocol's name
         return self.answer
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[pb.ModelStreamInferResponse]:  # noqa: N802
+        if self.refusal:
+            yield pb.ModelStreamInferResponse(error_message=self.refusal)
         for _ in range(self.times):
             yield pb.ModelStreamInferResponse(infer_response=self.answer)
 
@@ -72,9 +75,9 @@ def ask() -> Iterator[Callable[..., list[str]]]:
         finally:
             await upstream.close()
 
-    def ask(kind: str, answer: pb.ModelInferResponse, times: int = 1) -> list[str]:
+    def ask(kind: str, answer: pb.ModelInferResponse, times: int = 1, refusal: str = "") -> list[str]:
         said: list[str] = []
-        false.answer, false.times = answer, times
+        false.answer, false.times, false.refusal = answer, times, refusal
         asyncio.run(hear(kind, said))
         return said
 
@@ -117,3 +120,10 @@ def test_a_text_that_ends_without_a_reason_or_goes_on_after_it_is_no_answer(ask:
         assert refusal.value.status == 502
     # Of several texts one ends before the others, and its reason comes again with theirs.
     assert ask(GENERATION, build(PIECE | {"text_output": ("BYTES", [b"\0\0\0\0"])}), 2) == []
+
+
+def test_the_death_of_a_process_is_no_fault_of_the_request(ask: Callable[..., list[str]]) -> None:
+    for said, status in (("Stub process 'tiny_0_0' is not healthy.", 502), ("the parameter 'x' is unknown", 400)):
+        with pytest.raises(ApiError) as refusal:
+            ask(GENERATION, build(PIECE), refusal=said)
+        assert refusal.value.status == status

@@ -11,6 +11,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import client as http_client
 from pathlib import Path
@@ -161,6 +162,17 @@ def test_json_of_more_parameters_than_can_be_looked_up_is_refused(proxy: Proxy) 
             assert proxy.ask(path, data, **token, Inference_Header_Content_Length=length) == 413
     # Where there is no such part, the header says nothing.
     assert proxy.ask(generate, data, **token, Inference_Header_Content_Length="10") == 413
+
+
+def test_an_address_has_few_requests_at_once_that_are_dear_to_read(proxy: Proxy) -> None:
+    token = {"Authorization": f"Bearer {TOKEN}"}
+    dear = json.dumps(GOOD | {"parameters": {f"{number:x}": 1 for number in range(9_000)}}).encode()
+    assert len(dear) < 100_000
+    with ThreadPoolExecutor(12) as pool:
+        told = [*pool.map(lambda _: proxy.ask(INFER, dear, **token), range(24))]
+        assert {*told} == {200, 503}
+        # As many others as there may be connections pass.
+        assert {*pool.map(lambda _: proxy.ask(INFER, GOOD, **token), range(24))} == {200}
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_arrives(proxy: Proxy) -> None:
