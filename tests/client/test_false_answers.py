@@ -30,7 +30,7 @@ from client.options import Options
 from client.pieces import ask_texts
 from client.ports import find_wrong_port
 from client.session import Session
-from client.streams import write
+from client.streams import PROMPT, listen, write
 
 INFER = str(CHECKOUT / "client" / "infer.py")
 
@@ -441,3 +441,22 @@ def test_answers_that_do_not_belong_together_are_refused(labels: np.ndarray, sco
     with pytest.raises(GarbledError, match="the answers of tiny cannot be read: expected rows of LABEL, SCORE, as"):
         check_answers("tiny", {"LABEL": labels, "SCORE": scores})
     check_answers("tiny", {"Y": labels, "SCORE": scores})
+
+
+def test_a_prompt_that_is_too_long_for_what_stands_in_front_is_told_with_what_to_do() -> None:
+    async def hear(address: str) -> None:
+        session = Session(Options(address, retry_s=0))
+        try:
+            async for _ in listen(session, "tiny", {PROMPT: np.array(["漢字".encode()], dtype=np.object_)}):
+                pass
+        finally:
+            await session.close()
+
+    page = b"<html><head><title>413 Request Entity Too Large</title></head></html>"
+    answer = b"HTTP/1.1 413 Request Entity Too Large\r\nContent-Length: %d\r\n\r\n%b" % (len(page), page)
+    # Of its letters each takes three bytes, not six.
+    sentence = (
+        "the server refused the request: what stands in front of it takes no JSON of 40 bytes over HTTP; ask over"
+    )
+    with dripping(answer, b"") as address, pytest.raises(RefusedError, match=sentence):
+        asyncio.run(hear(address))
