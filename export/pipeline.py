@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .artefacts import Artefacts
-from .checkpoints.storage.file_state import refuse_any_changed
 from .engines.fastest import EngineChoice, choose_fastest
 from .engines.table import AUTO, Engine, list_engines
 from .errors import ExportError, GraphError, RuntimeFailure, VerificationError
@@ -119,7 +118,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
     with progress.step("hashing what was read"):
         sources = hash_files(source.files)
         # What was hashed is what was read.
-        refuse_any_changed(source.opened)
+        source.refuse_changed()
     job = Job(
         task=task,
         target=target,
@@ -138,9 +137,7 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         engine, draft = proven.engine, proven.draft
         report = replace(proven.report, engines=choice.to_json() if choice else None)
         notes = (*draft.notes, *_judge_warmup(request, task, report))
-        # Of several files, some may be those of a save that had begun and only ends now.
-        if len(source.weight_files) > 1:
-            refuse_any_changed({path: source.opened[path] for path in source.weight_files})
+        source.refuse_late_save()
         lock = _build_lock(request, sources, target, report)
         publication = _publish(request, source, target, engine, draft, report, lock, progress)
         model_bytes = sum(path.stat().st_size for path in draft.files.model)

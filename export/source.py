@@ -9,7 +9,7 @@ from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
 from .checkpoints.plain.documents import refuse_false_documents
 from .checkpoints.plain.tokenizer_files import has_tokenizer
-from .checkpoints.storage.file_state import FileState
+from .checkpoints.storage.file_state import FileState, refuse_any_changed
 from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
 from .foresight import check_factory, check_layout, refuse_batching
@@ -69,6 +69,25 @@ class Source:
     missing: tuple[str, ...] = ()
     opened: Mapping[Path, FileState] = field(default_factory=dict)
     weight_files: tuple[Path, ...] = ()
+
+    def refuse_changed(self) -> None:
+        """Refuse what was written since it was read.
+
+        Raises:
+            CheckpointError: Something was.
+        """
+        refuse_any_changed(self.opened)
+
+    def refuse_late_save(self) -> None:
+        """Refuse weights of several files of which one was written since: a save had begun, and went on.
+
+        Of a single file, what was read is whole, whatever comes after it.
+
+        Raises:
+            CheckpointError: One was.
+        """
+        if len(self.weight_files) > 1:
+            refuse_any_changed({path: self.opened[path] for path in self.weight_files})
 
 
 def load_source(request: ExportRequest, progress: Progress) -> Source:
