@@ -103,9 +103,12 @@ def list_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[str
 def look_at_files(request: ExportRequest, checkpoint: StoredCheckpoint) -> dict[Path, FileState]:
     """Return what each file is that is read, for `refuse_any_changed` to compare it with afterwards."""
     states = checkpoint.opened
+    files: Mapping[str, Sequence[Path]] = {}
     # Of what cannot be looked at, whoever reads it tells what is wrong.
     with contextlib.suppress(OSError):
-        for path in itertools.chain.from_iterable(list_files(request, checkpoint).values()):
+        files = list_files(request, checkpoint)
+    for path in itertools.chain.from_iterable(files.values()):
+        with contextlib.suppress(OSError):
             states.setdefault(path, read_state(path))
     return states
 

@@ -147,8 +147,9 @@ def has_table(path: Path, name: str) -> bool:
 
 def _load_toml(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        if path.is_fifo():
-            raise ValueError("a pipe, which would be waited for")
+        # A pipe would be waited for, and a device may never end.
+        if path.exists() and not path.is_file():
+            raise ValueError("no regular file")
         # Editors of Windows begin a file with a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
         return text, tomllib.loads(text)

@@ -9,7 +9,7 @@ from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
 from .checkpoints.plain.documents import refuse_false_documents
 from .checkpoints.plain.tokenizer_files import has_tokenizer
-from .checkpoints.storage.file_state import FileState, refuse_any_changed
+from .checkpoints.storage.file_state import FileState, refuse_any_changed, refuse_late_save
 from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
 from .foresight import check_factory, check_layout, refuse_batching
@@ -57,7 +57,7 @@ class Source:
         adapters: Folders of the adapters that were merged.
         missing: What a whole checkpoint of its format would have and this one lacks or cannot show.
         opened: What files were before they were read.
-        weight_files: Those of them that hold the weights.
+        weights: What those of them were that hold the weights.
     """
 
     origin: str
@@ -68,7 +68,7 @@ class Source:
     adapters: tuple[Path, ...] = ()
     missing: tuple[str, ...] = ()
     opened: Mapping[Path, FileState] = field(default_factory=dict)
-    weight_files: tuple[Path, ...] = ()
+    weights: Mapping[Path, FileState] = field(default_factory=dict)
 
     def refuse_changed(self) -> None:
         """Refuse what was written since it was read.
@@ -79,15 +79,12 @@ class Source:
         refuse_any_changed(self.opened)
 
     def refuse_late_save(self) -> None:
-        """Refuse weights of several files of which one was written since: a save had begun, and went on.
-
-        Of a single file, what was read is whole, whatever comes after it.
+        """Refuse weights that a save may have gone on with since they were read.
 
         Raises:
-            CheckpointError: One was.
+            CheckpointError: One of several files was written.
         """
-        if len(self.weight_files) > 1:
-            refuse_any_changed({path: self.opened[path] for path in self.weight_files})
+        refuse_late_save(self.weights)
 
 
 def load_source(request: ExportRequest, progress: Progress) -> Source:
@@ -129,7 +126,9 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
         _lay_out(request, task)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
-    return Source(origin=origin, files=files, task=task, parameters=parameters, missing=missing, opened=opened)
+    return Source(
+        origin=origin, files=files, task=task, parameters=parameters, missing=missing, opened=opened, weights=opened
+    )
 
 
 def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:
@@ -159,7 +158,7 @@ def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> 
         adapters=request.adapters,
         missing=checkpoint.facts.missing,
         opened=opened,
-        weight_files=checkpoint.weight_files,
+        weights=checkpoint.opened,
     )
 
 

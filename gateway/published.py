@@ -103,14 +103,18 @@ def read_published(repository: Path, name: str, version: str) -> Published:
         chat=_read_chat(folder) if said else None,
         context=said.get("context", 0),
         defaults=said.get("defaults", {}),
-        has_unit_vectors=_has_unit_vectors(_read_json(folder / "golden.json")),
+        has_unit_vectors=_has_unit_vectors(folder / "golden.json"),
         created=int(folder.stat().st_mtime),
     )
 
 
-def _has_unit_vectors(golden: dict[str, Any]) -> bool:
-    outputs = [each for sample in golden.get("samples", []) for each in sample["outputs"]]
-    lengths = [math.hypot(*each["data"]) for each in outputs if each["name"] == "EMBEDDING" and each["shape"][0] == 1]
+def _has_unit_vectors(path: Path) -> bool:
+    try:
+        outputs = [each for sample in _read_json(path).get("samples", []) for each in sample["outputs"]]
+        vectors = [each["data"] for each in outputs if each["name"] == "EMBEDDING" and each["shape"][0] == 1]
+        lengths = [math.hypot(*vector) for vector in vectors]
+    except (LookupError, TypeError) as exc:
+        raise ValueError(f"{path}: recorded answers that are none") from exc
     return bool(lengths) and all(abs(length - 1) < _UNIT_WITHIN for length in lengths)
 
 

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -137,43 +137,47 @@ def examine_shared_memory(directory: Path) -> Finding:
 
 def examine_open_files() -> Finding:
     """Look whether tritonserver may open what it needs, and a connection for every client."""
-    what = "open files"
+    return _examine_limit(
+        "open files",
+        check_open_files,
+        COMFORTABLE_OPEN_FILES,
+        lambda limit: f"{limit:.0f} a process",
+        f"{COMFORTABLE_OPEN_FILES} at least, for every connection is one: ulimit -Hn",
+    )
+
+
+def _examine_limit(
+    what: str, check: Callable[[], float], comfortable: float, describe: Callable[[float], str], remedy: str
+) -> Finding:
     try:
-        limit = check_open_files()
+        limit = check()
     except ServerError as exc:
         return _blame(what, exc)
-    enough = limit >= COMFORTABLE_OPEN_FILES
+    enough = limit >= comfortable
     return Finding(
-        what=what,
-        verdict="ok" if enough else "warning",
-        found=f"{limit:.0f} a process",
-        remedy="" if enough else f"{COMFORTABLE_OPEN_FILES} at least, for every connection is one: ulimit -Hn",
+        what=what, verdict="ok" if enough else "warning", found=describe(limit), remedy="" if enough else remedy
     )
 
 
 def examine_threads() -> Finding:
     """Look whether tritonserver may start the threads that it needs."""
-    what = "threads"
-    try:
-        free = check_threads()
-    except ServerError as exc:
-        return _blame(what, exc)
-    return Finding(what=what, verdict="ok", found=f"{free:.0f} more may run" if free < math.inf else "no limit")
+    return _examine_limit(
+        "threads",
+        check_threads,
+        0,
+        lambda free: f"{free:.0f} more may run" if free < math.inf else "no limit",
+        remedy="",
+    )
 
 
 def examine_address_space() -> Finding:
     """Look whether tritonserver's threads may have the stacks that they are given."""
-    what = "addresses"
-    try:
-        limit = check_address_space()
-    except ServerError as exc:
-        return _blame(what, exc)
-    enough = limit >= COMFORTABLE_ADDRESS_BYTES
-    return Finding(
-        what=what,
-        verdict="ok" if enough else "warning",
-        found="no limit" if limit == math.inf else f"{limit / (1 << 30):.0f} GiB a process",
-        remedy="" if enough else f"{COMFORTABLE_ADDRESS_BYTES >> 30} GiB for many models: lift ulimit -Hv and -Hd",
+    return _examine_limit(
+        "addresses",
+        check_address_space,
+        COMFORTABLE_ADDRESS_BYTES,
+        lambda limit: "no limit" if limit == math.inf else f"{limit / (1 << 30):.0f} GiB a process",
+        f"{COMFORTABLE_ADDRESS_BYTES >> 30} GiB for many models: lift ulimit -Hv and -Hd",
     )
 
 

@@ -16,8 +16,9 @@ MIN_OPEN_FILES = 256
 MIN_THREADS = 256
 
 # Each of its threads has a stack of 1 GiB, of which only what is used takes memory: a model of a single step was served
-# with 105 GiB of addresses and not with 76, one of four with 256 and not with 160, six models took 345.
-MIN_ADDRESS_BYTES = 256 << 30
+# with 105 GiB of addresses and not with 76, one of four with 256 and not with 160, and six with 190 took 345 without a
+# limit.
+MIN_ADDRESS_BYTES = 176 << 30
 COMFORTABLE_ADDRESS_BYTES = 512 << 30
 
 # Every connection is an open file.

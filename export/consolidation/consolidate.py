@@ -17,7 +17,7 @@ from ..checkpoints.plain.config_match import ConfigMatch, match_config
 from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
 from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from ..checkpoints.storage.file_state import refuse_any_changed
+from ..checkpoints.storage.file_state import refuse_late_save
 from ..checkpoints.storage.paths import has_file
 from ..errors import CheckpointError, list_some
 from .carried_files import carry_over, replace_files, set_sizes, write_derived_config
@@ -125,8 +125,7 @@ def consolidate(
         if fitted is not None:
             replace_files(fitted, staged)
             shutil.rmtree(staged / _SCRATCH)
-        # Of several files, some may be those of a save that had begun and only ends now.
-        refuse_any_changed(opened)
+        refuse_late_save(opened)
         files = tuple(sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()))
     return Consolidated(
         format_name=checkpoint.format_name,

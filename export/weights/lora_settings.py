@@ -38,6 +38,9 @@ _FOLLOWED = frozenset(
     }
 )
 
+# What leaves a setting out. A table is none of it, empty or not: settings of a kind may all have their defaults.
+_UNSET: tuple[Any, ...] = (None, False, "", [])
+
 # Beginnings that leave the base weights as they are; with others, the adapter belongs to weights that are not on disk.
 _BEGINNINGS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
 
@@ -65,7 +68,7 @@ def read_adapter_settings(folder: Path) -> Mapping[str, Any]:
     unsupported = [
         *([] if settings.get("peft_type") == "LORA" else [f"peft_type {settings.get('peft_type')}"]),
         *([] if begun in _BEGINNINGS else [f"init_lora_weights {begun[:80]}"]),
-        *sorted(key for key, value in settings.items() if value and key not in _FOLLOWED),
+        *(key for key, value in settings.items() if value not in _UNSET and key not in _FOLLOWED),
     ]
     if unsupported:
         raise AdapterError(

@@ -463,7 +463,7 @@ def test_a_file_of_options_that_is_there_and_cannot_be_read_is_not_passed_over(
         path.mkdir,
         partial(os.mkfifo, path),
         partial(path.symlink_to, path),
-        partial(path.symlink_to, "gone"),
+        partial(path.symlink_to, "/dev/zero"),
     ):
         make()
         with pytest.raises(SettingsError, match="modelyard.toml cannot be read: expected a TOML file"):

@@ -10,11 +10,14 @@ from typing import Any
 import grpc
 import pytest
 from launcher import find_ports
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as protocol
 
 from client.model import Model, Tensor
 from gateway.errors import ApiError
+from gateway.published import read_published
 from gateway.upstream import GENERATION, Served, Upstream
 
 TEXTS = Tensor(name="TEXT", datatype="BYTES", shape=(-1, 1))
@@ -127,3 +130,14 @@ def test_the_death_of_a_process_is_no_fault_of_the_request(ask: Callable[..., li
         with pytest.raises(ApiError) as refusal:
             ask(GENERATION, build(PIECE), refusal=said)
         assert refusal.value.status == status
+
+
+@pytest.mark.parametrize("golden", ['{"samples": [{}]}', '{"samples": 5}', '{"samples": [{"outputs": [5]}]}', "{"])
+def test_a_version_whose_recorded_answers_are_damaged_cannot_be_read(tmp_path: Path, golden: str) -> None:
+    """As an error that looking for versions survives: another is published, or this one again."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "m" / "1" / "tokenizer.json"))
+    assert not read_published(tmp_path, "m", "1").has_unit_vectors
+    (tmp_path / "m" / "1" / "golden.json").write_text(golden)
+    with pytest.raises(ValueError, match="golden|Expecting"):
+        read_published(tmp_path, "m", "1")

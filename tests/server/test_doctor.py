@@ -103,7 +103,7 @@ def test_a_limit_on_open_files_is_found(published: Published, limit: int, verdic
 
 @pytest.mark.parametrize(
     ("gigabytes", "verdict", "remedy"),
-    [(200, "broken", "lift the limits (ulimit -Hv"), (300, "warning", "512 GiB"), (600, "ok", "")],
+    [(160, "broken", "lift the limits (ulimit -Hv"), (300, "warning", "512 GiB"), (600, "ok", "")],
 )
 def test_a_limit_on_addresses_is_found(published: Published, gigabytes: int, verdict: str, remedy: str) -> None:
     limit = gigabytes << 30
@@ -115,7 +115,7 @@ def test_a_limit_on_addresses_is_found(published: Published, gigabytes: int, ver
     if verdict == "broken":
         refused = run("-m", "server", *options, preexec_fn=partial(limit_addresses, limit))
         assert refused.code == 1
-        assert "error: one process may have too few addresses: expected 256 GiB at least" in refused.err
+        assert "error: one process may have too few addresses: expected 176 GiB at least" in refused.err
 
 
 @pytest.mark.parametrize("name", ["a b", "ü", "a$b", "a'b", "a;b"])

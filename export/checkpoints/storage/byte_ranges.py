@@ -125,17 +125,15 @@ class OpenFiles:
             filled += count
 
     def _open(self, block: StoredBlock) -> int:
-        opened = self._files.pop(block.path, None)
-        if opened is None:
+        file, state = self._files.pop(block.path, (None, None))
+        if file is None:
             if len(self._files) == self._MAX_FILES:
                 self._close(next(iter(self._files)))
-            opened = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC), block.file_state
-            self._files[block.path] = opened
-            refuse_changed(block.path, block.file_state, opened[0])
-        elif opened[1] != block.file_state:
-            refuse_changed(block.path, block.file_state, opened[0])
-        self._files[block.path] = opened
-        return opened[0]
+            file = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._files[block.path] = file, block.file_state
+        if state != block.file_state:
+            refuse_changed(block.path, block.file_state, file)
+        return file
 
     def _close(self, path: Path) -> None:
         file, state = self._files.pop(path)

@@ -57,3 +57,15 @@ def refuse_any_changed(opened: Mapping[Path, FileState]) -> None:
     """Refuse files of which one is not any more what it was; see `refuse_changed`."""
     for path, state in opened.items():
         refuse_changed(path, state)
+
+
+def refuse_late_save(weights: Mapping[Path, FileState]) -> None:
+    """Refuse weights of several files of which one was written since: a save may have begun before, and gone on.
+
+    Of a single file, what was read is whole, whatever comes after it.
+
+    Raises:
+        CheckpointError: One was.
+    """
+    if len(weights) > 1:
+        refuse_any_changed(weights)

@@ -190,7 +190,12 @@ def test_an_adapter_of_another_model_or_kind_is_refused(base: Path, tmp_path: Pa
     with pytest.raises(AdapterError, match=r"query\.weight \[32, 16\] where \[16, 16\] belongs"):
         merge_here(base, AutoModelForSequenceClassification, folder)
     settings = json.loads((folder / "adapter_config.json").read_text())
-    others = {"use_dora": True, "kind_of_a_later_peft": {"r": 4}, "init_lora_weights": "pissa_niter_4"}
+    others = {
+        "kasa_config": {},
+        "use_dora": True,
+        "kind_of_a_later_peft": {"r": 4},
+        "init_lora_weights": "pissa_niter_4",
+    }
     for key, value in others.items():
         (folder / "adapter_config.json").write_text(json.dumps(settings | {key: value}))
         with pytest.raises(AdapterError, match=f"of a kind that is not merged: expected plain LoRA, got {key}"):
