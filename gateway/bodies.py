@@ -1,6 +1,8 @@
 """What callers send. A field that is not here is refused; one whose type has a single value has that value alone."""
 
-from typing import Any, Literal, TypeVar
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +27,10 @@ class Body(BaseModel):
 
 Tokens = list[int] | list[list[int]]
 Texts = str | list[str]
+
+# What has no effect here may be sent empty, as some clients do.
+NoItems = Annotated[list[Any], Field(max_length=0)] | None
+NoEntries = Annotated[dict[str, Any], Field(max_length=0)] | None
 
 
 class Embeddings(Body):
@@ -63,7 +69,7 @@ class Sampling(Body):
     max_tokens: int | None = Field(None, ge=1, le=_MAX_INTEGER)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: None = None
+    logit_bias: NoEntries = None
     user: str | None = None
 
 
@@ -71,6 +77,7 @@ class Completions(Sampling):
     """`/v1/completions`."""
 
     prompt: Texts | Tokens = Field(description="A text or a list of them; token ids are refused.")
+    best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
     suffix: None = None
@@ -90,10 +97,10 @@ class Message(Body):
     content: str | list[TextPart]
     name: str | None = None
     refusal: None = None
-    tool_calls: None = None
+    tool_calls: NoItems = None
     function_call: None = None
     audio: None = None
-    annotations: None = None
+    annotations: NoItems = None
 
 
 class PlainText(Body):
@@ -109,7 +116,8 @@ class Chat(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INTEGER)
     logprobs: Literal[False] | None = None
     response_format: PlainText | None = None
-    tools: None = None
+    store: Literal[False] | None = None
+    tools: NoItems = None
     tool_choice: Literal["none"] | None = None
 
 
@@ -214,17 +222,19 @@ def read_prompts(given: Any) -> list[str]:
 
 def _explain(kind: type[Body], exc: pydantic.ValidationError) -> ApiError:
     """Return the first thing that is wrong, in one sentence."""
-    errors = exc.errors(include_url=False, include_input=True, include_context=False)
+    errors = exc.errors(include_url=False, include_input=True)
     first = errors[0]
     if not first["loc"]:
         what = "no JSON" if first["type"] == "json_invalid" else "no JSON object"
         return ApiError(400, f"the body is {what}: expected an object, got '{first['msg'][:200]}'.")
-    param = ".".join(str(part) for part in first["loc"] if _is_callers(part))
+    # Of the types that a value may have, the one that got furthest is what was meant.
+    same = [(_name_param(error["loc"]), error) for error in errors if error["loc"][0] == first["loc"][0]]
+    param, first = max(same, key=lambda one: one[0].count("."))
     if first["type"] == "extra_forbidden":
-        known = ", ".join(kind.model_fields)
+        known = f"one of {', '.join(kind.model_fields)}" if param in first["loc"] else "none of this name there"
         return ApiError(
             400,
-            f"the parameter {param[:100]!r} is not known here: expected one of {known}.",
+            f"the parameter {param[:100]!r} is not known here: expected {known}.",
             param=param[:100],
             code="unknown_parameter",
         )
@@ -235,11 +245,25 @@ def _explain(kind: type[Body], exc: pydantic.ValidationError) -> ApiError:
             param=param,
             code="missing_required_parameter",
         )
-    # One for each of the types that it may have.
-    same = [error["msg"] for error in errors if error["loc"][0] == first["loc"][0]]
-    ways = dict.fromkeys(message.removeprefix("Input should be ") for message in same)
-    got = repr(first["input"])[:60]
+    ways = dict.fromkeys(_describe_way(error) for place, error in same if place == param)
+    got = json.dumps(first["input"], ensure_ascii=False)[:60]
     return ApiError(400, f"{param} cannot be used: expected {' or '.join(ways)[:300]}, got {got}.", param=param)
+
+
+def _name_param(place: Sequence[int | str]) -> str:
+    return ".".join(str(part) for part in place if _is_callers(part))
+
+
+def _describe_way(error: Mapping[str, Any]) -> str:
+    """Return what would have been right, as somebody says it who writes JSON."""
+    bounds, kind = error.get("ctx", {}), error["type"]
+    if kind == "too_short":
+        return f"at least {bounds['min_length']} of them"
+    if kind == "too_long":
+        most = bounds["max_length"]
+        return f"at most {most} of them, not {bounds['actual_length']}" if most else "none"
+    way = str(error["msg"]).removeprefix("Input should be ")
+    return {"False": "false", "True": "true"}.get(way, way)
 
 
 def _is_callers(part: int | str) -> bool:

@@ -296,8 +296,21 @@ CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
         ("/v1/completions", {**WRITE, "logprobs": 3}, 400, "logprobs cannot be used: expected null, got 3"),
         ("/v1/completions", {**WRITE, "prompt": ["a", "b"], "stream": True}, 400, "a stream has one prompt"),
         ("/v1/completions", {**WRITE, "stream_options": {}}, 400, "stream_options has no effect"),
-        ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages cannot be used"),
-        ("/v1/chat/completions", {**CHAT, "tools": [{}]}, 400, "tools cannot be used: expected null, got [{}]"),
+        ("/v1/chat/completions", {**CHAT, "tools": [{}]}, 400, "tools cannot be used: expected none, got [{}]"),
+        ("/v1/chat/completions", {**CHAT, "messages": []}, 400, "messages cannot be used: expected at least 1 of them"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content.0.type cannot be used: expected 'text', got \"image_url\"",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": "a", "mood": 1}]},
+            400,
+            "the parameter 'messages.0.mood' is not known here: expected none of this name there",
+        ),
+        ("/rerank", {"query": "a", "texts": ["b"], "raw_scores": True}, 413, "raw_scores cannot be used: expected f"),
         ("/v1/chat/completions", {**CHAT, "stream": True, "top_k": -7}, 400, "top_k cannot be used"),
         ("/v1/chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
         ("/v1/rerank", {"model": "ranker", "query": "x", "documents": []}, 400, "documents is empty"),
@@ -315,6 +328,17 @@ def test_what_cannot_be_answered_is_refused_as_openai_and_tei_refuse(
 ) -> None:
     got = doors.gateway.refuse(path, content)
     assert got[0] == status and sentence in got[1], got
+
+
+def test_what_has_no_effect_may_be_sent_empty_as_some_clients_do(doors: Doors) -> None:
+    """Some write every field of a form, whether it says anything or not."""
+    empty = {"tools": [], "logit_bias": {}, "store": False, "tool_choice": "none", "logprobs": False}
+    said = {"role": "user", "content": "a cat", "tool_calls": [], "annotations": []}
+    chat = {**CHAT, **empty, "messages": [said], "max_tokens": 2, "temperature": 0}
+    plain = {**WRITE, "max_tokens": 2, "temperature": 0}
+    for path, sent in (("/v1/chat/completions", chat), ("/v1/completions", {**plain, "best_of": 1, "logit_bias": {}})):
+        status, answer, _ = doors.gateway.ask(path, sent)
+        assert status == 200 and answer["usage"]["completion_tokens"] <= 2, answer
 
 
 def test_a_body_is_bounded_and_may_be_anything(doors: Doors) -> None:
