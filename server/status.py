@@ -199,10 +199,7 @@ class Status:
     def render_versions(self) -> str:
         """Return whether the repository is followed, and of every model how far: versions, state, reason; as JSON."""
         with self._lock:
-            models = {
-                name: {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
-                for name, item in sorted(self._tell_all().items())
-            }
+            models = {name: _render_following(item) for name, item in sorted(self._tell_all().items())}
         return json.dumps({"follows": self._follows, "models": models}, indent=2) + "\n"
 
     def render(self) -> str:
@@ -252,6 +249,11 @@ class Status:
     def _add(self, name: str, labels: str) -> None:
         with self._lock:
             self._values[name, labels] = self._values.get((name, labels), 0) + 1
+
+
+def _render_following(item: Following) -> dict[str, object]:
+    told = {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
+    return told | ({"golden": item.golden} if item.golden and item.state == "served" else {})
 
 
 def _label(**labels: str) -> str:

@@ -2,10 +2,11 @@
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 
 from ..locations import name_command
 from ..repository.activation import activate
-from ..repository.version import Version
+from ..repository.version import Version, find_version
 from .verb import EXIT_NOT_SERVED, Verbs, add_repository, add_verb, answer, open_console
 from .waiting import check_status_address, wait_until_served
 
@@ -57,8 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(what, markup=False, highlight=False, soft_wrap=True)
 
     done = activate(arguments.repository, arguments.name, arguments.version, tell)
+    golden = find_version(arguments.repository, done.name, done.version).read_golden_sum()
     for url in arguments.wait:
-        wait_until_served(url, done.name, done.version, lambda line: console.print(line, markup=False, soft_wrap=True))
+        wait_until_served(url, done.name, done.version, partial(console.print, markup=False, soft_wrap=True), golden)
     before = f", version {done.before} before" if done.before else ""
     what = (
         f"version {done.version} is active{before}"

@@ -47,14 +47,14 @@ def check_status_address(url: str) -> None:
         )
 
 
-def wait_until_served(url: str, name: str, version: int, tell: Callable[[str], None]) -> None:
+def wait_until_served(url: str, name: str, version: int, tell: Callable[[str], None], golden: str = "") -> None:
     """Wait until a server serves a version; see `_wait`.
 
     Raises:
         ServingError: As there, or the wait was interrupted.
     """
     try:
-        _wait(url, name, version, tell)
+        _wait(url, name, version, tell, golden)
     except KeyboardInterrupt as exc:
         raise ServingError(
             f"the wait for {url} was interrupted, and version {version} of {name} is active in the repository",
@@ -64,7 +64,7 @@ def wait_until_served(url: str, name: str, version: int, tell: Callable[[str], N
         ) from exc
 
 
-def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> None:
+def _wait(url: str, name: str, version: int, tell: Callable[[str], None], golden: str) -> None:
     """Wait until a server serves a version.
 
     Args:
@@ -72,6 +72,8 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
         name: The public model.
         version: The version, which is the active one.
         tell: Called with what is going on, whenever that changes.
+        golden: SHA-256 of its recorded answers, by which it is told from a version of another repository that has the
+            same number; empty where that is not known.
 
     Raises:
         ServingError: It cannot serve it, does not follow the repository, or cannot be asked.
@@ -81,7 +83,8 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
     while True:
         content = _read_versions(asked, name, version)
         found = content["models"].get(name, {"active": 0, "served": 0, "state": "served", "reason": ""})
-        if found["served"] == version and found["state"] == "served":
+        is_others = bool(golden) and found.get("golden", golden) != golden
+        if found["served"] == version and found["state"] == "served" and not is_others:
             return
         if found["active"] == version and found["state"] == "failed":
             raise ServingError(
@@ -110,14 +113,14 @@ def _wait(url: str, name: str, version: int, tell: Callable[[str], None]) -> Non
         if found["state"] == "rolling":
             # Where tritonserver is being started for long, its launcher takes notice after that.
             noticed_by = max(noticed_by, time.monotonic() + _NOTICE_S)
-        if found["active"] != version and time.monotonic() > noticed_by:
+        if (found["active"] != version or is_others) and time.monotonic() > noticed_by:
             raise ServingError(
                 f"version {version} of {name} is active in the repository, and the server at {url} takes no notice",
                 expected=f"version {version} as the active one within {_NOTICE_S:g} s",
-                got=f"version {found['active']}" if found["active"] else f"no model {name}",
+                got=_describe_active(found, name, is_others=is_others),
                 remedy="pass the status port of a server of this repository",
             )
-        doing = _describe(found) if found["active"] == version else "not noticed yet"
+        doing = _describe(found) if found["active"] == version and not is_others else "not noticed yet"
         if doing != told:
             tell(f"{url}: {doing}")
             told = doing
@@ -129,6 +132,13 @@ def _is_settled(asked: str, name: str, version: int) -> bool:
     time.sleep(_SETTLING_S)
     found = _read_versions(asked, name, version)["models"].get(name)
     return found is None or bool(found["active"] != version)
+
+
+def _describe_active(found: dict[str, Any], name: str, *, is_others: bool) -> str:
+    """Return what a server has in the place of the version that is waited for."""
+    if is_others:
+        return f"a version {found['active']} with other recorded answers"
+    return f"version {found['active']}" if found["active"] else f"no model {name}"
 
 
 def _describe(found: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """A version with the files of another, to the byte. Needs no torch."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def add_copy(
     """
     number = version.number
     # The configurations name the number; the proof is kept to the byte, under that which it was made for.
-    kept = Path(os.path.normpath(chosen.folder)) / CONFIGS_FOLDER
+    kept = chosen.folder / CONFIGS_FOLDER
     copied = [path for path in sums if not path.is_relative_to(kept) and path.name not in documents]
     files = {part: [path for path in copied if path.parent.parent.name == part] for part in configs}
     variants = {

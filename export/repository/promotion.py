@@ -151,10 +151,9 @@ def _read_intent(version: Version) -> list[dict[str, pb.ModelConfig]]:
 
 def _read_content(version: Version) -> dict[tuple[str, ...], str]:
     """Return Triton model and file → SHA-256 of what is the same wherever a version is."""
-    root = os.path.normpath(version.repository)
     content = {}
     for path, digest in version.read_sums().items():
-        part, _, *file = path.relative_to(root).parts
+        part, _, *file = path.relative_to(version.repository).parts
         if file[0] not in (CONFIGS_FOLDER, PAGE_FILE, PUBLICATION_FILE, ARGUMENTS_FILE):
             content[(part, *file)] = digest
     return content

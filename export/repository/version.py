@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from ..errors import RepositoryError
 from .config_file import CONFIG_FILE, pin_config, read_config, read_regular
-from .contents import CONFIGS_FOLDER, REPORT_FILE, list_parts, list_versions
+from .contents import CONFIGS_FOLDER, GOLDEN_FILE, REPORT_FILE, list_parts, list_versions
 from .lockfile import LOCK_FILE, read_lock
 from .names import STEP_SUFFIXES
 
@@ -69,7 +69,7 @@ class Version:
 
     def _list_entries(self) -> list[Path]:
         folders = [self.find_folder(model_name) for model_name in list_parts(self.repository, self.name)]
-        return [Path(os.path.normpath(path)) for folder in folders for path in sorted(folder.rglob("*"))]
+        return [path for folder in folders for path in sorted(folder.rglob("*"))]
 
     def read_report(self) -> Mapping[str, Any]:
         """Return the verification report; empty where there is none that can be read."""
@@ -91,6 +91,10 @@ class Version:
         told = {self._find_summed(match[2]): match[1].lower() for match in self._match_sums() if match}
         return {path: digest for path, digest in told.items() if self._may_hold(path)}
 
+    def read_golden_sum(self) -> str:
+        """Return the SHA-256 of its recorded answers as they were published; empty where nobody recorded it."""
+        return self.read_sums().get(self._find_summed(GOLDEN_FILE), "")
+
     def list_foreign_sums(self) -> list[str]:
         """Return what the sums name outside of the version's own folders, as they name it."""
         named = [match[2] for match in self._match_sums() if match]
@@ -102,12 +106,12 @@ class Version:
         return not all(matches) or (not matches and (self.folder / SUMS_FILE).is_file())
 
     def _find_summed(self, path: str) -> Path:
-        return Path(os.path.normpath(self.folder / path))
+        # Of the repository's own path nothing is shortened: what stands in front of .. may be a link.
+        return self.repository / os.path.normpath(Path(self.name, str(self.number), path))
 
     def _may_hold(self, path: Path) -> bool:
         """Tell whether a file at `path` would be one of the version, whether or not its folder is there."""
-        folders = (self.find_folder(f"{self.name}{end}") for end in ("", *STEP_SUFFIXES))
-        return any(Path(os.path.normpath(folder)) in path.parents for folder in folders)
+        return any(self.find_folder(f"{self.name}{end}") in path.parents for end in ("", *STEP_SUFFIXES))
 
     def _match_sums(self) -> list[re.Match[str] | None]:
         """Return what each line of the sums says, and None for one that says nothing."""

@@ -40,12 +40,15 @@ class Following:
         served: Version that is served; 0 where none is.
         state: `rolling` while it is being changed, `failed` after a try that led to nothing.
         reason: Why it failed, in one sentence; of what is rolling, what it waits for, where it does.
+        golden: SHA-256 of the recorded answers of what is served, which another publication of the same number has not;
+            empty of all else.
     """
 
     active: int
     served: int
     state: State
     reason: str = ""
+    golden: str = ""
 
 
 class Follower:
@@ -466,7 +469,9 @@ class Follower:
         published = loaded.published
         self._served[published.name] = loaded
         self._failures.pop(published.name, None)
-        self._tell(published.name, Following(active=published.version, served=published.version, state="served"))
+        golden = next(iter(loaded.asked.values()), "")
+        following = Following(active=published.version, served=published.version, state="served", golden=golden)
+        self._tell(published.name, following)
 
     def _tell(self, name: str, following: Following) -> None:
         with self._finding:

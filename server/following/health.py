@@ -4,7 +4,6 @@ import base64
 import http.client
 import io
 import json
-import os
 import struct
 import time
 import urllib.error
@@ -102,7 +101,7 @@ def _compare(url: str, golden: Mapping[str, Any], patience_s: float) -> float:
 def _has_changed(path: Path) -> bool:
     """Tell whether a file of a version is known to have other bytes than were published; one without a sum is not."""
     try:
-        return read_sums(path.parent).get(Path(os.path.normpath(path))) not in (None, hash_file(path))
+        return read_sums(path.parent).get(path) not in (None, hash_file(path))
     # Of what cannot be read nothing is known.
     except OSError:
         return not path.is_file()

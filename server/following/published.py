@@ -252,8 +252,7 @@ def find_fault(version: Path) -> str:
 
 def find_missing(paths: Iterable[Path], part: Path) -> str:
     """Return which of the files in the folder `part` is not there; empty where all are."""
-    folder = Path(os.path.normpath(part))
-    meant = (path for path in paths if folder in path.parents)
+    meant = (path for path in paths if part in path.parents)
     # Whatever keeps it from being seen.
     return next((f"{path} is missing" for path in meant if not os.path.exists(path)), "")  # noqa: PTH110
 
@@ -300,7 +299,7 @@ def take_files(repository: Path, published: Published, sums: FileSums) -> Loaded
     """Return what is about to be loaded, with what its files are."""
     if not published.version:
         return Loaded(published=published, files={}, asked={})
-    folder = Path(os.path.normpath(repository / published.name / str(published.version)))
+    folder = repository / published.name / str(published.version)
     parts = _list_parts(repository, published.name, published.version, published.steps)
     files = {path: "" for part in parts for path in list_files(part)}
     told = read_told(folder, parts)

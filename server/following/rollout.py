@@ -17,7 +17,6 @@ Where the two have different configurations, both are loaded again for each step
 """
 
 import contextlib
-import os
 import re
 import threading
 import time
@@ -164,7 +163,7 @@ class Roller:
             fault = touched or find_fault(part) or find_missing(sums, part)
             if fault := fault or self._sums.find_changed(sums, part, since="loaded"):
                 raise ControlError(f"{model} cannot be loaded", expected="whole files", got=fault, remedy="mend that")
-            found |= self._sums.mark(path for path in sums if Path(os.path.normpath(part)) in path.parents)
+            found |= self._sums.mark(path for path in sums if part in path.parents)
         return found
 
     @contextlib.contextmanager

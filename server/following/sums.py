@@ -76,7 +76,7 @@ class FileSums:
             since: What was done with them when they had those sums.
         """
         for path, digest in sums.items():
-            is_meant = part is None or Path(os.path.normpath(part)) in path.parents
+            is_meant = part is None or part in path.parents
             if is_meant and self._read(path) not in (digest, ""):
                 return f"{path} has changed since it was {since}"
         return ""
@@ -143,7 +143,10 @@ def read_sums(version: Path) -> Mapping[Path, str]:
     # A last line that was cut may name no file that there ever was.
     lines = [line.rstrip("\r") for line in text.split("\n")[:-1]]
     matches = [match for match in map(_LINE.fullmatch, lines) if match]
-    return {Path(os.path.normpath(version / match[2])): match[1].lower() for match in matches}
+    # Of the repository's own path nothing is shortened: what stands in front of .. may be a link.
+    repository, name = version.parent.parent, version.parent.name
+    paths = [repository / os.path.normpath(Path(name, version.name, match[2])) for match in matches]
+    return {path: match[1].lower() for path, match in zip(paths, matches, strict=True)}
 
 
 def find_damaged_sums(version: Path) -> str:
@@ -179,7 +182,7 @@ def find_damaged_sums(version: Path) -> str:
 def list_files(version: Path) -> list[Path]:
     """Return the files in the folder of a version, but for its sums and for what a program keeps for itself there."""
     found: list[Path] = []
-    for folder, folders, names in os.walk(os.path.normpath(version)):
+    for folder, folders, names in os.walk(version):
         folders[:] = [name for name in folders if not is_kept_aside(name)]
         found += [Path(folder, name) for name in names if not is_kept_aside(name) and name != SUMS_FILE]
     return sorted(found)
@@ -223,7 +226,6 @@ def _read_artefacts(version: Path) -> Mapping[str, str]:
 
 def select_loaded(version: Path, sums: Mapping[Path, str]) -> Mapping[Path, str]:
     """Return the sums of those files of a version that tritonserver loads; the others tell about it."""
-    version = Path(os.path.normpath(version))
     return {
         path: digest
         for path, digest in sums.items()

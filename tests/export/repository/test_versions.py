@@ -136,6 +136,31 @@ def test_a_version_that_another_activation_overtakes_is_waited_for_no_longer(
     )
 
 
+def test_a_server_of_another_repository_does_not_count_for_the_number_of_its_version(
+    models: Path, monkeypatch: pytest.MonkeyPatch, export_cli: Callable[..., Finished]
+) -> None:
+    monkeypatch.setattr(waiting, "_NOTICE_S", 0.3)
+    served = {"active": 2, "served": 2, "state": "served", "reason": ""}
+    answers = [json.dumps({"follows": True, "models": {"tickets": served | {"golden": end * 64}}}) for end in "ab"]
+    with answering(*answers) as address:
+        wait_until_served(address, "tickets", 2, print, "b" * 64)
+    with answering(answers[0]) as address, pytest.raises(ServingError) as caught:
+        wait_until_served(address, "tickets", 2, print, "b" * 64)
+    assert str(caught.value) == (
+        f"version 2 of tickets is active in the repository, and the server at {address} takes no notice: expected "
+        "version 2 as the active one within 0.3 s, got a version 2 with other recorded answers; pass the status port "
+        "of a server of this repository."
+    )
+    # As its publication has it, and as a launcher of an earlier release, which does not say.
+    golden = hashlib.sha256(Path(models, "tickets", "2", "golden.json").read_bytes()).hexdigest()
+    for told in (served | {"golden": golden}, served):
+        with answering(json.dumps({"follows": True, "models": {"tickets": told}})) as address:
+            done = export_cli(
+                "activate", "tickets", "2", "--repository", f"{models}/../{models.name}", "--wait", address
+            )
+            assert done.code == 0, done.err
+
+
 WRONG_REASON = '{"models": {"tickets": {"active": 1, "served": 0, "state": "rolling", "reason": 5}}}'
 
 
@@ -190,6 +215,25 @@ def test_the_next_step_can_be_typed_where_a_path_has_a_space(
         done = export_cli(*words, "--repository", str(here))
         assert done.code == 0, done.err
         assert shlex.split(done.out.splitlines()[-1]) == ["Next:", "python", *said]
+
+
+def test_a_path_goes_up_from_where_a_link_leads(
+    models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    """What is left of a path where `link/..` is taken out of it may be another repository, or none."""
+    (deep := tmp_path / "there" / "deep").mkdir(parents=True)
+    models.rename(deep.parent / "models")
+    (tmp_path / "link").symlink_to(deep)
+    other = tmp_path / "other"
+    for repository in (f"{tmp_path}/link/../models", f"{deep}/../models"):
+        here = ("--repository", repository)
+        for version in (2, 1):
+            assert ask(export_cli, "activate", "tickets", version, *here)["outcome"] == "activated"
+        assert export_cli("verify-repository", *here).code == 0
+        assert ask(export_cli, "promote", "tickets", "1", "--to", f"{deep}/../../other", *here)["version"] == 1
+        assert ask(export_cli, "promote", "tickets", "1", "--to", other, *here)["outcome"] == "unchanged"
+        checked = export_cli("verify-repository", "--repository", f"{deep}/../../other")
+        assert checked.code == 0, checked.out
 
 
 @pytest.mark.parametrize("damage", ["garbage", "missing"])

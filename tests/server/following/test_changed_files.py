@@ -451,3 +451,16 @@ def test_sums_are_whole_to_the_server_where_they_are_to_the_exporter(
     told = find_damaged_sums(sums.parent)
     assert (what in told) if what else told == ""
     assert bool(what) == bool([*find_damaged_files(Version(repository=copy, name=NAME, number=1))])
+
+
+def test_sums_are_those_of_where_a_link_leads(version: Path, tmp_path: Path) -> None:
+    """`link/..` is the folder above what it leads to, not the one that the link lies in."""
+    (tmp_path / "models" / "deep").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "link").symlink_to(tmp_path / "models" / "deep")
+    linked = elsewhere / "link" / ".." / "tiny" / "1"
+    (version / "SHA256SUMS").write_text(f"{'0' * 64}  ../1/tokenizer.json\n")
+    assert read_sums(linked) == {linked / "tokenizer.json": "0" * 64}
+    changed = FileSums().find_changed(read_sums(linked), linked)
+    assert changed == f"{linked / 'tokenizer.json'} has changed since it was published"
+    assert {*select_loaded(linked, read_sums(linked))} == {linked / "tokenizer.json"}
