@@ -251,7 +251,7 @@ class Status:
             self._values[name, labels] = self._values.get((name, labels), 0) + 1
 
 
-def _render_following(item: Following) -> dict[str, object]:
+def _render_following(item: Following) -> dict[str, str | int]:
     told = {"active": item.active, "served": item.served, "state": item.state, "reason": item.reason}
     return told | ({"golden": item.golden} if item.golden and item.state == "served" else {})
 
