@@ -1,18 +1,37 @@
 """Lists of any length, cut into requests that the server takes, and the answers put together again in order."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import GarbledError, RefusedError, UsageError
 from .model import Model
-from .options import Words
+from .options import Options, Words
 from .outputs import Arrays
 from .session import Session, gather
 
 Text = str | bytes
+
+
+class Asker(Protocol):
+    """Who asks a server: a `Session`, or what has it wait for its turn."""
+
+    options: Options
+
+    async def infer(
+        self,
+        model: Model,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Iterable[str] | None = None,
+        *,
+        binary: bool = True,
+        headers: Mapping[str, str] | None = None,
+    ) -> Arrays:
+        """Return output name → values, in one request; see `Session.infer`."""
+        ...
+
 
 # A preprocess step takes 1 MiB of text in one request, or 128 KiB where it reads long texts in windows.
 _MOST_BYTES = 128 * 1024
@@ -61,7 +80,7 @@ def check_pairs(model: Model, texts: Sequence[bytes], pairs: Sequence[bytes], wo
 
 
 async def ask_texts(
-    session: Session,
+    session: Asker,
     model: Model,
     texts: Sequence[bytes],
     pairs: Sequence[bytes] = (),
@@ -146,7 +165,7 @@ def _cut(sizes: Sequence[int], most_rows: int) -> list[range]:
 
 
 async def _ask_pieces(
-    session: Session,
+    session: Asker,
     model: Model,
     inputs: Mapping[str, npt.NDArray[Any]],
     pieces: Sequence[range],

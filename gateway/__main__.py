@@ -19,8 +19,6 @@ from .locations import PROGRAM, REPOSITORY, SERVE
 
 # As long as the server's own.
 _DRAIN_S = 10
-# Longer than most clients keep a connection: one that we close first may lose a request.
-_KEEP_ALIVE_S = 75
 
 _EXAMPLES = f"""
 examples:
@@ -62,6 +60,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """
     import uvicorn
 
+    from .connections import KEEP_ALIVE_S, BoundedProtocol, raise_limit
     from .door import Door
     from .upstream import ClientError, Upstream
 
@@ -79,19 +78,20 @@ def serve(arguments: argparse.Namespace) -> int:
         raise GatewayError(
             "the server cannot be asked", expected="an address and a time", got=f"'{exc}'", remedy="correct --server"
         ) from exc
+    BoundedProtocol.most = raise_limit()
     listener = _listen(arguments.host, arguments.port)
     door = Door(upstream, keys, tuple(arguments.matryoshka), arguments.max_body)
     server = uvicorn.Server(
         uvicorn.Config(
             door,
             loop="uvloop",
-            http="httptools",
+            http=BoundedProtocol,
             lifespan="on",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_DRAIN_S,
         )
     )

@@ -20,6 +20,7 @@ class Call:
 
     Attributes:
         route: Its path where there is such an operation.
+        caller: Who asks: the name of a key, or an address.
         id: Which is told the caller.
         key: Whose it is; None where nobody needs one.
         tracing: Headers that go on to the server.
@@ -28,6 +29,7 @@ class Call:
     """
 
     route: str
+    caller: str
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     key: Key | None = None
     tracing: Mapping[str, str] = field(default_factory=dict)

@@ -33,6 +33,9 @@ _TEI = ("/embed", "/rerank", "/predict", "/tokenize")
 # In which a body comes whole.
 _BODY_TIMEOUT_S = 30.0
 
+# Bytes of all bodies that are held at a time; what is made of one takes some times as much.
+_MOST_HELD = 256 << 20
+
 _CANCEL_INTERVAL_S = 0.05
 
 # nginx's, for a caller who left before the answer.
@@ -98,7 +101,8 @@ class Door:
             return
         path = scope["path"]
         is_model = path.startswith("/v1/models/")
-        call = Call(path if path in self._routes else "/v1/models/{name}" if is_model else "other")
+        route = path if path in self._routes else "/v1/models/{name}" if is_model else "other"
+        call = Call(route, caller=scope["client"][0] if scope["client"] else "")
         call.tracing = read_tracing(scope["headers"])
         scope[_CALL] = call
         self._metrics.in_flight.inc()
@@ -115,6 +119,7 @@ class Door:
             if self._keys and path not in _OPEN:
                 # Known before it is admitted: who is refused is told the limits as well.
                 call.key = self._find_key(scope, self._keys)
+                call.caller = call.key.name
                 call.key.admit()
             await self._app(scope, receive, tell)
         except ApiError as exc:
@@ -152,9 +157,10 @@ class Door:
         app.get("/v1/models/{name:path}", summary="One of them")(self._show_model)
         app.get("/health", summary="Whether there is a model to ask")(self._tell_health)
         app.get("/metrics", summary="What Prometheus reads")(self._show_metrics)
+        held = _Bodies(self._max_body)
         for operation in self._operations:
             # Not FastAPI's own: it would read a body twice as slowly, and tell its errors in its words.
-            endpoint = _Endpoint(operation, self._max_body)
+            endpoint = _Endpoint(operation, held)
             app.router.routes.append(Route(operation.path, endpoint, methods=["POST"], include_in_schema=False))
         describe = app.openapi
 
@@ -193,12 +199,15 @@ class Door:
 class _Endpoint:
     """An operation, as Starlette calls it."""
 
-    def __init__(self, operation: Operation, max_body: int) -> None:
-        self._operation, self._max_body = operation, max_body
+    def __init__(self, operation: Operation, bodies: "_Bodies") -> None:
+        self._operation, self._bodies = operation, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope[_CALL]
-        body = await _read(scope, receive, self._max_body)
+        async with self._bodies.read(scope, receive) as body:
+            await self._answer_while_asked(call, body, receive, send)
+
+    async def _answer_while_asked(self, call: Call, body: bytes, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._answer(call, body, send))
         # Nothing more comes of a caller but that it leaves, and then nobody needs the answer.
         leaving = asyncio.ensure_future(receive())
@@ -228,33 +237,57 @@ class _Endpoint:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _read(scope: Scope, receive: Receive, most: int) -> bytes:
-    """Return the body of a request.
+class _Bodies:
+    """The bodies of all requests that are being answered.
 
-    Raises:
-        ApiError: It is too large, or does not come.
+    Args:
+        most: Bytes of one.
     """
-    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if int(length) > most:
-        raise _refuse_size(most, f"{int(length)}")
-    message = await receive()
-    if not message.get("more_body"):
-        return bytes(message.get("body", b""))
-    try:
-        return await asyncio.wait_for(_read_rest(message["body"], receive, most), _BODY_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        raise ApiError(408, f"the body does not come: expected all of it within {_BODY_TIMEOUT_S:g} s.") from None
 
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
 
-async def _read_rest(first: bytes, receive: Receive, most: int) -> bytes:
-    body, more = bytearray(first), True
-    while more:
-        if len(body) > most:
-            raise _refuse_size(most, "more")
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return bytes(body)
+    @contextlib.asynccontextmanager
+    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+        """Read the body of a request, and hold it until that is answered.
+
+        Raises:
+            ApiError: It is too large, by itself or beside the others, or does not come.
+        """
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if int(length) > self._most:
+            raise _refuse_size(self._most, f"{int(length)}")
+        body = bytearray()
+        try:
+            try:
+                await asyncio.wait_for(self._fill(body, receive), _BODY_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                what = f"the body does not come: expected all of it within {_BODY_TIMEOUT_S:g} s."
+                raise ApiError(408, what) from None
+            yield bytes(body)
+        finally:
+            self._held -= len(body)
+
+    async def _fill(self, body: bytearray, receive: Receive) -> None:
+        more = True
+        while more:
+            message = await receive()
+            part = message.get("body", b"")
+            body += part
+            self._held += len(part)
+            more = message.get("more_body", False)
+            if len(body) > self._most:
+                raise _refuse_size(self._most, "more")
+            if self._held > max(_MOST_HELD, self._most):
+                raise ApiError(
+                    503,
+                    f"there is too much to do: expected at most {_MOST_HELD} bytes of requests at a time, got more; "
+                    "ask again later.",
+                    type="server_error",
+                    code="service_unavailable",
+                    headers={"retry-after": "1"},
+                    is_overload=True,
+                )
 
 
 def _refuse_size(most: int, got: str) -> ApiError:

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from tokenizers import Tokenizer
 
 from .chat import ChatTemplate
 from .errors import refuse
+from .turns import Turns
 
-# Beyond these characters a request is tokenized beside the event loop, which would stand still for milliseconds.
-_AT_ONCE = 8192
+# Beyond these characters a request is tokenized beside the event loop, which would stand still for milliseconds; and so
+# many of them at once, which take a tenth of a second.
+_AT_ONCE, _IN_TURN = 8192, 128 * 1024
 
 # Of a vector of 4,096 numbers in 16 bits.
 _UNIT_WITHIN = 1e-2
@@ -44,28 +47,38 @@ class Published:
     has_unit_vectors: bool
     created: int
 
-    async def count(self, param: str, rows: Sequence[Row], *, may_cut: bool) -> int:
+    async def count(self, param: str, rows: Sequence[Row], *, may_cut: bool, turns: Turns, caller: str) -> int:
         """Return how many tokens the model reads of all rows together.
 
         Args:
             param: What the caller calls the rows.
             rows: Texts or pairs of them.
             may_cut: Whether the caller takes an answer to the beginning of a text that is too long.
+            turns: Those of all whose texts are tokenized, in characters.
+            caller: Who asks.
 
         Raises:
-            ApiError: A row is too long and may not be cut, or no token of the model's stands for what it holds.
+            ApiError: A row is too long and may not be cut, or no token of the model's stands for what it holds, or its
+                turn does not come.
         """
-        if sum(len(row) if isinstance(row, str) else len(row[0]) + len(row[1]) for row in rows) > _AT_ONCE:
-            return await asyncio.to_thread(self._count, param, rows, may_cut)
-        return self._count(param, rows, may_cut)
+        sizes = [len(row) if isinstance(row, str) else len(row[0]) + len(row[1]) for row in rows]
+        if sum(sizes) <= _AT_ONCE:
+            return self._count(param, rows, 0, may_cut)
+        tokens = had = 0
+        for part in _cut(sizes):
+            size = sum(sizes[part])
+            count = partial(asyncio.to_thread, self._count, param, rows[part], part.start, may_cut)
+            tokens += await turns.run(caller, had, size, count)
+            had += size
+        return tokens
 
-    def _count(self, param: str, rows: Sequence[Row], may_cut: bool) -> int:
+    def _count(self, param: str, rows: Sequence[Row], start: int, may_cut: bool) -> int:
         try:
             encodings = self.counted.encode_batch_fast(list(rows))
         # The library raises plain Exception for a text that its model has no token for.
         except Exception as exc:
             raise refuse(param, f"{param} cannot be tokenized", expected="text", got=f"'{exc}'") from None
-        for index, encoding in enumerate(encodings):
+        for index, encoding in enumerate(encodings, start):
             if encoding.overflowing and not may_cut:
                 raise refuse(
                     param,
@@ -75,6 +88,17 @@ class Published:
                     remedy="cut it, or pass truncate_prompt_tokens -1 (truncate true on TEI's paths)",
                 )
         return sum(len(encoding.ids) for encoding in encodings)
+
+
+def _cut(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield the rows that are tokenized at once, at least one at a time."""
+    start = held = 0
+    for row, size in enumerate(sizes):
+        if row > start and held + size > _IN_TURN:
+            yield slice(start, row)
+            start, held = row, 0
+        held += size
+    yield slice(start, len(sizes))
 
 
 def read_published(repository: Path, name: str, version: str) -> Published:

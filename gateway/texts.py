@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,14 @@ from .bodies import Embeddings, Rerank, TeiEmbed, TeiPredict, TeiRerank, TeiToke
 from .call import Call
 from .errors import ApiError, refuse
 from .published import Row
+from .turns import Turns
 from .upstream import GENERATION, Served, Upstream
 
 # Of which tokens are told: each is some hundred bytes of JSON, which is written while nobody else is answered.
 _MAX_CHARACTERS = 131_072
+
+# Characters that are tokenized at a time, beside what the server does.
+_AT_A_TIME = 256 * 1024
 
 _EMBEDDING, _LABELS, _PAIRS = ("embedding",), ("classification",), ("pair classification",)
 
@@ -38,6 +43,7 @@ class Texts:
 
     def __init__(self, upstream: Upstream, matryoshka: Collection[str]) -> None:
         self._upstream, self._matryoshka = upstream, frozenset(matryoshka)
+        self._turns = Turns(_AT_A_TIME, upstream.timeout_s)
 
     async def embeddings(self, call: Call, asked: Embeddings) -> bytes:
         """Return one vector a text (OpenAI)."""
@@ -124,7 +130,8 @@ class Texts:
                 f"inputs is too long: expected at most {_MAX_CHARACTERS} characters, got {characters}; ask in parts.",
                 param="inputs",
             )
-        encodings = await asyncio.to_thread(served.files.whole.encode_batch, texts, add_special_tokens=adds)
+        tokenize = partial(asyncio.to_thread, served.files.whole.encode_batch, texts, add_special_tokens=adds)
+        encodings = await self._turns.run(call.caller, 0, characters, tokenize)
         rows = []
         for encoding in encodings:
             parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
@@ -184,12 +191,14 @@ class Texts:
     ) -> tuple[dict[str, npt.NDArray[Any]], int]:
         """Return what the model makes of texts or pairs, and how many tokens it read."""
         rows: Sequence[Row] = list(zip(texts, pairs, strict=True)) if pairs else texts
-        asking = asyncio.ensure_future(self._upstream.ask(served, texts, pairs, headers=call.tracing))
+        asking = asyncio.ensure_future(
+            self._upstream.ask(served, texts, pairs, caller=call.caller, headers=call.tracing)
+        )
         tokens = 0
         try:
             # The request is on its way meanwhile; a step of the loop sends it.
             await asyncio.sleep(0)
-            tokens = await served.files.count(param, rows, may_cut=may_cut)
+            tokens = await served.files.count(param, rows, may_cut=may_cut, turns=self._turns, caller=call.caller)
             arrays = await asking
         except asyncio.CancelledError:
             # Who leaves pays for what the model may have read by then.

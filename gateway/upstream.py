@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import orjson
 from .errors import ApiError
 from .locations import SERVE
 from .published import Published, read_published
+from .turns import Turns
 
 # Beside this part in a checkout, and installed with it: in both it is `modelyard.client`, which a type checker does not
 # see in a checkout.
@@ -39,6 +40,10 @@ ClientError = faults.ClientError
 __all__ = ["GENERATION", "GOES_ON", "ClientError", "Served", "Upstream", "gather"]
 
 _LOOK_INTERVAL_S = 1.0
+
+# Bytes of text that are with the server at a time, which take one of its cores half a second; a text counts for a
+# thousand more, as what a model makes of a short one takes its time as well.
+_AT_A_TIME, _A_TEXT = 512 * 1024, 1024
 
 # Far more than a server queues: it, not the gateway, says that it has too much to do.
 _IN_FLIGHT = 4096
@@ -84,6 +89,36 @@ class Served:
     files: Published
 
 
+class _Asker:
+    """The session as one request has it: each part of it has its turn, and is not cancelled once it is sent.
+
+    tritonserver 2.51 dies of cancels.
+    """
+
+    def __init__(self, session: Session, turns: Turns, caller: str) -> None:
+        self.options = session.options
+        self._session, self._turns, self._caller = session, turns, caller
+        self._begun = 0
+
+    async def infer(
+        self,
+        model: Model,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        outputs: Iterable[str] | None = None,
+        *,
+        binary: bool = True,
+        headers: Mapping[str, str] | None = None,
+    ) -> Arrays:
+        """Return output name → values; see `Session.infer`."""
+        size = sum(len(text) + _A_TEXT for values in inputs.values() for text in values.flat)
+
+        async def ask() -> Arrays:
+            return await self._session.infer(model, inputs, outputs, binary=binary, headers=headers)
+
+        had, self._begun = self._begun, self._begun + size
+        return await self._turns.run(self._caller, had, size, ask)
+
+
 class Upstream:
     """A server, and what it serves.
 
@@ -107,8 +142,9 @@ class Upstream:
             in_flight=_IN_FLIGHT,
             words=Words(url="--server", protocol="its gRPC port", timeout="--timeout", serve=SERVE),
         )
-        self.url = options.address
+        self.url, self.timeout_s = options.address, timeout_s
         self._session = Session(options)
+        self._turns = Turns(_AT_A_TIME, timeout_s)
         self._repository, self._say = repository, say
         self._known: dict[tuple[str, str], Served | None] = {}
         self._served: dict[str, Served] = {}
@@ -189,15 +225,22 @@ class Upstream:
         await self._session.close()
 
     async def ask(
-        self, served: Served, texts: Sequence[str], pairs: Sequence[str] = (), *, headers: Mapping[str, str]
+        self,
+        served: Served,
+        texts: Sequence[str],
+        pairs: Sequence[str] = (),
+        *,
+        caller: str,
+        headers: Mapping[str, str],
     ) -> Arrays:
-        """Return output name → values, one row a text.
+        """Return output name → values, one row a text; `caller` is whose turn it takes.
 
         Raises:
             ApiError: There is no answer.
         """
         with self._explained():
-            arrays = await ask_texts(self._session, served.model, _encode(texts), _encode(pairs), headers=headers)
+            asker = _Asker(self._session, self._turns, caller)
+            arrays = await ask_texts(asker, served.model, _encode(texts), _encode(pairs), headers=headers)
             check_answers(served.name, arrays)
             return arrays
 

@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,10 @@ def publish_models(folder: Path, embedder: Path) -> Path:
 class Gateway:
     """A `python -m gateway` with its output."""
 
-    def __init__(self, server: str, repository: Path, *options: str) -> None:
+    def __init__(self, server: str, repository: Path, *options: str, under: Sequence[str] = ()) -> None:
         (self.port,) = find_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "gateway", "--server", server, "--repository", str(repository)]
+        command = [*under, sys.executable, "-m", "gateway", "--server", server, "--repository", str(repository)]
         command += ["--port", str(self.port), *options]
         self.process = subprocess.Popen(command, cwd=CHECKOUT, env=os.environ, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
@@ -127,9 +127,9 @@ class Gateway:
 
 
 @contextlib.contextmanager
-def opened(server: str, repository: Path, *options: str) -> Iterator[Gateway]:
-    """Run a gateway for as long as the block takes."""
-    gateway = Gateway(server, repository, *options)
+def opened(server: str, repository: Path, *options: str, under: Sequence[str] = ()) -> Iterator[Gateway]:
+    """Run a gateway, behind the command `under`, for as long as the block takes."""
+    gateway = Gateway(server, repository, *options, under=under)
     try:
         gateway.wait_for_line("listening on")
         yield gateway

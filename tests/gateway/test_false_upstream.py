@@ -74,7 +74,7 @@ def ask() -> Iterator[Callable[..., list[str]]]:
             if kind == GENERATION:
                 assert [piece async for piece in upstream.write(served, "x", {}, headers={})]
             else:
-                await upstream.ask(served, ["x"], headers={})
+                await upstream.ask(served, ["x"], caller="", headers={})
         finally:
             await upstream.close()
 

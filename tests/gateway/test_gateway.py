@@ -1,9 +1,11 @@
 """The gateway in front of the real tritonserver, asked by OpenAI's own client and by hand."""
 
 import base64
+import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -43,8 +45,8 @@ class Collector(ThreadingHTTPServer):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             content = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            for resource in content["resourceSpans"]:
-                for scope in resource["scopeSpans"]:
+            for part in content["resourceSpans"]:
+                for scope in part["scopeSpans"]:
                     Collector.spans += scope["spans"]
             self.send_response(200)
             self.end_headers()
@@ -274,6 +276,10 @@ CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
         ("/v1/embeddings", {**EMBED, "input": [1, 2]}, 400, "input holds token ids: expected texts"),
         ("/v1/embeddings", {**EMBED, "input": [[1], [2]]}, 400, "LangChain: check_embedding_ctx_length=False"),
         ("/v1/embeddings", {**EMBED, "input": []}, 400, "input is empty"),
+        ("/v1/embeddings", {**EMBED, "input": [[1] * 50] * 1000}, 400, "input holds token ids: expected texts"),
+        ("/v1/embeddings", {**EMBED, "input": ["x"] * 30_000}, 400, "expected at most 2048 texts, got 30000"),
+        ("/v1/embeddings", {f"field {n}": n for n in range(30_000)}, 400, "the body holds too much: expected at most"),
+        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 30_000}, 400, "the body holds too much: expected at m"),
         ("/v1/embeddings", {**EMBED, "input": ["x"] * 2049}, 400, "expected at most 2048 texts, got 2049"),
         ("/v1/embeddings", {**EMBED, "input": ["x", LONG]}, 400, "input[1] is too long for the model: expected at"),
         ("/v1/embeddings", {**EMBED, "input": 5}, 400, "input cannot be used: expected a valid string or"),
@@ -380,6 +386,49 @@ def test_who_leaves_frees_the_place_in_the_server(doors: Doors) -> None:
                 leave(gateway, is_streamed=is_streamed)
                 next_s = now + 5
             time.sleep(0.05)
+
+
+def test_who_leaves_cancels_nothing_in_the_server_where_all_is_answered_at_once(doors: Doors) -> None:
+    """tritonserver 2.51 dies of one cancel in some thousands."""
+    gateway = doors.gateway
+    body = json.dumps({**EMBED, "input": ["word " * 60] * 200}).encode()
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    left, deadline = 'modelyard_gateway_requests_total{route="/v1/embeddings",status="499"}', time.monotonic() + 60
+    before = gateway.read_metric(left)
+    while gateway.read_metric(left) < before + 20:
+        assert time.monotonic() < deadline
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as connection:
+                connection.sendall(head + body)
+        time.sleep(0.1)
+    assert gateway.ask("/v1/embeddings", EMBED)[0] == 200
+    with urllib.request.urlopen(f"http://127.0.0.1:{doors.server.metrics}/metrics", timeout=60) as answer:
+        failures = re.findall(r'nv_inference_request_failure\{model="embedder.*\} (\S+)', answer.read().decode())
+    assert failures and {float(number) for number in failures} == {0.0}
+
+
+def test_connections_that_ask_nothing_make_room_for_callers(doors: Doors) -> None:
+    """As many as there may be, and more: with nothing, half a head, half a body, and after an answer."""
+    few, beginnings = 300, (b"", b"POST /embed HTTP/1.1\r\nHo", b"POST /embed HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+    said = f"127.0.0.1:{doors.server.grpc}", doors.folder / "models"
+    with opened(*said, under=["prlimit", f"--nofile={few}:{few}"]) as gateway, contextlib.ExitStack() as stack:
+        deadline = time.monotonic() + 60
+        while gateway.ask("/health")[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for beginning in (*beginnings, b"GET /health HTTP/1.1\r\n\r\n"):
+            for _ in range(few):
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port), timeout=30))
+                with contextlib.suppress(ConnectionResetError):
+                    connection.sendall(beginning)
+            status, answer, _ = gateway.ask("/v1/embeddings", EMBED)
+            assert status == 200, answer
+        assert len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir())) < few
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be(doors: Doors) -> None:
+    with opened(f"127.0.0.1:{doors.server.grpc}", doors.folder, under=["prlimit", "--nofile=100:1000"]) as gateway:
+        assert resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE) == (1000, 1000)
 
 
 def test_the_servers_spans_belong_to_the_callers_trace(doors: Doors) -> None:
