@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field
 
 from .errors import ApiError
@@ -20,6 +19,9 @@ _LARGE, _MAX_VALUES = 64 * 1024, 20_000
 
 # What the server's parameters hold.
 _MAX_INTEGER = 2**63 - 1
+
+# Names of fields that are read once are not kept for the next time.
+_ANYTHING = pydantic.TypeAdapter[Any](Any, config=ConfigDict(cache_strings="none"))
 
 T = TypeVar("T", bound="Body")
 
@@ -229,7 +231,7 @@ def _check_amount(content: bytes) -> None:
         ApiError: There are more.
     """
     try:
-        given = pydantic_core.from_json(content, cache_strings=False)
+        given = _ANYTHING.validate_json(content)
     # It is told below what is wrong with it.
     except ValueError:
         return
