@@ -1,8 +1,10 @@
 """TLS and tokens in front of the server: the nginx of `compose.yaml --profile tls`, with a certificate of today."""
 
+import contextlib
 import gzip
 import json
 import re
+import resource
 import shlex
 import socket
 import ssl
@@ -173,6 +175,24 @@ def test_an_address_has_few_requests_at_once_that_are_dear_to_read(proxy: Proxy)
         assert {*told} == {200, 503}
         # As many others as there may be connections pass.
         assert {*pool.map(lambda _: proxy.ask(INFER, GOOD, **token), range(24))} == {200}
+
+
+@pytest.fixture
+def enough_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_callers_pass_strangers_who_begin_to_connect_and_wait(proxy: Proxy, enough_files: None) -> None:
+    with contextlib.ExitStack() as held:
+        for _ in range(4_000):
+            address = ("127.0.0.1", proxy.http)
+            stranger = held.enter_context(socket.create_connection(address, 10, source_address=("127.0.0.2", 0)))
+            stranger.sendall(b"\x16\x03")
+        told = [proxy.ask(INFER, GOOD, Authorization=f"Bearer {TOKEN}") for _ in range(20)]
+    assert {*told} == {200}
 
 
 def test_a_body_beyond_the_limit_is_refused_before_it_arrives(proxy: Proxy) -> None:
