@@ -133,16 +133,35 @@ def test_a_packed_body_is_refused_whatever_it_unpacks_to(proxy: Proxy) -> None:
     assert proxy.ask(INFER, GOOD, **headers, Content_Encoding="identity") == 200
 
 
-def test_the_largest_good_request_passes(proxy: Proxy) -> None:
-    text = b"A cat sleeps. " * 2_300
-    tensors = (struct.pack("<I", len(text)) + text) * 32
+def pack(texts: list[bytes]) -> tuple[bytes, bytes]:
+    """Return the JSON and the tensors of a request for `texts` in binary."""
+    tensors = b"".join(struct.pack("<I", len(text)) + text for text in texts)
     parameters = {"binary_data_size": len(tensors)}
-    said = {"name": "TEXT", "datatype": "BYTES", "shape": [32, 1], "parameters": parameters}
-    head = json.dumps({"inputs": [said]}).encode()
+    said = {"name": "TEXT", "datatype": "BYTES", "shape": [len(texts), 1], "parameters": parameters}
+    return json.dumps({"inputs": [said]}).encode(), tensors
+
+
+def test_the_largest_good_request_passes(proxy: Proxy) -> None:
+    head, tensors = pack([b"A cat sleeps. " * 2_300] * 32)
     headers = {"Authorization": f"Bearer {TOKEN}", "Inference_Header_Content_Length": str(len(head))}
     assert proxy.ask(INFER, head + tensors, **headers) == 200
     # As its own length says, and as many clients send what they make up as they go.
     assert proxy.ask(INFER, iter([head, tensors]), **headers) == 200
+
+
+def test_an_address_has_few_requests_at_once_that_are_dear_to_tokenise(proxy: Proxy) -> None:
+    def ask(head: bytes, tensors: bytes, *, chunks: bool = False) -> int:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Inference_Header_Content_Length": str(len(head))}
+        return proxy.ask(INFER, iter([head, tensors]) if chunks else head + tensors, **headers)
+
+    # Of the longer kind, two at once; of the other, which is that of most pictures, eight.
+    longest, long = pack([b"x" * 128_000] * 4), pack([b"x" * 128_000] * 3)
+    with ThreadPoolExecutor(12) as pool:
+        assert {*pool.map(lambda _: ask(*longest), range(24))} == {200, 503}
+        assert {*pool.map(lambda _: ask(*longest, chunks=True), range(24))} == {200, 503}
+        assert {*pool.map(lambda _: ask(*long), range(24))} == {200, 503}
+    with ThreadPoolExecutor(6) as pool:
+        assert {*pool.map(lambda _: ask(*long), range(12))} == {200}
 
 
 def test_json_of_more_parameters_than_can_be_looked_up_is_refused(proxy: Proxy) -> None:
