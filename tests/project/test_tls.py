@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shlex
+import shutil
 import socket
 import ssl
 import struct
@@ -14,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import client as http_client
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,20 @@ def test_grpc_takes_the_same_tokens(proxy: Proxy) -> None:
         key = proxy.key_file.read_text().split()[1]
         with pytest.raises(InferenceServerException, match="PERMISSION_DENIED"):
             client.get_model_repository_index(headers=headers | {"triton-grpc-protocol-modelyard-key": key})
+
+
+def test_without_its_grpc_server_the_proxy_answers_over_http(proxy: Proxy, tmp_path: Path) -> None:
+    text = (proxy.folder / "nginx.conf").read_text()
+    (grpc_server,) = re.findall(
+        rf"^    server {{\n +listen 127.0.0.1:{proxy.grpc} .*?^    }}\n", text, re.DOTALL | re.MULTILINE
+    )
+    (http,) = find_ports(1)
+    text = text.replace(grpc_server, "").replace(f"127.0.0.1:{proxy.http} ", f"127.0.0.1:{http} ")
+    (tmp_path / "nginx.conf").write_text(text.replace(str(proxy.folder), str(tmp_path)))
+    for name in ("certificate.pem", "key.pem", "tokens.conf"):
+        shutil.copy(proxy.folder / name, tmp_path)
+    with running_nginx(tmp_path, http):
+        assert replace(proxy, http=http).ask(INFER, GOOD, Authorization=f"Bearer {TOKEN}") == 200
 
 
 def test_a_packed_message_is_refused_whatever_else_its_headers_say(proxy: Proxy) -> None:
