@@ -1,9 +1,12 @@
 """TLS and tokens in front of the server: the nginx of `compose.yaml --profile tls`, with a certificate of today."""
 
+import contextlib
 import gzip
 import json
 import re
+import resource
 import shlex
+import shutil
 import socket
 import ssl
 import struct
@@ -12,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import client as http_client
 from pathlib import Path
 from typing import Any
@@ -131,16 +134,35 @@ def test_a_packed_body_is_refused_whatever_it_unpacks_to(proxy: Proxy) -> None:
     assert proxy.ask(INFER, GOOD, **headers, Content_Encoding="identity") == 200
 
 
-def test_the_largest_good_request_passes(proxy: Proxy) -> None:
-    text = b"A cat sleeps. " * 2_300
-    tensors = (struct.pack("<I", len(text)) + text) * 32
+def pack(texts: list[bytes]) -> tuple[bytes, bytes]:
+    """Return the JSON and the tensors of a request for `texts` in binary."""
+    tensors = b"".join(struct.pack("<I", len(text)) + text for text in texts)
     parameters = {"binary_data_size": len(tensors)}
-    said = {"name": "TEXT", "datatype": "BYTES", "shape": [32, 1], "parameters": parameters}
-    head = json.dumps({"inputs": [said]}).encode()
+    said = {"name": "TEXT", "datatype": "BYTES", "shape": [len(texts), 1], "parameters": parameters}
+    return json.dumps({"inputs": [said]}).encode(), tensors
+
+
+def test_the_largest_good_request_passes(proxy: Proxy) -> None:
+    head, tensors = pack([b"A cat sleeps. " * 2_300] * 32)
     headers = {"Authorization": f"Bearer {TOKEN}", "Inference_Header_Content_Length": str(len(head))}
     assert proxy.ask(INFER, head + tensors, **headers) == 200
     # As its own length says, and as many clients send what they make up as they go.
     assert proxy.ask(INFER, iter([head, tensors]), **headers) == 200
+
+
+def test_an_address_has_few_requests_at_once_that_are_dear_to_tokenise(proxy: Proxy) -> None:
+    def ask(head: bytes, tensors: bytes, *, chunks: bool = False) -> int:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Inference_Header_Content_Length": str(len(head))}
+        return proxy.ask(INFER, iter([head, tensors]) if chunks else head + tensors, **headers)
+
+    # Of the longer kind, two at once; of the other, which is that of most pictures, eight.
+    longest, long = pack([b"x" * 128_000] * 4), pack([b"x" * 128_000] * 3)
+    with ThreadPoolExecutor(12) as pool:
+        assert {*pool.map(lambda _: ask(*longest), range(24))} == {200, 503}
+        assert {*pool.map(lambda _: ask(*longest, chunks=True), range(24))} == {200, 503}
+        assert {*pool.map(lambda _: ask(*long), range(24))} == {200, 503}
+    with ThreadPoolExecutor(6) as pool:
+        assert {*pool.map(lambda _: ask(*long), range(12))} == {200}
 
 
 def test_json_of_more_parameters_than_can_be_looked_up_is_refused(proxy: Proxy) -> None:
@@ -175,6 +197,24 @@ def test_an_address_has_few_requests_at_once_that_are_dear_to_read(proxy: Proxy)
         assert {*pool.map(lambda _: proxy.ask(INFER, GOOD, **token), range(24))} == {200}
 
 
+@pytest.fixture
+def enough_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_callers_pass_strangers_who_begin_to_connect_and_wait(proxy: Proxy, enough_files: None) -> None:
+    with contextlib.ExitStack() as held:
+        for _ in range(4_000):
+            address = ("127.0.0.1", proxy.http)
+            stranger = held.enter_context(socket.create_connection(address, 10, source_address=("127.0.0.2", 0)))
+            stranger.sendall(b"\x16\x03")
+        told = [proxy.ask(INFER, GOOD, Authorization=f"Bearer {TOKEN}") for _ in range(20)]
+    assert {*told} == {200}
+
+
 def test_a_body_beyond_the_limit_is_refused_before_it_arrives(proxy: Proxy) -> None:
     body = GOOD | {"padding": "x" * 35_000_000}
     try:
@@ -200,6 +240,20 @@ def test_grpc_takes_the_same_tokens(proxy: Proxy) -> None:
         key = proxy.key_file.read_text().split()[1]
         with pytest.raises(InferenceServerException, match="PERMISSION_DENIED"):
             client.get_model_repository_index(headers=headers | {"triton-grpc-protocol-modelyard-key": key})
+
+
+def test_without_its_grpc_server_the_proxy_answers_over_http(proxy: Proxy, tmp_path: Path) -> None:
+    text = (proxy.folder / "nginx.conf").read_text()
+    (grpc_server,) = re.findall(
+        rf"^    server {{\n +listen 127.0.0.1:{proxy.grpc} .*?^    }}\n", text, re.DOTALL | re.MULTILINE
+    )
+    (http,) = find_ports(1)
+    text = text.replace(grpc_server, "").replace(f"127.0.0.1:{proxy.http} ", f"127.0.0.1:{http} ")
+    (tmp_path / "nginx.conf").write_text(text.replace(str(proxy.folder), str(tmp_path)))
+    for name in ("certificate.pem", "key.pem", "tokens.conf"):
+        shutil.copy(proxy.folder / name, tmp_path)
+    with running_nginx(tmp_path, http):
+        assert replace(proxy, http=http).ask(INFER, GOOD, Authorization=f"Bearer {TOKEN}") == 200
 
 
 def test_a_packed_message_is_refused_whatever_else_its_headers_say(proxy: Proxy) -> None:
