@@ -445,7 +445,8 @@ def test_labels_that_are_not_named_once_each_are_refused() -> None:
     assert read_labels(BertConfig(id2label={0: "no", 1: "yes"})) == ["no", "yes"]
     wrong = ({0: "same", 1: "same"}, {0: "a", 2: "b"}, {0: "a", 1: None}, {0: "a", 1: ""}, {0: "a", 1: ["b"]})
     for labels in (*wrong, {0: "a", 1: {"b": 1}}, {0: "a", 1: "\ud800"}):
-        with pytest.raises(ModelError, match="id2label in config.json does not name every label once"):
+        told = "does not name every label once: expected the ids .* each, a text that is not empty and no other's, got"
+        with pytest.raises(ModelError, match=told):
             read_labels(BertConfig(id2label=labels))
 
 
