@@ -147,6 +147,9 @@ def read_parameters(given: str | None, flat: Mapping[str, Any], defaults: Mappin
             )
         asked[name] = value
     read = {**defaults, **{name: _read(name, value) for name, value in asked.items() if value is not None}}
+    if asked.get("min_tokens") is None and "min_tokens" in read:
+        # Asked for by nobody, it makes no answer longer than was asked for.
+        read["min_tokens"] = min(read["min_tokens"], read.get("max_tokens", Parameters.max_tokens))
     parameters = Parameters(**read)
     if 0 < parameters.temperature < _MIN_TEMPERATURE:
         raise RequestError(

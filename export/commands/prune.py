@@ -27,6 +27,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         ),
         examples=_EXAMPLES,
         succeeded="done",
+        codes="1 refused (one sentence on stderr) or some of the files stay, 2 wrong usage",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="name that clients use (default: every model)")
     parser.add_argument("--keep", required=True, type=_read_count, metavar="K", help="how many of the newest stay")

@@ -24,6 +24,7 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
         description="Remove a model with all its versions. Running servers unload it, and refuse its requests then.",
         examples=_EXAMPLES,
         succeeded="removed",
+        codes="1 refused (one sentence on stderr) or some of the files stay, 2 wrong usage",
     )
     parser.add_argument("name", metavar="NAME", help="name that clients use")
     add_repository(parser)
@@ -32,5 +33,6 @@ def add_parser(verbs: "Verbs[argparse.ArgumentParser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb. Raises what `remove_model` raises."""
     done = remove_model(arguments.repository, arguments.name)
-    answer(arguments, asdict(done), [describe(done)], f"{done.name} is removed")
+    line = describe(done) if done.versions else f"{done.name}: removed what was left of it"
+    answer(arguments, asdict(done), [line], f"{done.name} is removed")
     return 0

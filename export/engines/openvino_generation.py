@@ -38,6 +38,9 @@ PROPERTIES = {
 # They lie beside the model: two versions of a rollout share one configuration.
 PROPERTIES_FILE = "properties.json"
 
+# What the backend reads there: the tokens that end a text, and what holds where a request does not say.
+GENERATION_FILE = "generation.json"
+
 # Output name → the pieces, in parts of the sequence, in which a sequence is fed for it.
 _PIECES = {"logits": (1.0,), "logits_with_past": (0.5, 0.75, 1.0)}
 
@@ -116,8 +119,10 @@ class OpenVINOGeneration(Engine):
     ) -> list[list[int]]:
         """Return the likeliest tokens after each prompt, all of them written at once, as the backend does it.
 
+        They are asked for as by a request that says nothing but `temperature` 0 and `max_tokens`.
+
         Args:
-            folder: The model's file, with `config.json` and `generation_config.json` beside it.
+            folder: The model's file, with what lies beside it in a version.
             prompts: Token ids.
             max_tokens: How many are written at most.
             blocks: Blocks of keys and values that there are for all; 0 for as many as they need.
@@ -136,12 +141,15 @@ class OpenVINOGeneration(Engine):
             len(prompts),
             int(PARAMETERS["max_num_batched_tokens"]),
         )
-        ends = read_ends(folder)
+        said = json.loads((folder / GENERATION_FILE).read_text(encoding="utf-8"))
+        ends, defaults = said["ends"], said["defaults"]
         try:
             pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", read_properties(folder))
             handles = []
             for number, prompt in enumerate(prompts):
                 config = genai.GenerationConfig(max_new_tokens=max_tokens)
+                config.min_new_tokens = min(defaults.get("min_tokens", 0), max_tokens)
+                config.repetition_penalty = defaults.get("repetition_penalty", 1.0)
                 config.stop_token_ids = set(ends)
                 if ends:
                     config.eos_token_id = min(ends)
@@ -179,12 +187,6 @@ def read_properties(folder: Path) -> dict[str, str]:
     """Return how the model in `folder` is computed."""
     properties: dict[str, str] = json.loads((folder / PROPERTIES_FILE).read_text(encoding="utf-8"))
     return properties
-
-
-def read_ends(folder: Path) -> list[int]:
-    """Return the tokens that end a text, as `generation_config.json` names them."""
-    ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 class _ScoreRunner:

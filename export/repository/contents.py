@@ -169,6 +169,19 @@ def list_parts(repository: Path, name: str) -> list[str]:
     return [part for part in names if find_owner(repository, part) == name]
 
 
+def list_remains(repository: Path, name: str) -> list[str]:
+    """Return what is there of a public model: its parts, and folders of their names that hold nothing any more.
+
+    Where it was removed but for some of it, these are all that tells of it.
+
+    Raises:
+        RepositoryError: A configuration cannot be read.
+    """
+    there = {entry.name for entry in repository.iterdir() if not entry.is_symlink()} if repository.is_dir() else set()
+    names = [part for part in (*(f"{name}{end}" for end in STEP_SUFFIXES), name) if part in there]
+    return [part for part in names if _is_vacant(repository / part) or find_owner(repository, part) == name]
+
+
 def _list_own_steps(repository: Path, name: str) -> set[str]:
     """Return the steps of the ensemble `name` if they are called as modelyard calls them, else none."""
     config = find_config(repository / name)

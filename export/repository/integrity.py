@@ -150,8 +150,8 @@ def _is_gone(path: Path) -> bool:
 
 
 def _find_strays(repository: Path, models: Collection[str]) -> Iterator[Finding]:
-    """Yield every folder of a model that is not there, such as its steps once it was renamed by hand."""
-    for folder in sorted(entry for entry in repository.iterdir() if list_versions(entry)):
+    """Yield every folder of a model that is not there, such as its steps once it was renamed by hand or removed."""
+    for folder in sorted(path for path in repository.iterdir() if list_versions(path) or (path / CLAIM_FILE).exists()):
         try:
             owner = find_owner(repository, folder.name)
         except RepositoryError:
@@ -161,12 +161,13 @@ def _find_strays(repository: Path, models: Collection[str]) -> Iterator[Finding]
             continue
         place = repository / owner
         is_step = folder.name.removeprefix(owner) in STEP_SUFFIXES
+        remedy = f"bring {place} back or remove the folder" if is_step else f"rename it to {owner} or remove it"
         yield Finding(
             name=owner,
             version=0,
             path=folder,
             what=f"is a part of the model {owner}, and {place} is not there",
-            remedy=f"bring {place} back or remove the folder" if is_step else f"rename it to {owner} or remove it",
+            remedy=remedy if list_versions(folder) else f"take it away with `remove {owner}`",
         )
 
 

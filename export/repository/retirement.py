@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..errors import RepositoryError
 from .activation import switch
 from .change import change
 from .config_file import CONFIG_FILE
-from .contents import CLAIM_FILE, check_published, find_active_version, list_parts, list_versions
+from .contents import CLAIM_FILE, check_published, find_active_version, list_parts, list_remains, list_versions
 from .files import give_up, move
 from .removal import remove_leftovers, remove_version
 from .use import seize
@@ -45,7 +46,7 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
         keep: How many stay besides the active one, if that is not among them.
 
     Raises:
-        RepositoryError: There is no such model, or the disk fails.
+        RepositoryError: There is no such model, or the disk fails, perhaps only to remove what is taken out.
     """
     check_published(repository, name)
     with contextlib.ExitStack() as held, change(repository, name, "pruned in") as undo:
@@ -61,6 +62,8 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
         freed = measure_own_bytes(Version(repository=repository, name=name, number=number) for number in gone)
         for number in gone:
             remove_version(repository, name, parts, number, undo)
+    if undo.left:
+        raise _tell_left(undo.left, f"old versions of {name} are gone", repository, f"prune {name}")
     kept = tuple(number for number in there if number not in gone)
     return Removed(name=name, versions=gone, kept=kept, in_use=in_use, freed_bytes=freed)
 
@@ -68,12 +71,15 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
 def remove_model(repository: Path, name: str) -> Removed:
     """Remove a model with all its versions and steps; from the first renaming on, no server can load it.
 
+    So is what is left of one that was removed but for some of it.
+
     Raises:
-        RepositoryError: There is no such model, or the disk fails.
+        RepositoryError: There is no such model, or the disk fails, perhaps only to remove what is taken out.
     """
-    check_published(repository, name)
+    if not list_remains(repository, name):
+        check_published(repository, name)
     with change(repository, name, "removed from") as undo:
-        parts = list_parts(repository, name)
+        parts = list_remains(repository, name)
         remove_leftovers(repository, name, parts)
         versions = tuple(list_versions(repository / name))
         freed = measure_own_bytes(Version(repository=repository, name=name, number=number) for number in versions)
@@ -85,9 +91,9 @@ def remove_model(repository: Path, name: str) -> Removed:
                 move(folder / CONFIG_FILE, folder / CLAIM_FILE, undo)
         for version in versions:
             remove_version(repository, name, parts, version, undo)
-        # The public model's last: while it is there, the rest can be found and removed.
-        for part in parts:
-            undo.add_last(partial(_remove_folder, repository / part))
+        undo.add_last(partial(_remove_folders, [repository / part for part in parts]))
+    if undo.left:
+        raise _tell_left(undo.left, f"{name} is gone", repository, f"remove {name}")
     return Removed(name=name, versions=versions, kept=(), in_use=(), freed_bytes=freed)
 
 
@@ -99,6 +105,30 @@ def measure_own_bytes(versions: Iterable[Version]) -> int:
     return sum(size for file, (size, link_count) in sizes.items() if links[file] == link_count)
 
 
-def _remove_folder(folder: Path) -> None:
-    give_up(folder)
-    folder.rmdir()
+def _remove_folders(folders: Iterable[Path]) -> None:
+    """Remove the folders of a model, up to one that cannot be: while the public one is there, the rest can be found.
+
+    Args:
+        folders: The public model's last.
+    """
+    for folder in folders:
+        give_up(folder)
+        folder.rmdir()
+
+
+def _tell_left(stopped: BaseException, what: str, repository: Path, again: str) -> RepositoryError:
+    """Return the sentence on a removal after which something is still on the disk.
+
+    Args:
+        stopped: What the disk said, or an interruption.
+        what: What is no longer served.
+        repository: Where.
+        again: What takes the rest away.
+    """
+    got = (isinstance(stopped, OSError) and stopped.strerror) or "an interruption"
+    where = f" for {stopped.filename}" if isinstance(stopped, OSError) and stopped.filename else ""
+    return RepositoryError(
+        f"{what} from {repository}, but some of the files stay there",
+        got=f"{got}{where}",
+        remedy=f"mend the disk or correct the permissions, then `{again}` again takes them away",
+    )

@@ -1,6 +1,5 @@
 """The way back from a change of the repository that fails, made of steps that need no room on the disk."""
 
-import contextlib
 from collections.abc import Callable
 
 
@@ -10,11 +9,15 @@ class Undo:
     Every state between two changes can be served, and is one that being killed there would leave. So the way back
     stops at a step that fails: whatever lies below is what that state stands on, such as the version that a
     configuration still names. What is of no use in any state is litter, and goes whether the change succeeds or not.
+
+    Attributes:
+        left: What stopped a removal at the end of a change that succeeded, the first such thing; None where all went.
     """
 
     def __init__(self) -> None:
         self._steps: list[tuple[bool, Callable[[], object]]] = []
         self._last: list[Callable[[], object]] = []
+        self.left: BaseException | None = None
 
     def add(self, step: Callable[[], object]) -> None:
         """Have `step` take back what is about to be changed; harmless where that was not changed after all."""
@@ -45,5 +48,7 @@ class Undo:
         litter = [step for is_litter, step in reversed(self._steps) if is_litter]
         for step in (*litter, *self._last):
             # All is done: an interruption comes too late now to end with "nothing was done".
-            with contextlib.suppress(OSError, KeyboardInterrupt):
+            try:
                 step()
+            except (OSError, KeyboardInterrupt) as exc:
+                self.left = self.left or exc

@@ -35,7 +35,8 @@ def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[s
     if not is_whole or (must_differ and len(set(names)) != len(names)):
         raise ModelError(
             "id2label in config.json does not name every label once",
-            expected="the ids 0, 1, 2, ... with a name each",
+            expected="the ids 0, 1, 2, ... with a name each, a text that is not empty"
+            + (" and no other's" if must_differ else ""),
             got=", ".join(f"{index}: {name!r}" for index, name in sorted(named.items())) or "none",
             remedy="give each a name of its own in id2label: answers are names, the best first",
         )

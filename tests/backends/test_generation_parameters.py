@@ -14,6 +14,15 @@ def test_a_request_says_it_in_json_or_beside_it_and_numbers_may_be_texts() -> No
     assert (read.temperature, read.stop, read.seed, read.top_k) == (0.5, ("a", "b"), 3, 7)
 
 
+def test_what_a_version_has_for_the_least_gives_way_to_the_most_that_is_asked_for() -> None:
+    defaults = {"min_tokens": 20, "max_tokens": 16}
+    assert parameters.read_parameters(None, {}, defaults).min_tokens == 16
+    assert parameters.read_parameters(None, {"max_tokens": 3, "min_tokens": None}, defaults).min_tokens == 3
+    assert parameters.read_parameters(None, {"max_tokens": 30}, defaults).min_tokens == 20
+    with pytest.raises(parameters.RequestError, match="min_tokens 20 has no effect: expected at most max_tokens, 16"):
+        parameters.read_parameters(None, {"min_tokens": 20}, defaults)
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from ...artefacts import Artefacts
 from ...checkpoints import StateDict
-from ...checkpoints.storage.paths import has_file, read_json_beside, refuse_spoiled_texts
+from ...checkpoints.storage.paths import read_json_beside
 from ...errors import ModelError, VerificationError
 from ...signature import BATCH, SEQ_LEN, STRING, Contract, ModelSignature, TensorSignature
 from ...weights.torch_model import load_model
@@ -27,6 +27,13 @@ from ..foreseen import WRITER_INPUTS, WRITER_OUTPUTS, Described
 from ..golden import build_sample
 from ..tensors import InputRules, SizeRange, ValueRule
 from .generation import DecoderModule, GenerationTask, find_cache_shapes
+from .generation_settings import (
+    GREEDY_PARAMETERS,
+    find_generation_file,
+    list_unfollowed,
+    read_defaults,
+    read_generation_config,
+)
 from .text import read_verification_texts
 
 
@@ -49,28 +56,6 @@ CONTRACT = Contract(inputs=_describe(WRITER_INPUTS), outputs=_describe(WRITER_OU
 
 # What the backend reads of a version besides the model and the tokenizer.
 GENERATION_FILE = "generation.json"
-
-# What a request may say and is taken from generation_config.json where it does not → what stands for nothing.
-_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-_DEFAULTS = {"repetition_penalty": 1.0}
-# What transformers or the engine reads of it → what it may be.
-_TYPES: Sequence[tuple[Sequence[str], str, tuple[type, ...]]] = (
-    (("eos_token_id",), "a token's number, or a list of them", (int,)),
-    (("do_sample",), "true or false", (bool,)),
-    (
-        ("max_new_tokens", "min_new_tokens", "max_length", "top_k", "num_beams", "num_beam_groups",
-         "num_return_sequences", "no_repeat_ngram_size"),
-        "a whole number",
-        (int,),
-    ),
-    (
-        ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty", "diversity_penalty"),
-        "a number",
-        (int, float),
-    ),
-)  # fmt: skip
-# As many as in vLLM.
-_MAX_TOKENS = 16
 
 # Prompts whose greedy continuation is proven and kept, how long they may be, and how many tokens are written.
 _PROMPTS = 8
@@ -122,10 +107,12 @@ class TextGeneration(GenerationTask):
         self.cache_shapes = find_cache_shapes(self.model)
         self.vocabulary = self.model.config.get_text_config().vocab_size
         self.context = _find_context(self.model.config.get_text_config(), source.max_length)
-        self.generation_config = _read_generation_config(source.directory, self.model.config)
+        self.generation_config = read_generation_config(source.directory, self.model.config)
         # Trainers that save no configuration of transformers' know it of the tokenizer alone.
         if not self.ends:
             self.generation_config.eos_token_id = self.tokenizer.eos_token_id
+        # `generate` fills in from it what it is not told, such as what an old config.json says beside the file above.
+        self.model.generation_config = GenerationConfig()
         self.module = _TwiceModule(DecoderModule(self.model)).eval()
         dims = (BATCH, SEQ_LEN)
         names = ("logits", "logits_with_past")
@@ -178,13 +165,36 @@ class TextGeneration(GenerationTask):
     @property
     def warnings(self) -> tuple[str, ...]:
         """See `Task`."""
+        return (*super().warnings, *self._warn_of_ends(), *self._warn_of_settings())
+
+    def _warn_of_ends(self) -> tuple[str, ...]:
         if self.ends:
-            return super().warnings
+            return ()
         return (
-            *super().warnings,
             "Neither generation_config.json nor config.json nor the tokenizer says which token ends a text, so every "
             "answer goes on to max_tokens; write eos_token_id into one of them.",
         )
+
+    def _warn_of_settings(self) -> tuple[str, ...]:
+        said = list_unfollowed(self.generation_config, self.context)
+        if not said:
+            return ()
+        file = find_generation_file(self.directory).name
+        return (
+            f"{file} says {', '.join(said)}, and what is served writes its texts without it, otherwise than "
+            "transformers' generate: remove it from there if that is meant, or ask with the parameters that "
+            "docs/generation.md names.",
+        )
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """What a request is answered with where it says nothing, by the names of its parameters."""
+        return read_defaults(self.generation_config)
+
+    @property
+    def greedy_defaults(self) -> Mapping[str, Any]:
+        """Those of them that tell which text is written where the likeliest token is taken every time."""
+        return {name: value for name, value in self.defaults.items() if name in GREEDY_PARAMETERS}
 
     @property
     def model_files(self) -> Mapping[str, bytes]:
@@ -193,9 +203,7 @@ class TextGeneration(GenerationTask):
         files = {
             "config.json": _to_bytes({key: value for key, value in config.items() if not key.startswith("_")}),
             "generation_config.json": _to_bytes(self.generation_config.to_diff_dict()),
-            GENERATION_FILE: _to_bytes(
-                {"context": self.context, "ends": self.ends, "defaults": _read_defaults(self.generation_config)}
-            ),
+            GENERATION_FILE: _to_bytes({"context": self.context, "ends": self.ends, "defaults": self.defaults}),
         }
         with tempfile.TemporaryDirectory(prefix="modelyard-tokenizer-") as folder:
             self.tokenizer.save_pretrained(folder)
@@ -292,13 +300,14 @@ class TextGeneration(GenerationTask):
         return self._written
 
     def _continue(self, text: str) -> "Continuation":
-        prompt = self._read(text)
+        prompt, defaults = self._read(text), self.greedy_defaults
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=max(1, min(_WRITTEN_TOKENS, self.context - len(prompt))),
             eos_token_id=self.ends or None,
             pad_token_id=(self.ends or [0])[0],
-            repetition_penalty=self.generation_config.repetition_penalty,
+            min_new_tokens=defaults.get("min_tokens"),
+            repetition_penalty=defaults.get("repetition_penalty"),
             use_cache=True,
             output_scores=True,
             return_dict_in_generate=True,
@@ -352,8 +361,11 @@ class TextGeneration(GenerationTask):
         return {"decoupled": True, "tolerances": {"max_abs_error": 0.0}, "samples": samples}
 
     def _build_sample(self, text: str, written: Sequence[int]) -> dict[str, Any]:
-        parameters = json.dumps({"max_tokens": len(written), "temperature": 0.0})
-        asked = {"text_input": [text], "sampling_parameters": [parameters], "exclude_input_in_output": [True]}
+        # Said of each: another server has other defaults.
+        said = {"max_tokens": len(written), "temperature": 0.0, **self.greedy_defaults}
+        if "min_tokens" in said:
+            said["min_tokens"] = min(said["min_tokens"], len(written))
+        asked = {"text_input": [text], "sampling_parameters": [json.dumps(said)], "exclude_input_in_output": [True]}
         return build_sample(CONTRACT, asked, {"text_output": [self.decode(written)]})
 
     def decode(self, written: Sequence[int]) -> str:
@@ -413,63 +425,6 @@ def _find_context(config: PretrainedConfig, max_length: int) -> int:
     """Return how many tokens are served: no more than a layer looks back, which paged attention does not limit."""
     window = getattr(config, "sliding_window", None)
     return min(max_length, window) if isinstance(window, int) and window > 0 else max_length
-
-
-def _read_generation_config(directory: Path, config: PretrainedConfig) -> GenerationConfig:
-    """Return how the checkpoint has texts written; where nothing says, what its configuration knows.
-
-    Raises:
-        ModelError: `generation_config.json` is damaged.
-    """
-    path = directory / "generation_config.json"
-    if not has_file(path):
-        path = directory / "config.json"
-    refuse_spoiled_texts(directory, [path.name])
-    try:
-        made: GenerationConfig = (
-            GenerationConfig.from_model_config(config)
-            if path.name == "config.json"
-            else GenerationConfig.from_pretrained(directory, local_files_only=True)
-        )
-    # transformers compares and calls what it reads: of a wrong type, any error may come.
-    except Exception as exc:
-        raise ModelError(
-            f"{path} cannot be read",
-            expected="what transformers saves",
-            got=" ".join(str(exc).split())[:200].rstrip(".:;"),
-            remedy="copy it again, or remove it" if path.name != "config.json" else "copy it again",
-        ) from exc
-    _check_types(path, made)
-    return made
-
-
-def _check_types(path: Path, config: GenerationConfig) -> None:
-    """Refuse values of a wrong type, which transformers reads without a word and the engine fails on.
-
-    Raises:
-        ModelError: There is one.
-    """
-    for names, expected, kinds in _TYPES:
-        for name in names:
-            value = getattr(config, name, None)
-            listed = value if name == "eos_token_id" and isinstance(value, list) else [value]
-            # In Python, a truth value is a number as well.
-            if any(each is not None and (isinstance(each, bool) != (kinds == (bool,)) or not isinstance(each, kinds))
-                   for each in listed):  # fmt: skip
-                raise ModelError(
-                    f"{name} in {path} cannot be used", expected=expected, got=repr(value), remedy="correct it"
-                )
-
-
-def _read_defaults(config: GenerationConfig) -> dict[str, Any]:
-    """Return what a request is answered with where it says nothing, by the names of its parameters."""
-    defaults: dict[str, Any] = {"max_tokens": config.max_new_tokens or _MAX_TOKENS, "temperature": 0.0}
-    asked = _DEFAULTS | (_SAMPLING if config.do_sample else {})
-    for name, idle in asked.items():
-        value = getattr(config, name, None)
-        if value is not None and value != idle:
-            defaults[name] = value
-    return defaults | ({"temperature": config.temperature or 1.0} if config.do_sample else {})
 
 
 def _to_row(ids: Sequence[int]) -> Row:

@@ -645,6 +645,8 @@ CHANGES: dict[str, Callable[[Path], object]] = {
         ("promote", "killed", 83),
         ("activate", "the disk is full", 41),
         ("remove", "it is mounted anew without the right to write", 41),
+        ("remove", "removing fails", 17),
+        ("prune", "removing fails", 17),
     ],
 )
 def test_whatever_stops_a_change_something_verified_is_active_and_the_same_again_needs_no_repair(
@@ -668,15 +670,67 @@ def test_whatever_stops_a_change_something_verified_is_active_and_the_same_again
         stopped += code != 0
         for repository in tried.parent.iterdir():
             check(repository, may_be_gone=what == "remove")
-        # Of a folder that could not be removed once it was empty, nothing is left to repair.
-        if what != "remove" or any(tried.glob(f"{NAME}/*")):
+        # Nothing is said to be done of which something stays.
+        assert code or what not in ("remove", "prune") or not list(tried.glob("*/staging-*"))
+        assert code or what != "remove" or list(tried.iterdir()) == []
+        if what != "remove" or any(tried.iterdir()):
             change(tried)
         assert not list(disk.glob("tried/*/*/staging-*"))
         for repository in tried.parent.iterdir():
             assert list_damage(repository) == []
-        assert what != "remove" or list(tried.glob("*/*")) == []
+        assert what != "remove" or list(tried.iterdir()) == []
         shutil.rmtree(tried.parent)
     assert stopped > 1
+
+
+def test_what_is_left_of_a_model_is_told_and_removed_by_its_name(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    here = ("--repository", str(models))
+    # As earlier releases left it: steps of a model that is gone, one of which nothing says whose it is.
+    kept = {name: (models / name / "config.pbtxt").read_bytes() for name in ("tickets_model", "tickets_preprocess")}
+    assert ask(export_cli, "remove", "tickets", *here)["versions"] == [1, 2]
+    staged = models / "tickets_model" / "staging-1-0a1b2c3d"
+    staged.mkdir(parents=True)
+    (staged / "model.onnx").write_bytes(b"weights")
+    (models / "tickets_model" / "inactive-config.pbtxt").write_bytes(kept["tickets_model"])
+    (models / "tickets_preprocess").mkdir()
+    done = export_cli("verify-repository", *here)
+    assert done.code == 1
+    assert done.out.splitlines()[0] == (
+        f"tickets: {models}/tickets_model is a part of the model tickets, and {models}/tickets is not there; "
+        "take it away with `remove tickets`."
+    )
+    done = export_cli("remove", "tickets", *here)
+    assert (done.code, done.out.splitlines()[0]) == (0, "tickets: removed what was left of it")
+    assert list(models.iterdir()) == []
+    refused = export_cli("remove", "tickets", *here)
+    assert refused.code == 1 and "holds no model tickets of modelyard's" in refused.err
+
+
+# A removal first clears the way for the names of three configurations.
+@pytest.mark.parametrize(("what", "gone", "call"), [("remove", NAME, 4), ("prune", f"old versions of {NAME}", 1)])
+def test_a_removal_that_leaves_something_says_so(
+    what: str, gone: str, call: int, exported: Exported, disk: Path
+) -> None:
+    repository = disk / "models"
+    publish_files(exported, repository)
+    publish_files(make_other(exported, disk / "files"), repository)
+    told = (
+        rf"{gone} (is|are) gone from {repository}, but some of the files stay there: got Input/output error for \S+; "
+        rf"mend the disk or correct the permissions, then `{what} {NAME}` again takes them away\."
+    )
+
+    def judge_left(error: BaseException) -> int:
+        return 5 if isinstance(error, RepositoryError) and re.fullmatch(told, str(error)) else 6
+
+    failure = FAILURES["removing fails"]
+    moments = {call: partial(refuse_calls, failure)}
+    code = run_forked(partial(CHANGES[what], repository), moments, failure.functions, judge_left)
+    assert code == 5
+    assert list(repository.glob("*/staging-*"))
+    CHANGES[what](repository)
+    assert not list(repository.glob("*/staging-*"))
 
 
 def list_damage(repository: Path) -> list[Finding]:

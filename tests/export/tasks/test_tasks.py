@@ -37,11 +37,12 @@ from export.tasks.labels import choose_function, count_labels, read_labels
 from export.tasks.texts.classification import Reward, TextPairClassification, check_padding, set_pad_token
 from export.tasks.texts.encoding import Question
 from export.tasks.texts.generation import find_cache_shapes
+from export.tasks.texts.generation_settings import list_unfollowed, read_generation_config
 from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
 from export.tasks.texts.sentence_settings import check_transformer
 from export.tasks.texts.spans import QuestionAnswering
 from export.tasks.texts.text import read_verification_texts
-from export.tasks.texts.text_generation import TextGeneration, _read_generation_config
+from export.tasks.texts.text_generation import TextGeneration
 from export.weights.tokenizer import load_tokenizer
 from export.weights.torch_model import load_config, load_model
 from export.weights.transforms import CastToFloat32
@@ -444,7 +445,8 @@ def test_labels_that_are_not_named_once_each_are_refused() -> None:
     assert read_labels(BertConfig(id2label={0: "no", 1: "yes"})) == ["no", "yes"]
     wrong = ({0: "same", 1: "same"}, {0: "a", 2: "b"}, {0: "a", 1: None}, {0: "a", 1: ""}, {0: "a", 1: ["b"]})
     for labels in (*wrong, {0: "a", 1: {"b": 1}}, {0: "a", 1: "\ud800"}):
-        with pytest.raises(ModelError, match="id2label in config.json does not name every label once"):
+        told = "does not name every label once: expected the ids .* each, a text that is not empty and no other's, got"
+        with pytest.raises(ModelError, match=told):
             read_labels(BertConfig(id2label=labels))
 
 
@@ -618,15 +620,44 @@ def test_a_window_that_holds_no_question_is_refused(tmp_path: Path) -> None:
         ({"do_sample": "a"}, "do_sample in .* cannot be used: expected true or false, got 'a'; correct it"),
         ({"max_length": True}, "max_length in .* cannot be used: expected a whole number, got True; correct it"),
         ({"repetition_penalty": "x"}, "repetition_penalty in .* cannot be used: expected a number, got 'x'; correct"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty in .* cannot be used: expected 0.01 or more, got 0.0; corr"),
+        ({"min_new_tokens": -1}, "min_new_tokens in .* cannot be used: expected 0 or more, got -1; correct it"),
         ({"watermarking_config": "x"}, "generation_config.json cannot be read: .*; copy it again, or remove it"),
     ],
 )
-def test_a_value_of_a_wrong_type_in_a_generation_config_is_refused_in_a_sentence(
+def test_a_value_that_cannot_be_used_in_a_generation_config_is_refused_in_a_sentence(
     values: dict[str, object], sentence: str, tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | values))
     with pytest.raises(ModelError, match=sentence):
-        _read_generation_config(tmp_path, transformers.GPT2Config())
+        read_generation_config(tmp_path, transformers.GPT2Config())
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        # What generate does by itself, whatever file says it, and what is followed.
+        ({"num_beams": 1, "guidance_scale": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None}, []),
+        ({"repetition_penalty": 1.3, "min_new_tokens": 2, "max_new_tokens": 5, "max_length": 9, "do_sample": True}, []),
+        # What changes no text.
+        ({"pad_token_id": 3, "use_cache": False, "output_scores": True, "length_penalty": 2.0, "typical_p": 0.5}, []),
+        ({"typical_p": 0.5, "do_sample": True}, ["typical_p 0.5"]),
+        ({"guidance_scale": 0.0, "forced_eos_token_id": 0}, ["forced_eos_token_id 0", "guidance_scale 0.0"]),
+        ({"stop_strings": ["."], "min_length": 3}, ["min_length 3", "stop_strings ['.']"]),
+        ({"exponential_decay_length_penalty": [3, 1.5]}, ["exponential_decay_length_penalty [3, 1.5]"]),
+        ({"begin_suppress_tokens": [*range(40)]}, [f"begin_suppress_tokens {str([*range(40)])[:60]}..."]),
+        # Prompt and answer together: the context holds no more either.
+        ({"max_length": 64}, []),
+        ({"max_length": 63}, ["max_length 63"]),
+        # Of another release, or of code that comes with the checkpoint.
+        ({"chat_format": "chatml", "sampling_of_tomorrow": 0.5}, ["chat_format chatml", "sampling_of_tomorrow 0.5"]),
+    ],
+)
+def test_what_is_not_followed_of_a_generation_config_is_told(
+    values: dict[str, object], told: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | values))
+    assert list_unfollowed(read_generation_config(tmp_path, transformers.GPT2Config()), 64) == told
 
 
 def test_a_decoder_without_keys_and_values_is_refused_in_a_sentence() -> None:

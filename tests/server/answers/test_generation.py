@@ -170,6 +170,10 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
         "opt": save_writer("opt", folder / "opt", ADDED),
         "bytes": save_writer_of_bytes(folder / "bytes"),
     }
+    # Taken for a request that says nothing of them, as transformers takes them.
+    settings = folder / "llama" / "generation_config.json"
+    said = {"repetition_penalty": 1.2, "min_new_tokens": 12}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | said))
     for model, checkpoint in checkpoints.items():
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
     # Prompts in pieces as well as whole, which is chosen for small models.
