@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from . import __version__
-from .standard_streams import fill_closed
+from .standard_streams import prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ EXIT_UNANSWERED = 5
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    fill_closed()
+    prepare()
     # The part decides what Ctrl-C does from then on.
     interruption.leave_at_once()
     try:

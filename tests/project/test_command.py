@@ -1,5 +1,6 @@
 """The command `modelyard` itself: what it prints, and how it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,9 @@ def run_command(*words: str, **options: object) -> "subprocess.CompletedProcess[
     return subprocess.run(command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize("words", [("--help",), ("--version",), ("versions", "--help"), ("doctor",), ("infer", "-h")])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--version",), ("versions", "--help"), ("doctor",), ("infer", "-h"), ("gateway", "-h")]
+)
 def test_what_becomes_of_its_standard_output_is_no_traceback(words: tuple[str, ...]) -> None:
     reads, writes = os.pipe()
     os.close(reads)
@@ -35,11 +38,34 @@ def test_what_becomes_of_its_standard_output_is_no_traceback(words: tuple[str, .
     assert (done.returncode, done.stderr) == (5, f"error: {closed}; send it elsewhere.\n")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("ascii", r"na\u00efve \u6a21\u578b \ud83d\ude00"),
+        ("latin-1", r"naïve \u6a21\u578b \ud83d\ude00"),
+        ("utf-8", "naïve 模型 😀"),
+    ],
+)
+def test_what_an_encoding_lacks_is_written_as_an_escape_that_json_reads(
+    tmp_path: Path, encoding: str, shown: str
+) -> None:
+    repository = tmp_path / "naïve 模型 😀"
+    (repository / "x").mkdir(parents=True)
+    for words, code in ((["doctor", "--repository"], 1), (["lint"], 0)):
+        for more in ((), ("--json",)):
+            command = [sys.executable, "-m", "modelyard", *words, str(repository), *more]
+            environment = os.environ | {"PYTHONIOENCODING": encoding}
+            done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True)
+            assert (done.returncode, done.stderr) == (code, b"")
+            text = done.stdout.decode(encoding)
+            assert str(repository) in str(json.loads(text)) if more else shown in text
+
+
 @pytest.mark.parametrize("is_unbuffered", [True, False])
 @pytest.mark.parametrize(
     "words",
     [("modelyard",), ("export", "run"), ("export", "versions", "list"), ("server", "serve"), ("client.infer",),
-     ("client.parity",), ("client.bench",)],
+     ("client.parity",), ("client.bench",), ("gateway",)],
 )  # fmt: skip
 def test_the_exit_code_tells_which_of_the_streams_took_nothing(words: tuple[str, ...], is_unbuffered: bool) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": "1" if is_unbuffered else ""}
