@@ -2,9 +2,8 @@
 
 from . import interruption
 
-if __name__ == "__main__":
-    # Loading the rest takes a while, of which nobody wants a traceback.
-    interruption.leave_at_once()
+# Loading the rest takes a while, of which nobody wants a traceback. Only the command imports this.
+interruption.leave_at_once()
 
 import difflib
 import importlib.util

@@ -83,6 +83,7 @@ def end_quietly(main: Callable[[], int]) -> int:
         _say(f"error: {exc}\n")
         return EXIT_UNANSWERED
     except KeyboardInterrupt:
+        _say("error: interrupted before it was done.\n")
         return _INTERRUPTED
     finally:
         _say("")

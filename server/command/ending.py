@@ -55,6 +55,7 @@ def end_quietly(main: Callable[[], int]) -> int:
         _say(f"error: {sentence}, got '{exc}'; send it elsewhere.\n")
         return EXIT_UNANSWERED
     except KeyboardInterrupt:
+        _say("error: interrupted before it was done.\n")
         return _INTERRUPTED
     finally:
         _say("")

@@ -174,6 +174,19 @@ def listening(answer: bytes | None) -> Iterator[str]:
             connection.close()
 
 
+@pytest.mark.parametrize("words", [["-m", "client.infer", "--text", "x"], ["-m", "client.bench"]])
+def test_an_interruption_while_asking_is_one_sentence(words: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"localhost:{listener.getsockname()[1]}"
+        process = subprocess.Popen([sys.executable, *words, "--url", url], stderr=subprocess.PIPE, text=True)
+        listener.settimeout(60)
+        connection, _ = listener.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate()
+    assert (process.returncode, said) == (130, "error: interrupted before it was done.\n")
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_every_way_of_getting_no_answer_is_one_sentence_and_exit_1(server: Addresses, protocol: str) -> None:
     url = getattr(server, protocol)

@@ -132,9 +132,10 @@ def test_an_interruption_while_a_part_is_loading_is_one_sentence(module: str, tm
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
     )
     verb = {"rich": "inspect", "ctypes": "check"}.get(module, "infer")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = run_command(verb, "x", env=environment)
-    assert (done.returncode, done.stderr) == (130, "error: interrupted; nothing was begun.\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}
+    for command in ([sys.executable, "-m", "modelyard"], [str(Path(sys.executable).with_name("modelyard"))]):
+        done = subprocess.run([*command, verb, "x"], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (130, "error: interrupted; nothing was begun.\n")
     if module == "ctypes":
         command = [sys.executable, "-m", "server", verb]
         done = subprocess.run(command, cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True)
