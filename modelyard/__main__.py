@@ -38,7 +38,7 @@ class Verb:
     needs: tuple[str, ...]
 
 
-_WEIGHTS = ("rich", "zlib_ng")
+_WEIGHTS = ("rich", "zlib_ng", "tokenizers")
 _CLIENT = ("numpy", "tritonclient", "platformdirs")
 
 

@@ -154,7 +154,8 @@ def _describe(executable: Path, source: str) -> Installation:
         )
     wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
     folders = [wheel_libraries, Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")]
-    libraries = tuple(folder for folder in folders if folder.is_dir())
+    # pathlib raises over a folder that may not be entered.
+    libraries = tuple(folder for folder in folders if os.path.isdir(folder))  # noqa: PTH112
     check_libpython(version, libraries)
     return Installation(
         executable=executable,
@@ -178,7 +179,7 @@ def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
         NotFoundError: It is in none of them.
     """
     name = f"libpython{version}.so.1.0"
-    if any((folder / name).is_file() for folder in libraries):
+    if any(os.path.isfile(folder / name) for folder in libraries):  # noqa: PTH113
         return
     ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
     known = subprocess.run([ldconfig, "-p"], stdout=subprocess.PIPE, text=True, check=False).stdout
@@ -186,7 +187,7 @@ def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
         raise NotFoundError(
             "the Python backend cannot run",
             expected=f"the shared library {name}",
-            got="none",
+            got="none that this user may read",
             remedy=f"install it (Debian, Ubuntu: apt-get install libpython{version}; pyenv: "
-            f"PYTHON_CONFIGURE_OPTS=--enable-shared)",
+            f"PYTHON_CONFIGURE_OPTS=--enable-shared), or let this user enter its folder",
         )

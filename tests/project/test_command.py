@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,6 +113,16 @@ def test_a_slip_in_an_option_is_one_line_with_the_verb_and_what_was_meant(words:
     done = run_command(*words.split(), stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"modelyard {refusal}") and done.stderr.endswith(" --help\n")
+
+
+def test_the_readme_names_each_verb_beside_the_extra_that_it_needs() -> None:
+    code = "from modelyard.__main__ import VERBS\nfor group in VERBS.values():\n"
+    code += "    for verb in group: print(verb.name, verb.extra)"
+    verbs = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=True)
+    rows = re.findall(r"^\| .*?`(\w+)` \| (.*?) \|", (CHECKOUT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = {extra: re.findall(r"`([\w-]+)`", verbs) for extra, verbs in rows}
+    for verb, extra in map(str.split, verbs.stdout.splitlines()):
+        assert verb in named[extra], verb
 
 
 @pytest.mark.parametrize("verb", ["run", "serve", "infer", "gateway"])
