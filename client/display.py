@@ -88,6 +88,9 @@ _WORDS = ("LABEL", "ANSWER", "TOKEN")
 _PLACES = {"BOX": ".0f", "KEYPOINT": ".1f"}
 _HEADINGS = (*_NUMBERS, "START", "END", "ID", *_WORDS, *_PLACES)
 
+# Similarities in a block, 32 MiB; the next block is made before it goes.
+_MOST_COSINES = 1 << 23
+
 
 def _is_absent(headings: list[str], line: tuple[Any, ...]) -> bool:
     """Tell whether an answer only fills up a row that has fewer than another."""
@@ -108,20 +111,23 @@ def _format(name: str, value: Any) -> str:
 def _to_similarity_table(texts: list[str], embeddings: npt.NDArray[np.float32]) -> list[str]:
     """Return the cosine of every pair while that fits a terminal, else each text's nearest other one."""
     unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
-    cosines = unit @ unit.T
     title = f"{embeddings.shape[1]} values each; cosine similarities:"
     if len(texts) <= 8:
         rows = [f"{title}\n", "    " + "".join(f"{index + 1:>7}" for index in range(len(texts))) + "  text"]
+        cosines = unit @ unit.T
         for index, text in enumerate(texts):
             rows.append(
                 f"{index + 1:>4}" + "".join(f"{value:7.3f}" for value in cosines[index]) + f"  {_shorten(text)}"
             )
         return rows
-    np.fill_diagonal(cosines, -np.inf)
     rows = [f"{title}\n", f"{'':>4}{'nearest':>9}{'cosine':>8}  text"]
-    for index, text in enumerate(texts):
-        nearest = int(cosines[index].argmax())
-        rows.append(f"{index + 1:>4}{nearest + 1:>9}{cosines[index, nearest]:8.3f}  {_shorten(text)}")
+    size = max(1, _MOST_COSINES // len(texts))
+    for start in range(0, len(texts), size):
+        cosines = unit[start : start + size] @ unit.T
+        np.fill_diagonal(cosines[:, start : start + size], -np.inf)
+        for index, (row, text) in enumerate(zip(cosines, texts[start:], strict=False), start=start + 1):
+            nearest = int(row.argmax())
+            rows.append(f"{index:>4}{nearest + 1:>9}{row[nearest]:8.3f}  {_shorten(text)}")
     return rows
 
 

@@ -36,7 +36,8 @@ try:
     from .command.prompts import ask_writer
     from .command.sent_files import IMAGES, SOUNDS, ask_files
     from .display import count, decode, to_json, to_table
-    from .errors import ClientError, UsageError
+    from .errors import ClientError, RefusedError, UsageError
+    from .model import Model
     from .options import DEFAULT_URLS
     from .synchronous import Client
 except ImportError as missing:
@@ -125,7 +126,10 @@ def _ask_texts(arguments: argparse.Namespace) -> int:
     connection = _connect(arguments)
     model = connection.find_model(arguments.model)
     start = time.perf_counter()
-    answers = connection.infer(model, texts, pairs=pairs)
+    try:
+        answers = connection.infer(model, texts, pairs=pairs)
+    except RefusedError as exc:
+        raise _explain_refusal(exc, model) from exc
     seconds = time.perf_counter() - start
     shown = [decode(text) for text in texts]
     shown_pairs = [decode(text) for text in pairs]
@@ -137,6 +141,19 @@ def _ask_texts(arguments: argparse.Namespace) -> int:
         answer(f"{head}: {count(len(texts), 'text')} in {seconds * 1000:.1f} ms\n")
         answer("\n".join(to_table(shown, answers)))
     return 0
+
+
+def _explain_refusal(exc: RefusedError, model: Model) -> ClientError:
+    """Return what is wrong where a text was sent in the place of a file, else the error itself."""
+    kind = next((kind for kind in (IMAGES, SOUNDS) if model.inputs == (kind.input,)), None)
+    if kind is None or not exc.is_content:
+        return exc
+    return UsageError(
+        f"{model.name} takes {kind.noun}s",
+        expected=f"--{kind.option} and a file",
+        got="a text that is none",
+        remedy="pass the file, or choose another model with --model",
+    )
 
 
 def _answer_file(arguments: argparse.Namespace) -> int:

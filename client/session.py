@@ -153,7 +153,7 @@ class Session:
         """Return the model named, that of the options, or None.
 
         Raises:
-            UsageError: Its name is empty, as a variable of a shell may be that is not set.
+            UsageError: Its name is empty, as a variable of a shell may be that is not set, or a path.
         """
         name = self.options.model if name is None else name
         if name == "":
@@ -162,6 +162,14 @@ class Session:
                 expected="the name of a model",
                 got="''",
                 remedy="leave it out to ask the one there is",
+            )
+        # Over HTTP a path would lead to another model, or to what is none.
+        if name is not None and ("/" in name or name in (".", "..")):
+            raise UsageError(
+                f"{self.options.words.model} is a path",
+                expected="the name of a model, which is that of a folder",
+                got=repr(name),
+                remedy="correct it",
             )
         return name
 

@@ -1,5 +1,19 @@
 """`python -m gateway`: the command line."""
 
+from typing import TYPE_CHECKING
+
+# As in upstream.py.
+if TYPE_CHECKING:
+    from client.command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
+    from client.command.parser import Parser
+else:
+    from modelyard.client.command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
+    from modelyard.client.command.parser import Parser
+
+if __name__ == "__main__":
+    # Loading the rest takes a while, of which nobody wants a traceback.
+    begin()
+
 import argparse
 import os
 import signal
@@ -10,8 +24,6 @@ from pathlib import Path
 
 # gRPC would write its own account of a failure beside our sentence.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-from modelyard.parser import VerbParser
 
 from .errors import GatewayError
 from .keys import Keys, add_key
@@ -29,7 +41,8 @@ examples:
 Callers need nothing but the address: OpenAI(base_url="http://localhost:8080/v1", api_key="..."). /docs shows every
 operation. The file of keys holds hashes alone; --add-key prints the key, once.
 
-exit codes: 0 stopped, 1 could not start (one sentence on stderr), 2 wrong usage
+exit codes: 0 stopped, 1 could not start (one sentence on stderr), 2 wrong usage,
+{EXIT_UNANSWERED} done, but the answer cannot be written
 """
 
 
@@ -44,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("--add-key needs --keys, the file that it is added to")
     try:
         if arguments.add_key is not None:
-            print(add_key(arguments.keys, arguments.add_key, limits))  # noqa: T201
+            answer(add_key(arguments.keys, arguments.add_key, limits), done=f"a key of {arguments.add_key} is added")
             return 0
         return serve(arguments)
     except GatewayError as exc:
@@ -131,7 +144,7 @@ def _refuse_address(host: str, port: int, reason: str) -> GatewayError:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = VerbParser(
+    parser = Parser(
         prog=PROGRAM,
         description=f"Answer clients of OpenAI's API, and of TEI's, with the models of a running `{SERVE}`.",
         epilog=_EXAMPLES,
@@ -197,4 +210,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(end_quietly(main))

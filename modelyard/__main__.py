@@ -2,9 +2,8 @@
 
 from . import interruption
 
-if __name__ == "__main__":
-    # Loading the rest takes a while, of which nobody wants a traceback.
-    interruption.leave_at_once()
+# Loading the rest takes a while, of which nobody wants a traceback. Only the command imports this.
+interruption.leave_at_once()
 
 import difflib
 import importlib.util
@@ -15,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from . import __version__
-from .standard_streams import fill_closed
+from .standard_streams import prepare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class Verb:
     needs: tuple[str, ...]
 
 
-_WEIGHTS = ("rich", "zlib_ng")
+_WEIGHTS = ("rich", "zlib_ng", "tokenizers")
 _CLIENT = ("numpy", "tritonclient", "platformdirs")
 
 
@@ -185,7 +184,7 @@ EXIT_UNANSWERED = 5
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    fill_closed()
+    prepare()
     # The part decides what Ctrl-C does from then on.
     interruption.leave_at_once()
     try:

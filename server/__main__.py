@@ -33,7 +33,7 @@ from .status import Status
 from .status_port import serve_status
 from .supervisor import Supervisor
 from .tritonserver.control_key import open_key
-from .tritonserver.installation import Installation, assemble_backends, find_installation
+from .tritonserver.installation import Installation, assemble_backends, find_installation, link_interpreter
 from .tritonserver.orphans import PREFIX, own, remove_orphans
 from .tritonserver.passed_options import check_passed_options
 from .tritonserver.settings import Settings
@@ -133,7 +133,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _make_run_directory(installation: Installation) -> Iterator[Path]:
-    """Make a folder with the assembled `backends`, for as long as the block takes.
+    """Make a folder with the assembled `backends`, and links to this interpreter, for as long as the block takes.
 
     Raises:
         ShortageError: There is no room for it.
@@ -147,6 +147,7 @@ def _make_run_directory(installation: Installation) -> Iterator[Path]:
             backends = directory / "backends"
             backends.mkdir()
             assemble_backends(installation, BACKENDS, backends)
+            link_interpreter(directory / "python")
         except OSError as exc:
             # Of a folder that could not be copied, the reasons are told file by file.
             reason = exc.args[0][0][2] if isinstance(exc, shutil.Error) else exc.strerror

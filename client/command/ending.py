@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from modelyard.standard_streams import fill_closed
+from modelyard.standard_streams import prepare
 
 from ..printable import make_printable
 
@@ -24,8 +24,8 @@ class UnansweredError(Exception):
 
 
 def begin() -> None:
-    """Prepare the process before anything else is loaded: streams that are closed, and Ctrl-C."""
-    fill_closed()
+    """Prepare the process before anything else is loaded: its streams, and Ctrl-C."""
+    prepare()
     # Where Ctrl-C is ignored, as under `nohup`, it stays so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -83,6 +83,7 @@ def end_quietly(main: Callable[[], int]) -> int:
         _say(f"error: {exc}\n")
         return EXIT_UNANSWERED
     except KeyboardInterrupt:
+        _say("error: interrupted before it was done.\n")
         return _INTERRUPTED
     finally:
         _say("")

@@ -5,14 +5,14 @@ import io
 import os
 import sys
 
-from modelyard.standard_streams import fill_closed
+from modelyard.standard_streams import prepare as prepare_streams
 
 from ..errors import UnansweredError
 
 
 def prepare() -> None:
     """Prepare the process before anything else is loaded."""
-    fill_closed()
+    prepare_streams()
     sys.stderr = _Messages()
 
 

@@ -14,6 +14,9 @@ from ..errors import NotFoundError
 from ..locations import name_installation
 from .paced_starts import pace_program
 
+# Says that a folder is a virtual environment, and of which interpreter.
+_ENVIRONMENT_FILE = "pyvenv.cfg"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
@@ -57,14 +60,21 @@ def find_installation() -> Installation:
     )
 
 
-def build_environment(installation: Installation) -> dict[str, str]:
+def build_environment(installation: Installation, interpreter: Path | None = None) -> dict[str, str]:
     """Return the environment in which tritonserver finds its libraries, and its Python backend this interpreter.
 
     The stub embeds Python in isolated mode, so PYTHONPATH is ignored. It takes the interpreter that `python3` on PATH
     is, and with that interpreter's environment its packages.
+
+    Args:
+        installation: The tritonserver.
+        interpreter: The folder that `link_interpreter` was asked for, if it was.
     """
     environment = dict(os.environ)
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
+    programs = [Path(sys.executable).parent, environment.get("PATH", os.defpath)]
+    if interpreter is not None and interpreter.exists():
+        programs.insert(0, interpreter / "bin")
+    environment["PATH"] = os.pathsep.join(map(str, programs))
     folders = [*map(str, installation.libraries), environment.get("LD_LIBRARY_PATH", "")]
     environment["LD_LIBRARY_PATH"] = os.pathsep.join(folder for folder in folders if folder)
     # The server's workers must never ask a hub for anything.
@@ -75,6 +85,34 @@ def build_environment(installation: Installation) -> dict[str, str]:
     # was off by 1.9e-4 in place of 3e-7 on an H200, and no model in fp32 would give the answers that were proven.
     environment.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     return environment
+
+
+def link_interpreter(directory: Path) -> None:
+    """Make `directory`, through whose links this interpreter and its packages have paths in ASCII, if they have none.
+
+    The stub's Python has no locale: it takes paths for ASCII, and what is not for lone surrogates. From such a path
+    Python 3.12 imports no compiled module, no Python starts whose own it is, and the stub aborts where it tells of an
+    exception that passed through a file there.
+
+    Args:
+        directory: A path in ASCII, at which there is nothing.
+
+    Raises:
+        OSError: There is no room.
+    """
+    if (sys.prefix + sys.base_prefix).isascii():
+        return
+    directory.mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != _ENVIRONMENT_FILE:
+            (directory / entry.name).symlink_to(entry)
+    environment = Path(sys.prefix, _ENVIRONMENT_FILE)
+    if environment.is_file():
+        base = directory.with_name(f"{directory.name}-base")
+        base.symlink_to(sys.base_prefix)
+        # Beside `home` it says whether the packages of that interpreter are to be found as well.
+        lines = [line for line in environment.read_text("utf-8").splitlines() if line.split("=")[0].strip() != "home"]
+        (directory / _ENVIRONMENT_FILE).write_text("\n".join([f"home = {base / 'bin'}", *lines, ""]), "utf-8")
 
 
 def assemble_backends(installation: Installation, own_backends: Path, directory: Path) -> None:
@@ -116,7 +154,8 @@ def _describe(executable: Path, source: str) -> Installation:
         )
     wheel_libraries = root.parent.parent / "nvidia_pytriton.libs"
     folders = [wheel_libraries, Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")]
-    libraries = tuple(folder for folder in folders if folder.is_dir())
+    # pathlib raises over a folder that may not be entered.
+    libraries = tuple(folder for folder in folders if os.path.isdir(folder))  # noqa: PTH112
     check_libpython(version, libraries)
     return Installation(
         executable=executable,
@@ -140,7 +179,7 @@ def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
         NotFoundError: It is in none of them.
     """
     name = f"libpython{version}.so.1.0"
-    if any((folder / name).is_file() for folder in libraries):
+    if any(os.path.isfile(folder / name) for folder in libraries):  # noqa: PTH113
         return
     ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
     known = subprocess.run([ldconfig, "-p"], stdout=subprocess.PIPE, text=True, check=False).stdout
@@ -148,7 +187,7 @@ def check_libpython(version: str, libraries: tuple[Path, ...]) -> None:
         raise NotFoundError(
             "the Python backend cannot run",
             expected=f"the shared library {name}",
-            got="none",
+            got="none that this user may read",
             remedy=f"install it (Debian, Ubuntu: apt-get install libpython{version}; pyenv: "
-            f"PYTHON_CONFIGURE_OPTS=--enable-shared)",
+            f"PYTHON_CONFIGURE_OPTS=--enable-shared), or let this user enter its folder",
         )

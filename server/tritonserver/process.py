@@ -91,7 +91,7 @@ class TritonServer:
             self._process = subprocess.Popen(
                 [*_build_command(settings, models), *options, *settings.key.options, *settings.passed_options],
                 cwd=working_directory,
-                env=build_environment(settings.installation),
+                env=build_environment(settings.installation, settings.interpreter),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

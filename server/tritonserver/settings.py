@@ -40,6 +40,11 @@ class Settings:
         return self.run_directory / "backends"
 
     @property
+    def interpreter(self) -> Path:
+        """Folder of links to this interpreter; it is there where its own paths are not ASCII."""
+        return self.run_directory / "python"
+
+    @property
     def caches(self) -> Path:
         """Folder of the response caches that came with tritonserver; it may not be there."""
         return self.installation.backends.parent / "caches"

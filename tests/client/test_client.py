@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from launcher import write_older_golden
 
 from client import perf_analyzer
 from client.command.connection import Connection
+from client.display import to_table
 from client.errors import ClientError
 from client.perf_analyzer import PerfAnalyzer, find_perf_analyzer, is_real, measure_texts
 from demo.serving import Addresses, serve
@@ -136,6 +138,20 @@ def test_many_texts_are_shown_with_their_nearest(server: Addresses) -> None:
     assert done.out.splitlines()[-1].endswith("text number 39")
 
 
+def test_the_nearest_of_many_texts_are_found_in_little_memory() -> None:
+    texts, vectors = [str(index) for index in range(6_000)], np.random.default_rng(0).normal(size=(3_000, 16))
+    embeddings = np.repeat(vectors, 2, axis=0).astype(np.float32)
+    embeddings[::2] *= 1 + np.arange(16, dtype=np.float32) * 1e-4
+    tracemalloc.start()
+    try:
+        lines = to_table(texts, {"EMBEDDING": embeddings})
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < len(texts) ** 2 * 4
+    assert [int(line.split()[1]) - 1 for line in lines[2:]] == [index ^ 1 for index in range(len(texts))]
+
+
 @contextlib.contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
     """Listen on a port and answer every connection with these bytes, or never."""
@@ -156,6 +172,19 @@ def listening(answer: bytes | None) -> Iterator[str]:
         yield f"localhost:{listener.getsockname()[1]}"
         for connection in connections:
             connection.close()
+
+
+@pytest.mark.parametrize("words", [["-m", "client.infer", "--text", "x"], ["-m", "client.bench"]])
+def test_an_interruption_while_asking_is_one_sentence(words: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"localhost:{listener.getsockname()[1]}"
+        process = subprocess.Popen([sys.executable, *words, "--url", url], stderr=subprocess.PIPE, text=True)
+        listener.settimeout(60)
+        connection, _ = listener.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate()
+    assert (process.returncode, said) == (130, "error: interrupted before it was done.\n")
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

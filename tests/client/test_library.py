@@ -115,6 +115,11 @@ def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, 
             (ModelError, "takes no texts", lambda: client.embed(["x"], model="sentence_embedding_model")),
             (RefusedError, r"TEXT row 8 is not UTF-8.*\(in a request of rows 32 to 40\)",
              lambda: client.embed([b"x"] * 40 + [b"\xff"])),
+            *(
+                (UsageError, f"model is a path: expected the name of a model, .*, got '{path}'; correct it",
+                 lambda path=path: client.embed(["x"], model=path))
+                for path in ("x/../sentence_embedding", "..")
+            ),
             (UsageError, "the texts are one text: expected a list of them, got str", lambda: client.embed("x")),
             (UsageError, "text 1 has no UTF-8", lambda: client.embed(["x", "\ud800"])),
             (UsageError, "has no input X: expected some of TEXT", lambda: client.infer({"X": np.zeros(3)})),

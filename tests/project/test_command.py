@@ -1,6 +1,8 @@
 """The command `modelyard` itself: what it prints, and how it ends."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +22,9 @@ def run_command(*words: str, **options: object) -> "subprocess.CompletedProcess[
     return subprocess.run(command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize("words", [("--help",), ("--version",), ("versions", "--help"), ("doctor",), ("infer", "-h")])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--version",), ("versions", "--help"), ("doctor",), ("infer", "-h"), ("gateway", "-h")]
+)
 def test_what_becomes_of_its_standard_output_is_no_traceback(words: tuple[str, ...]) -> None:
     reads, writes = os.pipe()
     os.close(reads)
@@ -35,11 +39,34 @@ def test_what_becomes_of_its_standard_output_is_no_traceback(words: tuple[str, .
     assert (done.returncode, done.stderr) == (5, f"error: {closed}; send it elsewhere.\n")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("ascii", r"na\u00efve \u6a21\u578b \ud83d\ude00"),
+        ("latin-1", r"naïve \u6a21\u578b \ud83d\ude00"),
+        ("utf-8", "naïve 模型 😀"),
+    ],
+)
+def test_what_an_encoding_lacks_is_written_as_an_escape_that_json_reads(
+    tmp_path: Path, encoding: str, shown: str
+) -> None:
+    repository = tmp_path / "naïve 模型 😀"
+    (repository / "x").mkdir(parents=True)
+    for words, code in ((["doctor", "--repository"], 1), (["lint"], 0)):
+        for more in ((), ("--json",)):
+            command = [sys.executable, "-m", "modelyard", *words, str(repository), *more]
+            environment = os.environ | {"PYTHONIOENCODING": encoding}
+            done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True)
+            assert (done.returncode, done.stderr) == (code, b"")
+            text = done.stdout.decode(encoding)
+            assert str(repository) in str(json.loads(text)) if more else shown in text
+
+
 @pytest.mark.parametrize("is_unbuffered", [True, False])
 @pytest.mark.parametrize(
     "words",
     [("modelyard",), ("export", "run"), ("export", "versions", "list"), ("server", "serve"), ("client.infer",),
-     ("client.parity",), ("client.bench",)],
+     ("client.parity",), ("client.bench",), ("gateway",)],
 )  # fmt: skip
 def test_the_exit_code_tells_which_of_the_streams_took_nothing(words: tuple[str, ...], is_unbuffered: bool) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": "1" if is_unbuffered else ""}
@@ -88,6 +115,16 @@ def test_a_slip_in_an_option_is_one_line_with_the_verb_and_what_was_meant(words:
     assert done.stderr.startswith(f"modelyard {refusal}") and done.stderr.endswith(" --help\n")
 
 
+def test_the_readme_names_each_verb_beside_the_extra_that_it_needs() -> None:
+    code = "from modelyard.__main__ import VERBS\nfor group in VERBS.values():\n"
+    code += "    for verb in group: print(verb.name, verb.extra)"
+    verbs = subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=True)
+    rows = re.findall(r"^\| .*?`(\w+)` \| (.*?) \|", (CHECKOUT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = {extra: re.findall(r"`([\w-]+)`", verbs) for extra, verbs in rows}
+    for verb, extra in map(str.split, verbs.stdout.splitlines()):
+        assert verb in named[extra], verb
+
+
 @pytest.mark.parametrize("verb", ["run", "serve", "infer", "gateway"])
 def test_what_begins_like_an_option_and_is_none_is_left_to_the_verb(verb: str) -> None:
     done = run_command(verb, "--frob", "--help", stdout=subprocess.PIPE)
@@ -106,9 +143,10 @@ def test_an_interruption_while_a_part_is_loading_is_one_sentence(module: str, tm
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
     )
     verb = {"rich": "inspect", "ctypes": "check"}.get(module, "infer")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = run_command(verb, "x", env=environment)
-    assert (done.returncode, done.stderr) == (130, "error: interrupted; nothing was begun.\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{CHECKOUT}"}
+    for command in ([sys.executable, "-m", "modelyard"], [str(Path(sys.executable).with_name("modelyard"))]):
+        done = subprocess.run([*command, verb, "x"], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (130, "error: interrupted; nothing was begun.\n")
     if module == "ctypes":
         command = [sys.executable, "-m", "server", verb]
         done = subprocess.run(command, cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True)

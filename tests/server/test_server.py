@@ -1,5 +1,6 @@
 """`python -m server`: what it finds, what it refuses, how it ends."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import urllib.error
@@ -195,9 +197,23 @@ def test_an_interpreter_without_its_shared_library_is_refused_with_the_package(t
     (tmp_path / "libpython3.11.so.1.0").touch()
     check_libpython("3.11", (tmp_path,))
     with pytest.raises(
-        NotFoundError, match=r"expected the shared library libpython3\.99\.so\.1\.0, got none; install it"
+        NotFoundError,
+        match=r"expected the shared library libpython3\.99\.so\.1\.0, got none that this user may read; inst",
     ):
         check_libpython("3.99", (tmp_path,))
+
+
+def test_a_folder_of_libraries_that_may_not_be_looked_into_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may look into every folder; of a name that is too long nobody is told either that there is none.
+    closed = tmp_path / ("x" * 300)
+    with pytest.raises(NotFoundError, match="got none that this user may read"):
+        check_libpython("3.99", (closed,))
+    monkeypatch.setattr(sysconfig, "get_config_var", {"LIBDIR": str(closed)}.get)
+    # Elsewhere there may be one.
+    with contextlib.suppress(NotFoundError):
+        assert closed not in find_installation().libraries
 
 
 def test_a_tritonserver_on_path_goes_before_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,7 @@ def test_the_client_asks_about_folders(served: Served, files: list[Path], tmp_pa
         (["--audio", str(tmp_path / "*.mp3")], "error: there is no sound to send: expected files of .wav, .flac"),
         (["--audio", str(files[0]), "--output", "x.png"], "error: --output draws nothing of a sound: expected --image"),
         (["--audio", str(files[0]), "--text", "x"], "error: --audio goes alone"),
+        (["--text", "x"], "error: audio_classification takes sounds: expected --audio and a file, got a text that is "),
         (["--image", str(files[0])], "error: audio_classification takes no pictures: expected the input IMAGE"),
     ):
         done = run(*infer, *wrong)
