@@ -18,7 +18,7 @@ from . import bodies
 from .bodies import Body, read_body
 from .call import Call, Reply, read_tracing
 from .completions import Writing
-from .errors import ApiError
+from .errors import ApiError, refuse_for_now
 from .keys import Key, Keys
 from .metrics import Metrics
 from .texts import Texts, dump
@@ -279,15 +279,8 @@ class _Bodies:
             if len(body) > self._most:
                 raise _refuse_size(self._most, "more")
             if self._held > max(_MOST_HELD, self._most):
-                raise ApiError(
-                    503,
-                    f"there is too much to do: expected at most {_MOST_HELD} bytes of requests at a time, got more; "
-                    "ask again later.",
-                    type="server_error",
-                    code="service_unavailable",
-                    headers={"retry-after": "1"},
-                    is_overload=True,
-                )
+                what = f"expected at most {_MOST_HELD} bytes of requests at a time, got more; ask again later"
+                raise refuse_for_now(f"there is too much to do: {what}.", is_overload=True)
 
 
 def _refuse_size(most: int, got: str) -> ApiError:

@@ -66,3 +66,15 @@ def refuse(param: str, what: str, *, expected: str, got: str, remedy: str = "") 
     """Return the refusal of a parameter, in one sentence."""
     end = f"; {remedy}" if remedy else ""
     return ApiError(400, f"{what}: expected {expected}, got {got}{end}.", param=param)
+
+
+def refuse_for_now(message: str, *, is_overload: bool = False) -> ApiError:
+    """Return the refusal of what may be asked again in a moment."""
+    return ApiError(
+        503,
+        message,
+        type="server_error",
+        code="service_unavailable",
+        headers={"retry-after": "1"},
+        is_overload=is_overload,
+    )

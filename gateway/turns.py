@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from .errors import ApiError
+from .errors import refuse_for_now
 
 T = TypeVar("T")
 
@@ -109,14 +109,8 @@ class Turns:
             raise
         if not done:
             self._give_up(turn, size)
-            raise ApiError(
-                503,
-                f"there is too much to do: expected a turn within {self._patience_s:g} s, got none; ask again later.",
-                type="server_error",
-                code="service_unavailable",
-                headers={"retry-after": "1"},
-                is_overload=True,
-            )
+            what = f"there is too much to do: expected a turn within {self._patience_s:g} s, got none; ask again later."
+            raise refuse_for_now(what, is_overload=True)
 
     def _give_up(self, turn: "asyncio.Future[None]", size: int) -> None:
         # It may have come in the moment in which nobody waited for it any more.

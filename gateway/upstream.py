@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from .errors import ApiError
+from .errors import ApiError, refuse_for_now
 from .locations import SERVE
 from .published import Published, read_published
 from .turns import Turns
@@ -320,12 +320,8 @@ class Upstream:
             self._say(f"not ready: {problem}" if problem else "ready")
 
     def _refuse_for_now(self) -> ApiError:
-        return ApiError(
-            503,
-            "the model server cannot be asked now: expected one that serves a model, got none; ask again later.",
-            type="server_error",
-            code="service_unavailable",
-            headers={"retry-after": "1"},
+        return refuse_for_now(
+            "the model server cannot be asked now: expected one that serves a model, got none; ask again later."
         )
 
     @contextlib.contextmanager
@@ -345,14 +341,7 @@ class Upstream:
             if isinstance(exc, faults.UnreachableError):
                 self._say(f"an answer is lost: {exc}")
                 what = "the model server cannot be reached; ask again later"
-            return ApiError(
-                503,
-                f"{what}.",
-                type="server_error",
-                code="service_unavailable",
-                headers={"retry-after": "1"},
-                is_overload=isinstance(exc, faults.UnavailableError),
-            )
+            return refuse_for_now(f"{what}.", is_overload=isinstance(exc, faults.UnavailableError))
         if isinstance(exc, faults.UsageError) or getattr(exc, "is_content", False):
             return ApiError(400, f"{what}.")
         if isinstance(exc, faults.ModelError):
