@@ -222,7 +222,8 @@ def test_a_modality_is_a_task_a_backend_and_an_entry_in_a_table_and_is_served(co
         urls = ["--url", f"127.0.0.1:{server.http}", "--grpc-url", f"127.0.0.1:{server.grpc}"]
         done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", "pictures", *urls)
         assert (done.code, done.out.count("FAILED")) == (1, 2)
-        asked = run("client/infer.py", *urls[:2], "--text", "no picture", "--model", "pictures")
+        (tmp_path / "no_picture").write_bytes(b"no picture")
+        asked = run("client/infer.py", *urls[:2], "--image", str(tmp_path / "no_picture"), "--model", "pictures")
         assert "IMAGE is not a picture: expected a PPM file, got one that begins with b'no'" in asked.err
         assert server.stop() == 0
 

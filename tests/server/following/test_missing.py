@@ -154,6 +154,7 @@ def test_ready_says_how_many_models_answer(repository: Path, tmp_path: Path) -> 
         assert server.read_metrics()["modelyard_ready"] == 0
 
 
+@pytest.mark.rarer
 def test_a_new_model_that_cannot_be_loaded_is_no_reason_to_restart_a_container(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:
