@@ -1,6 +1,7 @@
 """Connections of callers: so many at a time, of which those that ask nothing make room for new ones."""
 
 import asyncio
+import re
 import resource
 from typing import ClassVar
 
@@ -11,6 +12,9 @@ _REQUEST_TIMEOUT_S = 30.0
 
 # Longer than most clients keep a connection: one that we close first may lose a request.
 KEEP_ALIVE_S = 75
+
+# Of clients that would rather speak HTTP/2, such as Java's own, and take an answer in 1.1.
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 # Descriptors for all else: the server, files of versions that are read, the log.
 _OTHERS = 128
@@ -47,6 +51,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.connections) > self.most:
             # The new one itself, where all others are being answered.
             next(iter(self.unasked)).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; a wish for another protocol is passed over, with which uvicorn would take the body for a request."""
+        if self._is_free():
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
+        super().data_received(data)
 
     def on_message_begin(self) -> None:
         """Let a request take so long to come."""

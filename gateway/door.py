@@ -208,9 +208,14 @@ class _Endpoint:
             await self._answer_while_asked(call, body, receive, send)
 
     async def _answer_while_asked(self, call: Call, body: bytes, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._answer(call, body, send))
         # Nothing more comes of a caller but that it leaves, and then nobody needs the answer.
         leaving = asyncio.ensure_future(receive())
+        # Where many wait, some have left by now: what they sent is not even looked at.
+        await asyncio.sleep(0)
+        if leaving.done():
+            call.status = _LEFT
+            return
+        work = asyncio.ensure_future(self._answer(call, body, send))
         try:
             await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
             # Again and again: `asyncio.wait_for` of Python 3.11 forgets that it was cancelled where a piece just came.

@@ -179,7 +179,10 @@ def list_remains(repository: Path, name: str) -> list[str]:
     """
     there = {entry.name for entry in repository.iterdir() if not entry.is_symlink()} if repository.is_dir() else set()
     names = [part for part in (*(f"{name}{end}" for end in STEP_SUFFIXES), name) if part in there]
-    return [part for part in names if _is_vacant(repository / part) or find_owner(repository, part) == name]
+    owned = [part for part in names if not _is_vacant(repository / part) and find_owner(repository, part) == name]
+    # The public model's folder goes last: without it, a step's that is empty is somebody else's.
+    is_known = name in there or bool(owned)
+    return [part for part in names if is_known and (part in owned or _is_vacant(repository / part))]
 
 
 def _list_own_steps(repository: Path, name: str) -> set[str]:

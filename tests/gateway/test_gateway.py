@@ -407,6 +407,22 @@ def test_who_leaves_cancels_nothing_in_the_server_where_all_is_answered_at_once(
     assert failures and {float(number) for number in failures} == {0.0}
 
 
+def test_a_wish_for_another_protocol_is_passed_over(doors: Doors) -> None:
+    """As Java's own client and `curl --http2` send it with a first request."""
+    body = json.dumps(EMBED).encode()
+    wish = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\n{wish}Content-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", doors.gateway.port), timeout=30) as connection:
+        # In one piece, and in two.
+        for sent in ((head + body,), (head, body)):
+            for part in sent:
+                connection.sendall(part)
+            answer = b""
+            while b'"usage"' not in answer and b" 400 " not in answer:
+                answer += connection.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200 OK"), answer
+
+
 def test_connections_that_ask_nothing_make_room_for_callers(doors: Doors) -> None:
     """As many as there may be, and more: with nothing, half a head, half a body, and after an answer."""
     few, beginnings = 300, (b"", b"POST /embed HTTP/1.1\r\nHo", b"POST /embed HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")

@@ -44,8 +44,14 @@ _TYPES: Sequence[tuple[Sequence[str], str, tuple[type, ...]]] = (
     ),
 )  # fmt: skip
 
-# Where nothing is written, or no request is taken, below.
-_LEAST: Mapping[str, float] = {"min_new_tokens": 0, "repetition_penalty": 0.01}
+# Beyond which nothing is written, or no request is taken: always, and where texts are drawn.
+_BOUNDS: Mapping[str, tuple[float, float]] = {"min_new_tokens": (0, 1 << 30), "repetition_penalty": (0.01, 100)}
+_BOUNDS_OF_DRAWING: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.001, 100),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 1 << 30),
+    "min_p": (0, 0.999),
+}
 
 # What is followed here, or says nothing of which text is written: what comes beside it, how it is computed, by which
 # guesses it comes sooner, and what only beams look at, which are told of themselves. Each release of transformers has
@@ -102,11 +108,13 @@ def read_generation_config(directory: Path, config: PretrainedConfig) -> Generat
     path = find_generation_file(directory)
     refuse_spoiled_texts(directory, [path.name])
     try:
-        made: GenerationConfig = (
-            GenerationConfig.from_model_config(config)
-            if path.name == "config.json"
-            else GenerationConfig.from_pretrained(directory, local_files_only=True)
-        )
+        said: dict[str, Any] = {"_from_model_config": True} if path.name == "config.json" else {}
+        made: GenerationConfig = GenerationConfig.from_pretrained(directory, path.name, local_files_only=True, **said)
+        if said:
+            # That of texts may lie within; settings of texts are none of its own any more, and stand in the file alone.
+            for name, value in GenerationConfig.from_model_config(config).to_dict().items():
+                if getattr(made, name, None) is None:
+                    setattr(made, name, value)
     # transformers compares and calls what it reads: of a wrong type, any error may come.
     except Exception as exc:
         raise ModelError(
@@ -135,12 +143,15 @@ def _check_values(path: Path, config: GenerationConfig) -> None:
                 raise ModelError(
                     f"{name} in {path} cannot be used", expected=expected, got=repr(value), remedy="correct it"
                 )
-    for name, least in _LEAST.items():
+    for name, (least, most) in {**_BOUNDS, **(_BOUNDS_OF_DRAWING if config.do_sample else {})}.items():
         value = getattr(config, name, None)
         # No comparison holds of what is no number.
-        if value is not None and not value >= least:
+        if value is not None and not least <= value <= most:
             raise ModelError(
-                f"{name} in {path} cannot be used", expected=f"{least} or more", got=repr(value), remedy="correct it"
+                f"{name} in {path} cannot be used",
+                expected=f"{least} to {most}",
+                got=repr(value),
+                remedy="correct it",
             )
 
 
@@ -150,7 +161,8 @@ def read_defaults(config: GenerationConfig) -> dict[str, Any]:
     for name, (parameter, idle) in {**_DEFAULTS, **(_SAMPLING if config.do_sample else {})}.items():
         value = getattr(config, name, None)
         if value is not None and value != idle:
-            defaults[parameter] = value
+            # A whole number stands for one that need not be.
+            defaults[parameter] = type(idle)(value)
     return defaults | ({"temperature": config.temperature or 1.0} if config.do_sample else {})
 
 

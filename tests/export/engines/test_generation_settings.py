@@ -85,6 +85,23 @@ def test_the_rest_is_told_with_its_values_and_a_remedy(
     assert f"Warning: {warning}" in capsys.readouterr().out
 
 
+def test_what_the_configuration_says_of_texts_is_taken_where_nothing_else_does(tmp_path: Path) -> None:
+    """transformers' configurations know nothing of texts any more, and its models read it there all the same."""
+    folder = save_writer("gpt2", tmp_path / "checkpoint")
+    (folder / "generation_config.json").unlink()
+    # A number that need not be whole may be.
+    change(folder / "config.json", repetition_penalty=2, min_new_tokens=3, num_beams=3, suppress_tokens=[3])
+    task = load_source(
+        ExportRequest(checkpoint=folder, name="writer", repository=tmp_path), Progress(Console(quiet=True))
+    ).task
+    assert isinstance(task, TextGeneration)
+    assert task.greedy_defaults == {"repetition_penalty": 2.0, "min_tokens": 3}
+    assert isinstance(task.greedy_defaults["repetition_penalty"], float)
+    (warning,) = (each for each in task.warnings if "num_beams" in each)
+    assert warning.startswith("config.json says num_beams 3, suppress_tokens [3], and what is served writes")
+    assert task.ends == [AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id]
+
+
 def test_an_engine_that_leaves_a_setting_out_is_found(checkpoint: Path, version: Path, tmp_path: Path) -> None:
     request = ExportRequest(checkpoint=checkpoint, name="writer", repository=tmp_path)
     task, engine = load_source(request, Progress(Console(quiet=True))).task, OpenVINOGeneration()

@@ -217,6 +217,26 @@ def test_the_next_step_can_be_typed_where_a_path_has_a_space(
         assert shlex.split(done.out.splitlines()[-1]) == ["Next:", "python", *said]
 
 
+def test_a_removal_takes_versions_of_steps_that_the_model_itself_has_lost(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    """As where the disk failed, and on the way back as well."""
+    for version in (1, 2):
+        shutil.rmtree(models / "tickets" / str(version))
+    shutil.rmtree(models / "tickets_model" / "1")
+    assert ask(export_cli, "remove", "tickets", "--repository", models)["versions"] == []
+    assert not list(models.glob("tickets*"))
+
+
+def test_an_empty_folder_of_somebody_elses_is_no_step_of_a_model_that_is_not_there(
+    models: Path, export_cli: Callable[..., Finished]
+) -> None:
+    (models / "other_model").mkdir()
+    done = export_cli("remove", "other", "--repository", str(models))
+    assert done.code == 1 and "holds no model other of modelyard's" in done.err
+    assert (models / "other_model").is_dir()
+
+
 def test_a_path_goes_up_from_where_a_link_leads(
     models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
 ) -> None:

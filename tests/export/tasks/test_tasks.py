@@ -620,8 +620,17 @@ def test_a_window_that_holds_no_question_is_refused(tmp_path: Path) -> None:
         ({"do_sample": "a"}, "do_sample in .* cannot be used: expected true or false, got 'a'; correct it"),
         ({"max_length": True}, "max_length in .* cannot be used: expected a whole number, got True; correct it"),
         ({"repetition_penalty": "x"}, "repetition_penalty in .* cannot be used: expected a number, got 'x'; correct"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty in .* cannot be used: expected 0.01 or more, got 0.0; corr"),
-        ({"min_new_tokens": -1}, "min_new_tokens in .* cannot be used: expected 0 or more, got -1; correct it"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty in .* cannot be used: expected 0.01 to 100, got 0.0; correct",
+        ),
+        ({"min_new_tokens": -1}, "min_new_tokens in .* cannot be used: expected 0 to 1073741824, got -1; corr"),
+        (
+            {"repetition_penalty": float("inf")},
+            "repetition_penalty in .* cannot be used: expected 0.01 to 100, got inf",
+        ),
+        ({"do_sample": True, "top_p": 2.0}, "top_p in .* cannot be used: expected 1e-06 to 1, got 2.0; correct it"),
+        ({"do_sample": True, "temperature": 0.0}, "temperature in .* cannot be used: expected 0.001 to 100, got 0.0"),
         ({"watermarking_config": "x"}, "generation_config.json cannot be read: .*; copy it again, or remove it"),
     ],
 )
