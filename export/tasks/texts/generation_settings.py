@@ -108,13 +108,15 @@ def read_generation_config(directory: Path, config: PretrainedConfig) -> Generat
     path = find_generation_file(directory)
     refuse_spoiled_texts(directory, [path.name])
     try:
-        said: dict[str, Any] = {"_from_model_config": True} if path.name == "config.json" else {}
-        made: GenerationConfig = GenerationConfig.from_pretrained(directory, path.name, local_files_only=True, **said)
-        if said:
-            # That of texts may lie within; settings of texts are none of its own any more, and stand in the file alone.
-            for name, value in GenerationConfig.from_model_config(config).to_dict().items():
+        if path.name == "config.json":
+            made = GenerationConfig.from_model_config(config)
+            # Settings of texts are none of its own any more; in the file they may stand, where there is one.
+            said = _read_file(directory, path.name, _from_model_config=True).to_dict() if has_file(path) else {}
+            for name, value in said.items():
                 if getattr(made, name, None) is None:
                     setattr(made, name, value)
+        else:
+            made = _read_file(directory, path.name)
     # transformers compares and calls what it reads: of a wrong type, any error may come.
     except Exception as exc:
         raise ModelError(
@@ -124,6 +126,11 @@ def read_generation_config(directory: Path, config: PretrainedConfig) -> Generat
             remedy="copy it again, or remove it" if path.name != "config.json" else "copy it again",
         ) from exc
     _check_values(path, made)
+    return made
+
+
+def _read_file(directory: Path, name: str, **options: Any) -> GenerationConfig:
+    made: GenerationConfig = GenerationConfig.from_pretrained(directory, name, local_files_only=True, **options)
     return made
 
 
