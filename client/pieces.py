@@ -1,6 +1,6 @@
 """Lists of any length, cut into requests that the server takes, and the answers put together again in order."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,17 +20,9 @@ class Asker(Protocol):
 
     options: Options
 
-    async def infer(
-        self,
-        model: Model,
-        inputs: Mapping[str, npt.NDArray[Any]],
-        outputs: Iterable[str] | None = None,
-        *,
-        binary: bool = True,
-        headers: Mapping[str, str] | None = None,
-    ) -> Arrays:
-        """Return output name → values, in one request; see `Session.infer`."""
-        ...
+    @property
+    def infer(self) -> Callable[..., Awaitable[Arrays]]:
+        """What `Session.infer` is."""
 
 
 # A preprocess step takes 1 MiB of text in one request, or 128 KiB where it reads long texts in windows.

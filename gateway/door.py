@@ -106,9 +106,12 @@ class Door:
         call.tracing = read_tracing(scope["headers"])
         scope[_CALL] = call
         self._metrics.in_flight.inc()
+        has_begun = False
 
         async def tell(message: Any) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 call.status = message["status"]
                 said = {"x-request-id": call.id} | (call.key.describe() if call.key else {})
                 own = [(name.encode(), value.encode()) for name, value in said.items()]
@@ -124,6 +127,12 @@ class Door:
             await self._app(scope, receive, tell)
         except ApiError as exc:
             await _send_error(tell, path, exc)
+        except asyncio.CancelledError:
+            # uvicorn has waited for as long as it waits where it is told to stop.
+            if has_begun:
+                raise
+            what = "the gateway is being stopped: expected time for an answer, got none; ask again later."
+            await _send_error(tell, path, refuse_for_now(what))
         finally:
             self._account(call)
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,22 +101,11 @@ class _Asker:
         self._session, self._turns, self._caller = session, turns, caller
         self._begun = 0
 
-    async def infer(
-        self,
-        model: Model,
-        inputs: Mapping[str, npt.NDArray[Any]],
-        outputs: Iterable[str] | None = None,
-        *,
-        binary: bool = True,
-        headers: Mapping[str, str] | None = None,
-    ) -> Arrays:
+    async def infer(self, model: Model, inputs: Arrays, *others: Any, **options: Any) -> Arrays:
         """Return output name → values; see `Session.infer`."""
         size = sum(len(text) + _A_TEXT for values in inputs.values() for text in values.flat)
-
-        async def ask() -> Arrays:
-            return await self._session.infer(model, inputs, outputs, binary=binary, headers=headers)
-
         had, self._begun = self._begun, self._begun + size
+        ask = partial(self._session.infer, model, inputs, *others, **options)
         return await self._turns.run(self._caller, had, size, ask)
 
 

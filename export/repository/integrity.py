@@ -183,7 +183,10 @@ def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:
         if path.exists():
             what = "names no version that is there"
             yield Finding(name=name, version=0, path=path, what=what, remedy="activate a version")
-        elif list_versions(path.parent) and not path.with_name(CLAIM_FILE).exists():
+        elif not list_versions(path.parent):
+            remedy = f"take away what is left of it with `remove {name}`, or export it"
+            yield Finding(name=name, version=0, path=path.parent, what="has no version", remedy=remedy)
+        elif not path.with_name(CLAIM_FILE).exists():
             yield Finding(name=name, version=0, path=path, what="is missing", remedy="activate a version")
         return
     for part, config in Version(repository=repository, name=name, number=active).read_configs().items():

@@ -89,8 +89,7 @@ def remove_model(repository: Path, name: str) -> Removed:
             if (folder / CONFIG_FILE).exists():
                 (folder / CLAIM_FILE).unlink(missing_ok=True)
                 move(folder / CONFIG_FILE, folder / CLAIM_FILE, undo)
-        # Of a change that could not be undone, steps may have versions that the public model has not got any more.
-        for version in sorted({number for part in parts for number in list_versions(repository / part)}):
+        for version in versions:
             remove_version(repository, name, parts, version, undo)
         undo.add_last(partial(_remove_folders, [repository / part for part in parts]))
     if undo.left:

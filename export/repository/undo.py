@@ -8,7 +8,8 @@ class Undo:
 
     Every state between two changes can be served, and is one that being killed there would leave. So the way back
     stops at a step that fails: whatever lies below is what that state stands on, such as the version that a
-    configuration still names. What is of no use in any state is litter, and goes whether the change succeeds or not.
+    configuration still names. What is of no use in any state is litter, and goes whether the change succeeds or not;
+    where the way back stops it stays, for its name tells the next change what else there is to remove.
 
     Attributes:
         left: What stopped a removal at the end of a change that succeeded, the first such thing; None where all went.
@@ -32,16 +33,15 @@ class Undo:
         self._last.append(step)
 
     def run(self) -> OSError | None:
-        """Go back as far as it is possible, remove all litter, and return what stopped the way back."""
-        stopped: OSError | None = None
+        """Go back and remove all litter, as far as it is possible, and return what stopped the way back."""
         while self._steps:
             is_litter, step = self._steps.pop()
             try:
-                if is_litter or stopped is None:
-                    step()
+                step()
             except OSError as exc:
-                stopped = stopped if is_litter else exc
-        return stopped
+                if not is_litter:
+                    return exc
+        return None
 
     def keep(self) -> None:
         """Keep the changes, and remove the litter."""

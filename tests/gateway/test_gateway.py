@@ -526,6 +526,34 @@ def test_keys_open_are_limited_and_are_read_again(doors: Doors, tmp_path: Path) 
             time.sleep(0.1)
 
 
+@pytest.mark.rarer
+def test_what_it_cannot_answer_in_time_before_it_stops_is_refused_for_now(doors: Doors) -> None:
+    """Where the server stands still meanwhile, for as long as it waits."""
+    with opened(f"127.0.0.1:{doors.server.grpc}", doors.folder / "models") as gateway:
+        deadline = time.monotonic() + 60
+        while gateway.ask("/health")[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        told: list[tuple[int, str]] = []
+        caller = threading.Thread(target=lambda: told.append(gateway.refuse("/v1/embeddings", EMBED)))
+        # The launcher as well, which would start another.
+        processes = (doors.server.process.pid, doors.server.tritonserver)
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            caller.start()
+            while gateway.read_metric("modelyard_gateway_in_flight") < 2:
+                time.sleep(0.05)
+            gateway.process.terminate()
+            assert gateway.process.wait(timeout=60) == 0
+        finally:
+            for process in reversed(processes):
+                os.kill(process, signal.SIGCONT)
+        caller.join()
+    assert told == [(503, "the gateway is being stopped: expected time for an answer, got none; ask again later.")]
+    assert "Traceback" not in "".join(gateway.lines)
+
+
 def test_it_answers_what_is_in_flight_before_it_stops(doors: Doors) -> None:
     with opened(f"127.0.0.1:{doors.server.grpc}", doors.folder / "models") as gateway:
         gateway.wait_for_line("writer, version 1")

@@ -1,4 +1,4 @@
-"""How a checkpoint has texts written: its `generation_config.json`, as far as it is followed here."""
+"""How a checkpoint has texts written: its `generation_config.json`, or else `config.json`, as far as it is followed."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -103,7 +103,7 @@ def read_generation_config(directory: Path, config: PretrainedConfig) -> Generat
     """Return how the checkpoint has texts written; where nothing says, what its configuration knows.
 
     Raises:
-        ModelError: `generation_config.json` is damaged.
+        ModelError: What says it is damaged, or holds what no request would be answered with.
     """
     path = find_generation_file(directory)
     refuse_spoiled_texts(directory, [path.name])
@@ -164,13 +164,16 @@ def _check_values(path: Path, config: GenerationConfig) -> None:
 
 def read_defaults(config: GenerationConfig) -> dict[str, Any]:
     """Return what a request is answered with where it says nothing, by the names of its parameters."""
-    defaults: dict[str, Any] = {"max_tokens": config.max_new_tokens or _MAX_TOKENS, "temperature": 0.0}
+    defaults: dict[str, Any] = {
+        "max_tokens": config.max_new_tokens or _MAX_TOKENS,
+        "temperature": 1.0 if config.do_sample else 0.0,
+    }
     for name, (parameter, idle) in {**_DEFAULTS, **(_SAMPLING if config.do_sample else {})}.items():
         value = getattr(config, name, None)
         if value is not None and value != idle:
             # A whole number stands for one that need not be.
             defaults[parameter] = type(idle)(value)
-    return defaults | ({"temperature": config.temperature or 1.0} if config.do_sample else {})
+    return defaults
 
 
 def list_unfollowed(config: GenerationConfig, context: int) -> list[str]:

@@ -17,6 +17,7 @@ from launcher import Running, running
 from nginx import NGINX, balancing
 
 from export.commands.waiting import wait_until_served
+from export.repository.version import Version
 
 
 def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: tuple[Running, Path]) -> None:
@@ -323,7 +324,9 @@ def test_what_waits_for_a_model_that_is_loaded_for_long_is_told_as_that(
         if waits in line:
             go.touch()
 
-    wait_until_served(f"localhost:{server.status}", NAME, 2, follow)
+    golden = Version(repository=repository, name=NAME, number=2).read_golden_sum()
+    assert golden
+    wait_until_served(f"localhost:{server.status}", NAME, 2, follow, golden)
     assert any(line.endswith(f"rolling, version 1 answers; it {waits}") for line in told)
     assert server.read_metrics()[f'modelyard_rollouts_total{{model="{NAME}",outcome="done"}}'] == 1
 
