@@ -172,6 +172,12 @@ def two_versions(tiny_checkpoint: Path) -> Path:
     return make_once("versions", publish) / "models"
 
 
+@pytest.fixture
+def models(two_versions: Path, tmp_path: Path) -> Path:
+    """Return a copy of two versions that a test may change; hard links are copies in it."""
+    return Path(shutil.copytree(two_versions, tmp_path / "models"))
+
+
 @pytest.fixture(scope="session")
 def server(published: Published) -> Iterator[Addresses]:
     """Serve the real checkpoint with the real tritonserver for all tests that only ask it."""

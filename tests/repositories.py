@@ -1,11 +1,13 @@
 """Repositories that tests publish to, and whether they can be served."""
 
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import onnx
-from harness import Exported
+from harness import Exported, Finished
 from tritonclient.grpc import model_config_pb2 as pb
 
 from export.artefacts import hash_file
@@ -14,6 +16,14 @@ from export.repository.names import ModelNames
 from export.repository.publication import Publication, publish
 
 NAMES = ModelNames(name="sentence_embedding")
+
+
+def ask(export_cli: Callable[..., Finished], *words: object) -> dict[str, object]:
+    """Return what a verb that succeeds says with --json."""
+    done = export_cli(*map(str, words), "--json")
+    assert done.code == 0, done.err
+    content: dict[str, object] = json.loads(done.out)
+    return content
 
 
 def publish_files(exported: Exported, repository: Path, **changes: object) -> Publication:
