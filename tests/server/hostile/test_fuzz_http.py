@@ -38,6 +38,17 @@ def server(published: Published) -> Iterator[Running]:
         yield server
 
 
+def read_ends(server: Running) -> dict[str, float]:
+    """Return how often anything has ended."""
+    return {name: value for name, value in server.read_metrics().items() if "deaths" in name or "restarts" in name}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_first(server: Running) -> dict[str, float]:
+    """Return the same before the first request: now and then tritonserver 2.51 dies of its own start."""
+    return read_ends(server)
+
+
 def declares_more_than_memory(body: object) -> bool:
     """Tell whether numbers in JSON are said to be so many that tritonserver dies of the attempt to make room for them.
 
@@ -80,17 +91,18 @@ def ask(server: Running, body: object) -> int:
     return requests.post(url, json=body, timeout=TIMEOUT_S).status_code
 
 
-def test_after_all_that_a_good_request_is_answered_by_the_same_processes(server: Running) -> None:
+def test_after_all_that_a_good_request_is_answered_by_the_same_processes(
+    server: Running, at_first: dict[str, float]
+) -> None:
     assert ask(server, GOOD) == 200
-    counted = server.read_metrics()
-    assert {value for name, value in counted.items() if "deaths" in name or "restarts" in name} == {0.0}, "\n".join(
-        server.lines
-    )
+    assert at_first and read_ends(server) == at_first, "\n".join(server.lines)
     assert server.check().code == 0
 
 
 def test_numbers_beyond_memory_end_tritonserver_and_it_is_back(server: Running) -> None:
     before = server.read_metrics()["modelyard_tritonserver_restarts_total"]
+    # It may have said so at its start already.
+    server.read = len(server.lines)
     with pytest.raises(requests.ConnectionError):
         ask(server, {"inputs": [TEXT | {"datatype": "INT64", "shape": [2**40], "data": [1]}]})
     server.wait_for_line("tritonserver answers again", 60)
