@@ -63,7 +63,7 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
         for number in gone:
             remove_version(repository, name, parts, number, undo)
     if undo.left:
-        raise _tell_left(undo.left, f"old versions of {name} are gone", repository, f"prune {name}")
+        raise _tell_left(undo.left, f"old versions of {name} are gone", repository, f"prune {name} --keep {keep}")
     kept = tuple(number for number in there if number not in gone)
     return Removed(name=name, versions=gone, kept=kept, in_use=in_use, freed_bytes=freed)
 

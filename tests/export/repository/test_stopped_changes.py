@@ -130,16 +130,19 @@ def test_what_is_left_of_a_model_is_told_and_removed_by_its_name(
 
 
 # A removal first clears the way for the names of three configurations.
-@pytest.mark.parametrize(("what", "gone", "call"), [("remove", NAME, 4), ("prune", f"old versions of {NAME}", 1)])
+@pytest.mark.parametrize(
+    ("what", "gone", "again", "call"),
+    [("remove", NAME, f"remove {NAME}", 4), ("prune", f"old versions of {NAME}", f"prune {NAME} --keep 0", 1)],
+)
 def test_a_removal_that_leaves_something_says_so(
-    what: str, gone: str, call: int, exported: Exported, disk: Path
+    what: str, gone: str, again: str, call: int, exported: Exported, disk: Path
 ) -> None:
     repository = disk / "models"
     publish_files(exported, repository)
     publish_files(make_other(exported, disk / "files"), repository)
     told = (
         rf"{gone} (is|are) gone from {repository}, but some of the files stay there: got Input/output error for \S+; "
-        rf"mend the disk or correct the permissions, then `{what} {NAME}` again takes them away\."
+        rf"mend the disk or correct the permissions, then `{again}` again takes them away\."
     )
 
     def judge_left(error: BaseException) -> int:
