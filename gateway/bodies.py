@@ -1,4 +1,7 @@
-"""What callers send. A field that is not here is refused; one whose type has a single value has that value alone."""
+"""What callers send. A field that is not here is refused; one whose type has a single value has that value alone.
+
+One that is null says nothing, and passes: clients that know more fields send them so.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,6 +33,13 @@ class Body(BaseModel):
     """Any of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _leave_out_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name in cls.model_fields}
 
 
 Tokens = list[int] | list[list[int]]
@@ -157,6 +167,7 @@ class TeiEmbed(TeiBody):
     inputs: Texts
     normalize: bool | None = Field(None, description="Whether vectors are brought to length 1; true without it.")
     truncate: bool | None = None
+    truncation_direction: Literal["Right", "right"] | None = None
     dimensions: int | None = Field(None, ge=1)
 
 
@@ -168,6 +179,7 @@ class TeiRerank(TeiBody):
     raw_scores: Literal[False] | None = None
     return_text: bool | None = None
     truncate: bool | None = None
+    truncation_direction: Literal["Right", "right"] | None = None
 
 
 class TeiPredict(TeiBody):
@@ -176,6 +188,7 @@ class TeiPredict(TeiBody):
     inputs: Texts | list[list[str]] = Field(description="A text, a pair in a list, or a list of lists of one or two.")
     raw_scores: Literal[False] | None = None
     truncate: bool | None = None
+    truncation_direction: Literal["Right", "right"] | None = None
 
 
 class TeiTokenize(TeiBody):

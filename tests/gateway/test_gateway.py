@@ -250,7 +250,8 @@ def test_documents_are_ranked_as_the_client_ranks_them(doors: Doors) -> None:
 
 def test_tei_is_told_vectors_and_tokens_without_naming_the_model(doors: Doors) -> None:
     wanted = doors.openai.embeddings.create(model="embedder", input=["A cat", "sleeps"]).data
-    status, vectors, _ = doors.gateway.ask("/embed", {"inputs": ["A cat", "sleeps"], "normalize": True})
+    asked = {"inputs": ["A cat", "sleeps"], "normalize": True, "truncation_direction": "Right", "prompt_name": None}
+    status, vectors, _ = doors.gateway.ask("/embed", asked)
     assert status == 200
     assert np.abs(np.array(vectors) - np.array([each.embedding for each in wanted])).max() < 1e-5
     status, answer, _ = doors.gateway.ask("/embed", {"inputs": "A cat", "normalize": False})
@@ -270,6 +271,12 @@ EMBED, WRITE = {"model": "embedder", "input": "x"}, {"model": "writer", "prompt"
 CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
 
 
+def test_a_field_that_is_null_says_nothing(doors: Doors) -> None:
+    said = {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": None}], "tool_call_id": None}
+    body = {"model": "writer", "messages": [said], "max_tokens": 1, "parallel_tool_calls": None}
+    assert doors.gateway.ask("/v1/chat/completions", body)[0] == 200
+
+
 @pytest.mark.parametrize(
     ("path", "content", "status", "sentence"),
     [
@@ -285,6 +292,7 @@ CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
         ("/v1/embeddings", {**EMBED, "input": 5}, 400, "input cannot be used: expected a valid string or"),
         ("/v1/embeddings", {"model": "embedder"}, 400, "the parameter input is missing"),
         ("/v1/embeddings", {**EMBED, "dimension": 3}, 400, "the parameter 'dimension' is not known here: expected one"),
+        ("/v1/embeddings", {**EMBED, "model": None}, 400, "model cannot be used: expected a valid string, got null"),
         ("/v1/embeddings", {**EMBED, "dimensions": 17}, 400, "makes vectors of 16 values: expected at most 16"),
         ("/v1/embeddings", {**EMBED, "model": "writer"}, 400, "writer is a model of generation: expected"),
         ("/v1/embeddings", {**EMBED, "model": "gpt"}, 404, "there is no model 'gpt': expected one of"),
