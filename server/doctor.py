@@ -56,14 +56,15 @@ class Finding:
 def examine(repository: Path, endpoints: Endpoints) -> list[Finding]:
     """Look at everything that serving needs, in the order in which it is needed."""
     findings = [examine_installation()]
-    if findings[0].verdict == "ok":
-        findings.append(examine_libraries(find_installation()))
+    installation = find_installation() if findings[0].verdict == "ok" else None
+    if installation is not None:
+        findings.append(examine_libraries(installation))
     findings += [
         examine_shared_memory(Path("/dev/shm")),
         examine_open_files(),
         examine_threads(),
         examine_address_space(),
-        examine_temporary_folder(),
+        examine_temporary_folder(installation),
         examine_ports(endpoints),
         examine_repository(repository),
         examine_cpu(Path("/proc/cpuinfo").read_text()),
@@ -181,11 +182,11 @@ def examine_address_space() -> Finding:
     )
 
 
-def examine_temporary_folder() -> Finding:
+def examine_temporary_folder(installation: Installation | None) -> Finding:
     """Look whether backend processes can be started from the temporary folder."""
     what = "temporary folder"
     try:
-        folder = check_temporary_folder()
+        folder = check_temporary_folder(installation)
     except ServerError as exc:
         return _blame(what, exc)
     return Finding(what=what, verdict="ok", found=str(folder))

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from .errors import NotFoundError, ShortageError
+from .tritonserver.installation import Installation, starts_programs
 
 # tritonserver 2.51 has 70 files open and 170 threads running on two cores with one model of four steps, and its backend
 # processes another 20 threads. With fewer it neither serves nor ends: with 64 files, it fills its log for ever.
@@ -99,8 +100,11 @@ def check_address_space() -> float:
     return limit
 
 
-def check_temporary_folder() -> Path:
+def check_temporary_folder(installation: Installation | None) -> Path:
     """Return the folder for temporary files, in which the backends are put together.
+
+    Args:
+        installation: The tritonserver that they are for, if there is one.
 
     Raises:
         NotFoundError: tritonserver could not start a process from there, or there is none.
@@ -121,6 +125,13 @@ def check_temporary_folder() -> Path:
             expected="a path of letters without accents, digits and _@%+=:,./-, for tritonserver hands it to a shell",
             got=repr(str(folder)),
             remedy="name another in the environment variable TMPDIR",
+        )
+    if installation is not None and not installation.is_assembled and not starts_programs(folder):
+        raise NotFoundError(
+            f"no program may be started from the temporary folder {folder}",
+            expected="a file system that is not mounted noexec, for the Python backend is put together there",
+            got="noexec",
+            remedy="name a folder on another in the environment variable TMPDIR, or mount it with exec",
         )
     return folder
 

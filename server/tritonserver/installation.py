@@ -36,6 +36,11 @@ class Installation:
     libraries: tuple[Path, ...]
     source: str
 
+    @property
+    def is_assembled(self) -> bool:
+        """Whether the stub lies inside of the Python backend, as in containers, so that no copy is needed."""
+        return self.python_stub.parent == self.backends / "python"
+
 
 def find_installation() -> Installation:
     """Return the tritonserver on PATH, else the one inside the wheel nvidia-pytriton.
@@ -123,19 +128,28 @@ def assemble_backends(installation: Installation, own_backends: Path, directory:
     Args:
         installation: The tritonserver whose backends to take.
         own_backends: Folder of the Python-based backends.
-        directory: An empty folder; holds links, and the Python backend as a copy whose processes can be paced.
+        directory: An empty folder; holds links, and the Python backend as a copy whose processes can be paced, or as
+            it is where programs may not be started from `directory`.
     """
     for backend in sorted(installation.backends.iterdir()):
         if backend.is_dir() and backend.name != "python":
             (directory / backend.name).symlink_to(backend)
-    # tritonserver refuses a backend library that is a link out of its folder, so files are copied.
     python = directory / "python"
-    shutil.copytree(installation.backends / "python", python, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy2(installation.python_stub, python / installation.python_stub.name)
-    pace_program(python / installation.python_stub.name)
+    if installation.is_assembled and not starts_programs(directory):
+        python.symlink_to(installation.backends / "python")
+    else:
+        # tritonserver refuses a backend library that is a link out of its folder, so files are copied.
+        shutil.copytree(installation.backends / "python", python, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy2(installation.python_stub, python / installation.python_stub.name)
+        pace_program(python / installation.python_stub.name)
     for backend in sorted(own_backends.iterdir()):
         if (backend / "model.py").is_file() and not (directory / backend.name).exists():
             (directory / backend.name).symlink_to(backend)
+
+
+def starts_programs(folder: Path) -> bool:
+    """Tell whether programs may be started from a folder; not where its file system is mounted noexec (mount(8))."""
+    return not os.statvfs(folder).f_flag & os.ST_NOEXEC
 
 
 def _describe(executable: Path, source: str) -> Installation:

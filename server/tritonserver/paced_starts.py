@@ -51,8 +51,11 @@ def pacing(backend: Path) -> Iterator[None]:
     """Have processes of a backend start at intervals while the block runs; where there is no room to say so, at once.
 
     Args:
-        backend: Its folder, with the program that `pace_program` was asked for.
+        backend: Its folder; nobody waits where `pace_program` was not asked for its program.
     """
+    if not (backend / _PROGRAM_FOLDER).is_dir():
+        yield
+        return
     file = backend / _INTERVAL_FILE
     with contextlib.suppress(OSError):
         file.write_text(f"{_START_CORE_S / len(os.sched_getaffinity(0)):.3f}\n")
