@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..errors import RepositoryError
+from ..errors import RepositoryError, list_some
 from .activation import switch
 from .change import change
 from .config_file import CONFIG_FILE
@@ -53,6 +53,8 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
         parts = list_parts(repository, name)
         remove_leftovers(repository, name, parts)
         active, there = find_active_version(repository, name), list_versions(repository / name)
+        if there and not active:
+            _check_inactive(repository / name)
         old = [number for number in there[: max(0, len(there) - keep)] if number != active]
         in_use = tuple(number for number in old if not held.enter_context(seize(repository / name / str(number))))
         gone = tuple(number for number in old if number not in in_use)
@@ -82,6 +84,7 @@ def remove_model(repository: Path, name: str) -> Removed:
         parts = list_remains(repository, name)
         remove_leftovers(repository, name, parts)
         versions = tuple(list_versions(repository / name))
+        _check_contents(repository, name, parts, versions)
         freed = measure_own_bytes(Version(repository=repository, name=name, number=number) for number in versions)
         # The public model's first: nobody asks for a step by itself.
         for part in reversed(parts):
@@ -103,6 +106,39 @@ def measure_own_bytes(versions: Iterable[Version]) -> int:
     links = Counter((stat.st_dev, stat.st_ino) for stat in stats)
     sizes = {(stat.st_dev, stat.st_ino): (stat.st_size, stat.st_nlink) for stat in stats}
     return sum(size for file, (size, link_count) in sizes.items() if links[file] == link_count)
+
+
+def _check_inactive(folder: Path) -> None:
+    """Refuse a public model of which a version is served that nothing names any more.
+
+    Raises:
+        RepositoryError: Its configuration is missing, or names no version that is there.
+    """
+    if (folder / CONFIG_FILE).exists() or not (folder / CLAIM_FILE).exists():
+        raise RepositoryError(
+            f"it is not known which version of {folder.name} is active",
+            expected=f"a {CONFIG_FILE} in {folder} that names one",
+            got="one that names no version that is there" if (folder / CONFIG_FILE).exists() else "none",
+            remedy=f"make a version active with `activate {folder.name} N` first",
+        )
+
+
+def _check_contents(repository: Path, name: str, parts: Iterable[str], versions: Iterable[int]) -> None:
+    """Refuse folders of a model in which something lies that would stay there, and with it the folder.
+
+    Raises:
+        RepositoryError: It is nobody's, or of a public model whose folder has another name now.
+    """
+    known = {CONFIG_FILE, CLAIM_FILE, *map(str, versions)}
+    entries = [entry for part in parts for entry in sorted((repository / part).iterdir())]
+    others = [entry for entry in entries if entry.name not in known or entry.is_symlink()]
+    if others:
+        raise RepositoryError(
+            f"the folders of {name} hold something else as well",
+            expected=f"the versions of {repository / name}, and their configurations",
+            got=list_some(list(map(str, others))),
+            remedy=f"move it away, or give {name} its name back if it was renamed, and `remove {name}` again",
+        )
 
 
 def _remove_folders(folders: Iterable[Path]) -> None:

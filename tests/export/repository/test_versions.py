@@ -171,6 +171,42 @@ def test_prune_keeps_the_active_version_and_one_that_is_used(models: Path, expor
     assert list(models.iterdir()) == []
 
 
+@pytest.mark.parametrize("lost", ["config.pbtxt", "1"])
+def test_what_is_active_and_not_known_is_not_pruned(
+    lost: str, models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    (models / "tickets" / lost).rename(tmp_path / lost)
+    before = fingerprint(models)
+    done = export_cli("prune", "tickets", "--keep", "0", "--repository", str(models))
+    assert done.code == 1 and "it is not known which version of tickets is active: expected a config.pbtxt" in done.err
+    assert "make a version active with `activate tickets N` first" in done.err
+    assert fingerprint(models) == before
+    assert ask(export_cli, "activate", "tickets", 2, "--repository", models)["version"] == 2
+    (pruned,) = ask(export_cli, "prune", "--keep", 0, "--repository", models)["models"]
+    assert pruned["kept"] == [2]
+
+
+def test_a_model_with_somebody_elses_file_in_it_is_not_removed(
+    models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
+) -> None:
+    stranger = models / "tickets_model" / ".DS_Store"
+    stranger.touch()
+    before = fingerprint(models)
+    done = export_cli("remove", "tickets", "--repository", str(models))
+    assert done.code == 1 and "the folders of tickets hold something else as well: expected the versions" in done.err
+    assert f"got {stranger}; move it away" in done.err
+    assert fingerprint(models) == before
+    stranger.unlink()
+    (models / "tickets").rename(models / "renamed")
+    before = fingerprint(models)
+    done = export_cli("remove", "tickets", "--repository", str(models))
+    assert done.code == 1 and "give tickets its name back if it was renamed, and `remove tickets` again" in done.err
+    assert fingerprint(models) == before
+    (models / "renamed").rename(models / "tickets")
+    assert ask(export_cli, "remove", "tickets", "--repository", models)["versions"] == [1, 2]
+    assert list(models.iterdir()) == []
+
+
 def test_the_next_step_is_to_check_where_a_server_follows_the_repository(models: Path) -> None:
     new, other = (models / "tickets" / number for number in ("2", "1"))
     assert choose_next(models, new) == "serve"
