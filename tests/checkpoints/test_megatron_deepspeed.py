@@ -367,6 +367,9 @@ class PositionEmbeddingType(enum.Enum):
         ("use_alibi_position_embeddings", True),
         ("scale_attn_by_inverse_layer_idx", True),
         ("apply_residual_connection_post_layernorm", True),
+        ("softmax_type", "off-by-one"),
+        ("qk_l2_norm", True),
+        ("use_mup", True),
     ],
 )
 def test_other_architectures_are_refused_by_the_name_of_their_option(

@@ -47,6 +47,20 @@ _GPT2_VALUES: dict[str, tuple[Any, ...]] = {
     "group_query_attention": (False,),
     "multi_latent_attention": (False,),
     "quick_geglu": (False,),
+    # Of Megatron Core (megatron/core/transformer/transformer_config.py); these add no tensor that would tell.
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (),
+    "attn_logit_softcapping": (),
+    "qk_l2_norm": (False,),
+    "use_mup": (False,),
+    "activation_func_clamp_value": (),
+    "attention_output_gate": (False,),
+    "head_wise_attn_gate": (False,),
+    "experimental_attention_variant": (),
+    "linear_attention_type": (),
+    "enable_hyper_connections": (False,),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": ("",),
 }
 # What older and newer versions call the same number.
 _TENSOR_RANKS = ("tensor_model_parallel_size", "model_parallel_size")
