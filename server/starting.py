@@ -102,6 +102,14 @@ class Start:
             return True
         if self._run.is_stopped:
             self._run.server.kill()
+        if self._run.pulse.is_denied:
+            self._run.server.kill()
+            raise StartError(
+                "tritonserver started, but serves nothing",
+                expected=f"{self._settings.endpoints.http_url}/v2/health/live to say that it is alive",
+                got="that it is not",
+                remedy="see its log above, and correct what stands behind --",
+            )
         code = self._run.server.poll()
         if code is not None:
             # Under load it aborts now and then, for an exception between it and a process that it starts.

@@ -51,6 +51,7 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # How tritonserver begins to list its options, where it was given one that it does not know.
 _USAGE = b"Usage: tritonserver [options]\n"
+_BEHIND_USAGE = (b"Bad option: ", b"Unexpected argument: ")
 
 # What it gets to end of a deadly signal by itself.
 _DYING_S = 1.0
@@ -176,11 +177,12 @@ class TritonServer:
 
     def _relay_log(self) -> None:
         assert self._process.stdout is not None, "Bug: tritonserver was started without a pipe"
+        is_usage = False
         for line in self._process.stdout:
-            # Hundreds of lines follow before it ends, and the one that matters is above them.
-            if line == _USAGE and not self._is_verbose:
-                self._process.stdout.read()
-                return
+            # Hundreds of lines follow before it ends; the one that matters is above them, or below.
+            is_usage = (is_usage or line == _USAGE) and not line.startswith(_BEHIND_USAGE)
+            if is_usage and not self._is_verbose:
+                continue
             if received := _SIGNAL.fullmatch(line):
                 self._note(int(received[1]))
             if self._is_verbose or not _is_noise(line):

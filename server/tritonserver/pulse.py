@@ -25,11 +25,15 @@ _TIMEOUT_S = 1.0
 _NEW_INTERVAL_S = 2.0
 _MAX_UNANSWERED = 2
 
+# tritonserver 2.51 opens its ports once it can serve, or for good without what serves where a cache cannot be made.
+_MAX_DENIALS = 200
+
 
 class Answer(enum.Enum):
     """The outcome of one question."""
 
     ALIVE = enum.auto()
+    NOT_ALIVE = enum.auto()
     SILENT = enum.auto()
     HUNG_UP = enum.auto()
     NOT_ASKED = enum.auto()
@@ -79,7 +83,7 @@ class Probe:
             return Answer.HUNG_UP
         except (OSError, http.client.HTTPException, MemoryError) as exc:
             return Answer.NOT_ASKED if is_shortage(exc) else Answer.SILENT
-        return Answer.ALIVE if response.status == 200 else Answer.SILENT
+        return Answer.ALIVE if response.status == 200 else Answer.NOT_ALIVE
 
 
 class Pulse:
@@ -99,6 +103,7 @@ class Pulse:
         self._silent_for_s = 0.0
         self._asked_at: float | None = None
         self._unanswered = 0
+        self._denials = 0
         self._hangs_up = False
         self._next_anew = 0.0
         threading.Thread(target=self._ask_again_and_again, daemon=True).start()
@@ -111,6 +116,11 @@ class Pulse:
     def has_answered(self) -> bool:
         """Whether it has been alive."""
         return self._answered.is_set()
+
+    @property
+    def is_denied(self) -> bool:
+        """Whether it answers as it starts, and again and again that it is not alive."""
+        return self._denials >= _MAX_DENIALS
 
     def wait_for_answer(self, timeout_s: float) -> None:
         """Wait until it has been alive, for so long at most."""
@@ -146,15 +156,15 @@ class Pulse:
         self._next_anew = 0.0
 
     def _ask_again_and_again(self) -> None:
-        while not self._ended.wait(_START_INTERVAL_S) and self._probe.ask() is not Answer.ALIVE:
-            pass
+        while not self._ended.wait(_START_INTERVAL_S) and (answer := self._probe.ask()) is not Answer.ALIVE:
+            self._denials = self._denials + 1 if answer is Answer.NOT_ALIVE else 0
         if not self._ended.is_set():
             self._answered.set()
         while not self._ended.wait(_INTERVAL_S):
             asked_at = self._asked_at = time.monotonic()
             answer = self._probe.ask()
             self._hangs_up = answer is Answer.HUNG_UP
-            if answer in (Answer.SILENT, Answer.HUNG_UP):
+            if answer in (Answer.NOT_ALIVE, Answer.SILENT, Answer.HUNG_UP):
                 self._silent_for_s += _count(asked_at) + _INTERVAL_S
             elif answer is Answer.ALIVE:
                 self._silent_for_s = 0.0

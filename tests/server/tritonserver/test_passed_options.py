@@ -68,3 +68,27 @@ def test_an_option_that_tritonserver_does_not_know_is_named_without_the_list_of_
         server.read_until("error: tritonserver could not start: ")
     assert any("unrecognized option '--no-such-option'" in line for line in server.lines)
     assert len(server.lines) < 10
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--http-thread-count=abc", 'Bad option: "--http-thread-count".'),
+        ("--trace-config=mode=nope", "invalid value for trace mode option: nope"),
+    ],
+)
+def test_a_value_that_tritonserver_cannot_use_is_told_without_the_list_of_all(
+    option: str, told: str, published: Published
+) -> None:
+    with running(published.repository, "--", option) as server:
+        assert server.process.wait(30) == 1
+        server.read_until("error: tritonserver could not start: ")
+    assert any(told in line for line in server.lines)
+    assert len(server.lines) < 10
+
+
+def test_a_cache_that_cannot_be_made_ends_the_start(published: Published) -> None:
+    with running(published.repository, "--", "--cache-config=local,size=100MB") as server:
+        server.read_until("error: tritonserver started, but serves nothing: expected http://")
+        assert server.process.wait(30) == 1
+    assert any("Failed to initialize LocalCache" in line for line in server.lines)
