@@ -78,11 +78,12 @@ def serve(arguments: argparse.Namespace) -> int:
     from .upstream import ClientError, Upstream
 
     keys = Keys(arguments.keys, _say) if arguments.keys else None
-    if not arguments.repository.is_dir():
+    # pathlib raises where a folder above it may not be entered.
+    if not os.path.isdir(arguments.repository):  # noqa: PTH112
         raise GatewayError(
             f"{arguments.repository} is no folder",
             expected="the repository that is served, for its tokenizers and chat templates",
-            got="nothing" if not arguments.repository.exists() else "a file",
+            got="a file" if os.path.exists(arguments.repository) else "nothing that this user may see",  # noqa: PTH110
             remedy="name it with --repository",
         )
     try:

@@ -200,7 +200,8 @@ def add_key(path: Path, name: str, limits: dict[str, int | None]) -> str:
             got=repr(name),
             remedy="name whose it is",
         )
-    keys = read_keys(path) if path.exists() else []
+    # pathlib raises where a folder above it may not be entered, of which the attempt to write tells.
+    keys = read_keys(path) if os.path.exists(path) else []  # noqa: PTH110
     if name in [key.name for key in keys]:
         raise GatewayError(
             f"{path} has a key of that name", expected="another name", got=repr(name), remedy="remove its line first"

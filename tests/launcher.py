@@ -21,6 +21,7 @@ from harness import CHECKOUT, Finished, run
 
 from demo.serving import is_free
 from server.healing.stubs import Stub, StubTable
+from server.tritonserver.installation import find_installation
 from server.tritonserver.processes import list_children
 
 # Below those that the system gives to clients (ip_local_port_range): between a look and a server's start, some client
@@ -148,6 +149,22 @@ class Running:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.status}/metrics", timeout=5) as response:
             lines = response.read().decode().splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+def install_as_in_containers(root: Path) -> dict[str, str]:
+    """Install tritonserver as NVIDIA's image has it, and return the environment in which it is found.
+
+    It is on PATH, with the stub inside of the Python backend and other backends beside that.
+    """
+    wheel = find_installation()
+    (root / "bin").mkdir(parents=True)
+    shutil.copy(wheel.executable, root / "bin")
+    shutil.copytree(wheel.backends / "python", root / "backends" / "python")
+    shutil.copy(wheel.python_stub, root / "backends" / "python")
+    return {
+        "PATH": f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "LD_LIBRARY_PATH": os.pathsep.join(map(str, wheel.libraries)),
+    }
 
 
 @contextlib.contextmanager

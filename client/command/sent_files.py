@@ -150,14 +150,15 @@ def _collect_files(given: list[str], kind: Kind) -> list[Path]:
     """Return the files that are named, lie in a folder that is named, or match a pattern, in order."""
     found: list[Path] = []
     for text in given:
-        path = Path(text)
-        if path.is_dir():
-            found += sorted(entry for entry in path.iterdir() if entry.suffix.lower() in kind.suffixes)
-        elif path.exists() or not set("*?[") & set(text):
-            found.append(path)
-        else:
-            root = Path(path.anchor)
-            found += sorted(entry for entry in root.glob(str(path.relative_to(root))) if entry.is_file())
+        try:
+            found += _find_files(text, kind)
+        except OSError as exc:
+            raise ClientError(
+                f"{text} cannot be looked at",
+                expected="a file, folder or pattern that this user may look at",
+                got=f"'{exc.strerror}'",
+                remedy=f"correct --{kind.option}",
+            ) from exc
     if not found:
         raise ClientError(
             f"there is no {kind.noun} to send",
@@ -166,6 +167,16 @@ def _collect_files(given: list[str], kind: Kind) -> list[Path]:
             remedy=f"correct --{kind.option}",
         )
     return found
+
+
+def _find_files(text: str, kind: Kind) -> list[Path]:
+    path = Path(text)
+    if path.is_dir():
+        return sorted(entry for entry in path.iterdir() if entry.suffix.lower() in kind.suffixes)
+    if path.exists() or not set("*?[") & set(text):
+        return [path]
+    root = Path(path.anchor)
+    return sorted(entry for entry in root.glob(str(path.relative_to(root))) if entry.is_file())
 
 
 def _to_file_json(model: Model, kind: Kind, found: list[FileAnswer]) -> dict[str, Any]:

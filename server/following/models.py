@@ -22,11 +22,20 @@ def list_models(repository: Path) -> list[str]:
         NotFoundError: There is no repository, or it cannot be read.
         EmptyError: There is nothing in it to serve.
     """
-    if not repository.is_dir():
+    try:
+        is_folder, is_there = repository.is_dir(), repository.exists()
+    except OSError as exc:
+        raise NotFoundError(
+            f"{repository} cannot be looked at",
+            expected="folders above it that this user may enter",
+            got=f"'{exc.strerror}' for user {os.geteuid()}",
+            remedy="let this user enter them, serve it as its owner, or pass another --repository",
+        ) from exc
+    if not is_folder:
         raise NotFoundError(
             f"there is no model repository {repository}",
             expected="a folder",
-            got="a file" if repository.exists() else "nothing",
+            got="a file" if is_there else "nothing",
             remedy=f"publish a model with `{name_command('run')}`, or pass --repository",
         )
     models: list[str] = []

@@ -223,6 +223,10 @@ def test_every_way_of_getting_no_answer_is_one_sentence_and_exit_1(server: Addre
             assert done.err.endswith(".\n")
             assert done.err.count("\n") == 1
     assert run(INFER, "--url", url).err.startswith("error: there is no text to send")
+    too_long = "x" * 300
+    assert run(INFER, "--url", url, "--image", too_long).err.startswith(
+        f"error: {too_long} cannot be looked at: expect"
+    )
     assert run(INFER, "--protocol", "carrier-pigeon").code == 2
 
 

@@ -610,6 +610,9 @@ def test_the_recipes_of_the_page_run(doors: Doors, capsys: pytest.CaptureFixture
     ("options", "code", "sentence"),
     [
         (["--repository", "nowhere"], 1, "error: nowhere is no folder: expected the repository that is served"),
+        # Of a name that is too long nobody is told that there is none, as of one below a folder that is closed.
+        (["--repository", "x" * 300], 1, f"error: {'x' * 300} is no folder: expected the repository that is served"),
+        (["--keys", "x" * 300, "--add-key", "a"], 1, f"error: {'x' * 300} cannot be written: expected a file of this"),
         (["--keys", "nowhere"], 1, "error: nowhere cannot be read: expected a file with one key a line"),
         (["--host", "192.0.2.1"], 1, "192.0.2.1:8080 cannot be listened on"),
         (["--host", "ü..ü"], 1, "ü..ü:8080 cannot be listened on"),

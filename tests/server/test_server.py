@@ -21,12 +21,13 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from harness import CHECKOUT, Published, run
-from launcher import find_ports, running, write_older_golden
+from launcher import find_ports, install_as_in_containers, running, write_older_golden
 from tritonclient.utils import InferenceServerException
 
 from demo.serving import Addresses
 from server.errors import CheckError, NotFoundError
 from server.following.check import check_ensembles
+from server.following.models import list_models
 from server.following.recorded import measure_answer
 from server.tritonserver.installation import check_libpython, find_installation
 from server.tritonserver.orphans import PREFIX, own
@@ -216,6 +217,13 @@ def test_a_folder_of_libraries_that_may_not_be_looked_into_is_passed_over(
         assert closed not in find_installation().libraries
 
 
+def test_a_repository_that_may_not_be_looked_at_is_told_as_one() -> None:
+    with pytest.raises(
+        NotFoundError, match="x cannot be looked at: expected folders above it that this user may enter"
+    ):
+        list_models(Path("x" * 300))
+
+
 def test_a_tritonserver_on_path_goes_before_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = find_installation()
     assert wheel.source == "from the wheel nvidia-pytriton"
@@ -227,17 +235,7 @@ def test_a_tritonserver_on_path_goes_before_the_wheels(tmp_path: Path, monkeypat
 
 
 def test_a_container_like_installation_is_served_with_its_own_layout(published: Published, tmp_path: Path) -> None:
-    """As in NVIDIA's image: on PATH, the stub inside the Python backend, other backends beside it."""
-    wheel = find_installation()
-    root = tmp_path / "opt" / "tritonserver"
-    (root / "bin").mkdir(parents=True)
-    shutil.copy(wheel.executable, root / "bin")
-    shutil.copytree(wheel.backends / "python", root / "backends" / "python")
-    shutil.copy(wheel.python_stub, root / "backends" / "python")
-    environment = {
-        "PATH": f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "LD_LIBRARY_PATH": os.pathsep.join(map(str, wheel.libraries)),
-    }
+    environment = install_as_in_containers(tmp_path / "opt" / "tritonserver")
     with running(published.repository, environment=environment) as server:
         server.read_until("serving HTTP")
         assert "(found on PATH)" in server.lines[0]
