@@ -1,11 +1,15 @@
 """The recipe of docs/serving.md for a Triton container as NVIDIA ships it: mounts, and tritonserver's own command."""
 
+import ast
+import importlib.metadata
 import json
 import re
 import shlex
 import subprocess
+import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from harness import CHECKOUT, Published
@@ -44,6 +48,25 @@ def test_every_backend_that_a_configuration_may_name_is_ours_or_the_images() -> 
         # All of them, and by the wheel, which holds every folder beside its parts.
         assert "COPY backends /src/backends" in lines, name
         assert "COPY setup.py" in lines or any(line.startswith("COPY pyproject.toml setup.py") for line in lines), name
+
+
+def test_what_the_backends_import_is_installed_beside_nvidias_image() -> None:
+    files = list((CHECKOUT / "backends").rglob("*.py"))
+    imported = {name for file in files for name in list_imports(ast.parse(file.read_text()))}
+    # What triton_python_backend_utils is, the stub itself brings.
+    wanted = imported - set(sys.stdlib_module_names) - {file.stem for file in files} - {"triton_python_backend_utils"}
+    libraries = {library for name in wanted for library in importlib.metadata.packages_distributions()[name]}
+    assert "onnxruntime" in libraries
+    locked = re.findall(r"^([\w-]+)==", (CHECKOUT / "requirements" / "gpu.txt").read_text(), re.MULTILINE)
+    assert {library.lower().replace("_", "-") for library in libraries} <= set(locked)
+
+
+def list_imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def test_the_mounts_of_the_recipe_serve_a_published_repository(published: Published, tmp_path: Path) -> None:
