@@ -171,7 +171,12 @@ def _read_reason(exc: Exception) -> str:
 
 
 def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientError:
-    status, message = str(exc.status()), " ".join(str(exc.message()).split())
+    said = exc.message()
+    # A gateway, or another API, which has more to say of an error than a sentence.
+    if not isinstance(said, str):
+        said = str(said.get("message", _ANOTHER)) if isinstance(said, dict) else _ANOTHER
+        return _explain_foreign(" ".join(said.split())[:_MOST_QUOTED], options)
+    status, message = str(exc.status()), " ".join(said.split())
     if "DEADLINE_EXCEEDED" in status:
         return _explain_deadline(options)
     if match := re.search(r"CERTIFICATE_VERIFY_FAILED: [^:;]+|Hostname Verification Check failed", message):

@@ -28,7 +28,7 @@ from launcher import Running, find_ports, running
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from client import Client
+from client import Client, ClientError
 from gateway.__main__ import main
 
 TOKENS = 24
@@ -226,6 +226,12 @@ def test_a_chat_is_rendered_and_answered_as_transformers_does(doors: Doors) -> N
         for choice in event.choices:
             texts[choice.index] += choice.delta.content or ""
     assert texts[0] != texts[1] and all(texts)
+
+
+def test_whoever_asks_it_as_a_server_is_told_what_it_is(doors: Doors) -> None:
+    asked = Client(doors.gateway.url.removeprefix("http://"), model="embedder", retry_s=0)
+    with asked, pytest.raises(ClientError, match="is another port than the one meant: .* got its gateway port"):
+        asked.embed(["x"])
 
 
 def test_documents_are_ranked_as_the_client_ranks_them(doors: Doors) -> None:
@@ -505,6 +511,12 @@ def test_keys_open_are_limited_and_are_read_again(doors: Doors, tmp_path: Path) 
         for path_asked in ("/v1/embeddings", "/v1/models", "/metrics", "/nowhere"):
             assert gateway.refuse(path_asked, key="")[0] == 401
         assert gateway.refuse("/v1/embeddings", EMBED, key="sk-wrong")[1].startswith("the key is nobody's")
+        asked = Client(gateway.url.removeprefix("http://"), model="embedder", retry_s=0)
+        with (
+            asked,
+            pytest.raises(ClientError, match="is no server that can be read: expected KServe's protocol, got '"),
+        ):
+            asked.embed(["x"])
         client = OpenAI(base_url=f"{gateway.url}/v1", api_key=alice, max_retries=0)
         assert all(client.embeddings.create(**EMBED).data for _ in range(5))
         answers = [gateway.ask("/v1/embeddings", EMBED, key=bob) for _ in range(3)]
