@@ -24,6 +24,9 @@ _SAMPLING: Mapping[str, tuple[str, float]] = {
 # As many as in vLLM.
 _MAX_TOKENS = 16
 
+# Of how many `generate` draws where a checkpoint that draws does not say it, or says null.
+_TOP_K = 50
+
 # Parameters that change which text is the likeliest.
 GREEDY_PARAMETERS = frozenset(name for name, _ in _DEFAULTS.values())
 
@@ -173,6 +176,8 @@ def read_defaults(config: GenerationConfig) -> dict[str, Any]:
         if value is not None and value != idle:
             # A whole number stands for one that need not be.
             defaults[parameter] = type(idle)(value)
+    if config.do_sample and config.top_k is None:
+        defaults["top_k"] = _TOP_K
     return defaults
 
 

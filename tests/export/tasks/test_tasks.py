@@ -37,7 +37,7 @@ from export.tasks.labels import choose_function, count_labels, read_labels
 from export.tasks.texts.classification import Reward, TextPairClassification, check_padding, set_pad_token
 from export.tasks.texts.encoding import Question
 from export.tasks.texts.generation import find_cache_shapes
-from export.tasks.texts.generation_settings import list_unfollowed, read_generation_config
+from export.tasks.texts.generation_settings import list_unfollowed, read_defaults, read_generation_config
 from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
 from export.tasks.texts.sentence_settings import check_transformer
 from export.tasks.texts.spans import QuestionAnswering
@@ -667,6 +667,25 @@ def test_what_is_not_followed_of_a_generation_config_is_told(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | values))
     assert list_unfollowed(read_generation_config(tmp_path, transformers.GPT2Config()), 64) == told
+
+
+@pytest.mark.parametrize(
+    ("values", "top_k"),
+    [({"do_sample": True}, 50), ({"do_sample": True, "top_k": None}, 50), ({"do_sample": True, "top_k": 7}, 7),
+     ({"do_sample": True, "top_k": 0}, None), ({}, None)],
+)  # fmt: skip
+def test_a_checkpoint_that_draws_does_so_from_as_many_as_in_transformers(
+    values: dict[str, object], top_k: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | values))
+    assert read_defaults(read_generation_config(tmp_path, transformers.GPT2Config())).get("top_k") == top_k
+    # Which transformers does where it is not told.
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=99, n_embd=8, n_layer=1, n_head=1))
+    model.generation_config = transformers.GenerationConfig.from_pretrained(tmp_path)
+    made = model.generate(
+        torch.tensor([[1]]), max_new_tokens=1, pad_token_id=0, output_scores=True, return_dict_in_generate=True
+    )
+    assert int(made.scores[0].isfinite().sum()) == (top_k or 99)
 
 
 def test_a_decoder_without_keys_and_values_is_refused_in_a_sentence() -> None:
