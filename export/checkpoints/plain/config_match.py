@@ -61,6 +61,10 @@ class ConfigMatch:
     unbuilt: str = ""
 
 
+# Trainers can leave out what was not trained, such as torch with `ignore_frozen_params`.
+_SAVE_ALL = "save the checkpoint again with every parameter, frozen ones as well, or "
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Match:
     """How the names of a checkpoint and of a model go together.
@@ -78,6 +82,11 @@ class _Match:
     missing: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+
+    @property
+    def lacks_only(self) -> bool:
+        """Whether all fits that is there."""
+        return not self.beyond and all(found == wanted for found, wanted in self.shapes.values())
 
     def describe(self) -> str:
         """Return what does not fit, in words; empty where everything does."""
@@ -124,7 +133,8 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
         f"{directory / 'config.json'} does not describe the weights",
         expected=f"the names and shapes of {type(model).__name__} as it describes it",
         got=said,
-        remedy="pass the folder of the model that the checkpoint was trained from with --base",
+        remedy=(_SAVE_ALL if match.lacks_only else "")
+        + "pass the folder of the model that the checkpoint was trained from with --base",
     )
 
 
