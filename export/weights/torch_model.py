@@ -376,8 +376,8 @@ def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any], without
             f"the checkpoint lacks weights of {architecture}",
             expected="every parameter",
             got=f"none for {list_some(missing)}",
-            remedy="save it with every parameter, frozen ones as well, use the config.json that it was trained with, or "
-            "pass the --task it was trained for",
+            remedy="use the config.json that it was trained with, pass the --task it was trained for, or save it again "
+            "with every parameter, frozen ones as well",
         )
     unplaced = [name for name in info["unexpected_keys"] if not _may_be_left_out(name, model.base_model_prefix)]
     unplaced = [name for name in unplaced if not name.startswith(without)]

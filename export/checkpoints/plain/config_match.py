@@ -62,7 +62,7 @@ class ConfigMatch:
 
 
 # Trainers can leave out what was not trained, such as torch with `ignore_frozen_params`.
-_SAVE_ALL = "save the checkpoint again with every parameter, frozen ones as well, or "
+_SAVE_ALL = ", or save the checkpoint again with every parameter, frozen ones as well"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,8 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
         f"{directory / 'config.json'} does not describe the weights",
         expected=f"the names and shapes of {type(model).__name__} as it describes it",
         got=said,
-        remedy=(_SAVE_ALL if match.lacks_only else "")
-        + "pass the folder of the model that the checkpoint was trained from with --base",
+        remedy="pass the folder of the model that the checkpoint was trained from with --base"
+        + (_SAVE_ALL if match.lacks_only else ""),
     )
 
 
