@@ -145,7 +145,9 @@ async def rerank(
     session: Session, query: Text, documents: Sequence[Text], label: str | None, model: str | None
 ) -> list[Ranked]:
     """Return the documents by the score of `label`, best first; equal ones in the order that they came in."""
-    found = await classify(session, [query] * len(documents), documents, model)
+    # Encoded once: a long query would be held as often as there are documents.
+    queries = encode([query]) * len(documents)
+    found = await classify(session, queries, documents, model)
     scores = [_find_score(row, label, model or session.options.model, session.options.words) for row in found]
     return [Ranked(index, scores[index]) for index in sorted(range(len(scores)), key=lambda index: -scores[index])]
 
