@@ -82,6 +82,7 @@ async def ask_texts(
     texts: Sequence[bytes],
     pairs: Sequence[bytes] = (),
     *,
+    rows: int | None = None,
     binary: bool = True,
     headers: Mapping[str, str] | None = None,
 ) -> Arrays:
@@ -92,6 +93,7 @@ async def ask_texts(
         model: An ensemble that takes texts, or pairs of them.
         texts: UTF-8.
         pairs: The second text of each, where the model takes pairs.
+        rows: Of one request at most; None for as many as the model takes.
         binary: How tensors travel over HTTP, as `Session.infer` takes it.
         headers: Of these requests alone.
 
@@ -110,7 +112,8 @@ async def ask_texts(
         name: np.array(values, dtype=np.object_).reshape(-1, 1)
         for name, values in zip(model.texts, columns, strict=True)
     }
-    return await _ask_pieces(session, model, inputs, _cut(sizes, model.max_batch_size), binary=binary, headers=headers)
+    pieces = _cut(sizes, rows or model.max_batch_size)
+    return await _ask_pieces(session, model, inputs, pieces, binary=binary, headers=headers)
 
 
 async def ask_tensors(
