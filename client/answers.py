@@ -11,7 +11,7 @@ from .model import Model
 from .options import Words
 from .outputs import Arrays
 from .pieces import Text, ask_tensors, ask_texts, encode
-from .session import Session, gather
+from .session import Session
 from .ways import find_way, find_whole
 
 # Answers that are texts; all others are numbers.
@@ -78,7 +78,10 @@ async def classify(
     session: Session, texts: Sequence[Text], pairs: Sequence[Text] | None, model: str | None
 ) -> list[list[Label]]:
     """Return each text's labels, best first."""
-    arrays = await _ask(session, texts, pairs or (), model, makes=_LABELS)
+    return _read_labels(await _ask(session, texts, pairs or (), model, makes=_LABELS))
+
+
+def _read_labels(arrays: Arrays) -> list[list[Label]]:
     rows = zip(arrays["LABEL"], arrays["SCORE"].tolist(), strict=True)
     return [[Label(label.decode(), score) for label, score in zip(*row, strict=True)] for row in rows]
 
@@ -93,7 +96,7 @@ async def audio(session: Session, sounds: Sequence[bytes], model: str | None) ->
     """Return the labels of each encoded sound, best first; they differ in length, so each is asked alone."""
     _check_files(sounds, "sound")
     name = (await _find_files(session, "AUDIO", "sounds", model)).name
-    return [found for (found,) in await gather([classify(session, [sound], None, name) for sound in sounds])]
+    return _read_labels(await _ask(session, sounds, (), name, makes=_LABELS, rows=1))
 
 
 def _check_files(files: Sequence[bytes], noun: str) -> None:
@@ -145,7 +148,9 @@ async def rerank(
     session: Session, query: Text, documents: Sequence[Text], label: str | None, model: str | None
 ) -> list[Ranked]:
     """Return the documents by the score of `label`, best first; equal ones in the order that they came in."""
-    found = await classify(session, [query] * len(documents), documents, model)
+    # Encoded once: a long query would be held as often as there are documents.
+    queries = encode([query]) * len(documents)
+    found = await classify(session, queries, documents, model)
     scores = [_find_score(row, label, model or session.options.model, session.options.words) for row in found]
     return [Ranked(index, scores[index]) for index in sorted(range(len(scores)), key=lambda index: -scores[index])]
 
@@ -175,7 +180,13 @@ async def find_texts_model(session: Session, name: str | None) -> Model:
 
 
 async def _ask(
-    session: Session, texts: Sequence[Text], pairs: Sequence[Text], model: str | None, *, makes: tuple[str, ...]
+    session: Session,
+    texts: Sequence[Text],
+    pairs: Sequence[Text],
+    model: str | None,
+    *,
+    makes: tuple[str, ...],
+    rows: int | None = None,
 ) -> Arrays:
     found = await find_texts_model(session, model)
     if set(makes) != set(found.outputs):
@@ -185,7 +196,7 @@ async def _ask(
             got=", ".join(found.outputs),
             remedy=f"choose with {session.options.words.model}, or ask this one by `infer`, which returns all of these",
         )
-    arrays = await ask_texts(session, found, encode(texts), encode(pairs))
+    arrays = await ask_texts(session, found, encode(texts), encode(pairs), rows=rows)
     check_answers(found.name, arrays)
     return arrays
 

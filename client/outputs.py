@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,18 @@ from .model import Model
 _NUMBERS = ("FP16", "FP32", "FP64", *(f"{sign}INT{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)))
 
 Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Answered(NamedTuple):
+    """What a model answers to one request.
+
+    Attributes:
+        version: Of the model, an ensemble's own; empty where a server does not say it.
+        arrays: Output name → values.
+    """
+
+    version: str
+    arrays: Arrays
 
 
 def read_outputs(model: Model, result: Any, names: Iterable[str], *, rows: int) -> Arrays:
@@ -57,6 +69,13 @@ def read_outputs(model: Model, result: Any, names: Iterable[str], *, rows: int) 
                 remedy="mend the model, or its config.pbtxt",
             )
     return whole
+
+
+def read_version(result: Any) -> str:
+    """Return the version of the model that answered; empty where the answer does not say it."""
+    answer = result.get_response()
+    # Over gRPC a field that is not said is empty.
+    return str(answer.get("model_version") or "") if isinstance(answer, dict) else str(answer.model_version)
 
 
 def _check_said(model: Model, answer: Any) -> None:

@@ -1,15 +1,16 @@
 """Lists of any length, cut into requests that the server takes, and the answers put together again in order."""
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .errors import GarbledError, RefusedError, UsageError
+from .errors import GarbledError, RefusedError, UnavailableError, UsageError
 from .model import Model
 from .options import Options, Words
-from .outputs import Arrays
+from .outputs import Answered, Arrays
 from .session import Session, gather
 
 Text = str | bytes
@@ -21,12 +22,16 @@ class Asker(Protocol):
     options: Options
 
     @property
-    def infer(self) -> Callable[..., Awaitable[Arrays]]:
+    def infer(self) -> Callable[..., Awaitable[Answered]]:
         """What `Session.infer` is."""
 
 
 # A preprocess step takes 1 MiB of text in one request, or 128 KiB where it reads long texts in windows.
 _MOST_BYTES = 128 * 1024
+
+# How often what is not of the version of the others is asked again. Twice is enough where one server is rolled; behind
+# a balancer whose servers are of two versions, each time leaves half of it at most.
+_MOST_ROUNDS = 6
 
 
 def encode(texts: Iterable[Text]) -> list[bytes]:
@@ -77,16 +82,18 @@ async def ask_texts(
     texts: Sequence[bytes],
     pairs: Sequence[bytes] = (),
     *,
+    rows: int | None = None,
     binary: bool = True,
     headers: Mapping[str, str] | None = None,
 ) -> Arrays:
-    """Return output name → answers, one row a text.
+    """Return output name → answers, one row a text, all of one version of the model.
 
     Args:
         session: The server.
         model: An ensemble that takes texts, or pairs of them.
         texts: UTF-8.
         pairs: The second text of each, where the model takes pairs.
+        rows: Of one request at most; None for as many as the model takes.
         binary: How tensors travel over HTTP, as `Session.infer` takes it.
         headers: Of these requests alone.
 
@@ -95,7 +102,7 @@ async def ask_texts(
         places of -1, as the server does within a batch.
 
     Raises:
-        ClientError: The server refuses a text or does not answer.
+        ClientError: The server refuses a text or does not answer, or goes from one version to another and back.
     """
     check_pairs(model, texts, pairs, session.options.words)
     columns = (texts, pairs)[: len(model.texts)]
@@ -105,13 +112,14 @@ async def ask_texts(
         name: np.array(values, dtype=np.object_).reshape(-1, 1)
         for name, values in zip(model.texts, columns, strict=True)
     }
-    return await _ask_pieces(session, model, inputs, _cut(sizes, model.max_batch_size), binary=binary, headers=headers)
+    pieces = _cut(sizes, rows or model.max_batch_size)
+    return await _ask_pieces(session, model, inputs, pieces, binary=binary, headers=headers)
 
 
 async def ask_tensors(
     session: Session, model: Model, inputs: Mapping[str, npt.ArrayLike], outputs: Sequence[str] | None = None
 ) -> Arrays:
-    """Return output name → values; rows beyond what one request may hold are sent in several.
+    """Return output name → values; rows beyond what one request may hold are sent in several, to one version.
 
     Args:
         session: The server.
@@ -127,7 +135,7 @@ async def ask_tensors(
         if unknown := [name for name in given if name not in known]:
             raise UsageError(f"{model.name} has no {kind} {', '.join(unknown)}", expected=f"some of {', '.join(known)}")
     if not model.has_batch:
-        return await session.infer(model, arrays, outputs)
+        return (await session.infer(model, arrays, outputs)).arrays
     rows = {name: len(values) if values.ndim else -1 for name, values in arrays.items()}
     if len(set(rows.values())) != 1 or -1 in rows.values():
         raise UsageError(
@@ -171,7 +179,7 @@ async def _ask_pieces(
     if not pieces:
         return {tensor.name: tensor.make_empty() for tensor in model.makes if tensor.name in names}
 
-    async def ask(rows: range) -> Arrays:
+    async def ask(rows: range) -> Answered:
         part = {name: values[rows.start : rows.stop] for name, values in inputs.items()}
         if not model.has_batch:
             # One value, in as many dimensions as the model has it.
@@ -191,10 +199,38 @@ async def _ask_pieces(
             error.rows, error.is_content = rows, exc.is_content
             raise error from exc
 
-    answers = await gather(ask(rows) for rows in pieces)
+    answers = await _ask_one_version(model, pieces, ask)
     if not model.has_batch:
         answers = [_take_row(model, answer) for answer in answers]
     return {name: join_rows([answer[name] for answer in answers]) for name in names}
+
+
+async def _ask_one_version(
+    model: Model, pieces: Sequence[range], ask: Callable[[range], Awaitable[Answered]]
+) -> list[Arrays]:
+    """Return the answer to each piece; during a rollout, pieces are asked again until all are of one version.
+
+    Scores of two versions mean nothing beside each other, nor do vectors.
+
+    Raises:
+        UnavailableError: They never were.
+    """
+    answers: dict[int, Answered] = {}
+    asked: Sequence[int] = range(len(pieces))
+    for _ in range(1 + _MOST_ROUNDS):
+        answers |= zip(asked, await gather(ask(pieces[index]) for index in asked), strict=True)
+        counts = Counter(answer.version for answer in answers.values())
+        if len(counts) == 1:
+            return [answers[index].arrays for index in range(len(pieces))]
+        # Of the versions that answered just now, for another may be gone for good, the one that most are of.
+        version = max((answers[index].version for index in asked), key=lambda version: counts[version])
+        asked = [index for index, answer in answers.items() if answer.version != version]
+    raise UnavailableError(
+        f"{model.name} answers in one version and in another by turns",
+        expected="one version for all rows of a call",
+        got=", ".join(sorted(counts)),
+        remedy="ask again when one is active everywhere",
+    )
 
 
 def _take_row(model: Model, answer: Arrays) -> Arrays:

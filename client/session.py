@@ -24,7 +24,7 @@ from .faults import FAILURES, explain, reading, reading_answer
 from .http_answer import BoundedResponse
 from .model import Model, read_model
 from .options import Options
-from .outputs import Arrays, read_outputs
+from .outputs import Answered, read_outputs, read_version
 from .ports import find_wrong_port
 
 T = TypeVar("T")
@@ -213,8 +213,8 @@ class Session:
         *,
         binary: bool = True,
         headers: Mapping[str, str] | None = None,
-    ) -> Arrays:
-        """Return output name → values, in one request.
+    ) -> Answered:
+        """Return what a model answers to one request.
 
         Args:
             model: Whom to ask: its active version, which may change from one request to the next.
@@ -238,7 +238,7 @@ class Session:
         encoding = {"binary_data": binary} if self._protocol.has_json else {}
         names = tuple(outputs or model.outputs)
 
-        async def ask(client: Any) -> Arrays:
+        async def ask(client: Any) -> Answered:
             # Made anew for each attempt: they are as large as the request.
             tensors = []
             for name, values in inputs.items():
@@ -255,7 +255,8 @@ class Session:
                     **asked,
                     **self._protocol.infer_options(self.options),
                 )
-                return read_outputs(model, result, names, rows=next(map(len, inputs.values()), 0))
+                arrays = read_outputs(model, result, names, rows=next(map(len, inputs.values()), 0))
+                return Answered(read_version(result), arrays)
 
         return await self.repeat(ask)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _AT_ONCE, _IN_TURN = 8192, 128 * 1024
 # Of a vector of 4,096 numbers in 16 bits.
 _UNIT_WITHIN = 1e-2
 
-Row = str | tuple[str, str]
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,8 @@ class Published:
     """The files of one version.
 
     Attributes:
-        counted: Its tokenizer, which cuts a text where the model does.
-        whole: The same without cutting.
+        tokenizer: Its tokenizer, without cutting.
+        most: Tokens that the model reads of a text or a pair at most; None for any number.
         chat: How a conversation becomes a prompt; None where the version does not say it.
         context: Tokens of a prompt and its answer together; 0 where it writes no text.
         defaults: Parameters of a request that does not say them.
@@ -39,8 +40,8 @@ class Published:
         created: When it was published, in seconds since 1970.
     """
 
-    counted: Tokenizer
-    whole: Tokenizer
+    tokenizer: Tokenizer
+    most: int | None
     chat: ChatTemplate | None
     context: int
     defaults: dict[str, Any]
@@ -50,9 +51,11 @@ class Published:
     async def count(self, param: str, rows: Sequence[Row], *, may_cut: bool, turns: Turns, caller: str) -> int:
         """Return how many tokens the model reads of all rows together.
 
+        A text that is in several rows, as a query is beside each of its documents, is tokenized once.
+
         Args:
             param: What the caller calls the rows.
-            rows: Texts or pairs of them.
+            rows: A text or a pair each.
             may_cut: Whether the caller takes an answer to the beginning of a text that is too long.
             turns: Those of all whose texts are tokenized, in characters.
             caller: Who asks.
@@ -61,33 +64,46 @@ class Published:
             ApiError: A row is too long and may not be cut, or no token of the model's stands for what it holds, or its
                 turn does not come.
         """
-        sizes = [len(row) if isinstance(row, str) else len(row[0]) + len(row[1]) for row in rows]
+        known: set[str] = set()
+        sizes = []
+        for row in rows:
+            sizes.append(sum(len(text) for text in row if text not in known))
+            known.update(row)
+        lengths: dict[str, int] = {}
         if sum(sizes) <= _AT_ONCE:
-            return self._count(param, rows, 0, may_cut)
+            return self._count(param, rows, 0, may_cut, lengths)
         tokens = had = 0
         for part in _cut(sizes):
             size = sum(sizes[part])
-            count = partial(asyncio.to_thread, self._count, param, rows[part], part.start, may_cut)
+            count = partial(asyncio.to_thread, self._count, param, rows[part], part.start, may_cut, lengths)
             tokens += await turns.run(caller, had, size, count)
             had += size
         return tokens
 
-    def _count(self, param: str, rows: Sequence[Row], start: int, may_cut: bool) -> int:
+    def _count(self, param: str, rows: Sequence[Row], start: int, may_cut: bool, lengths: dict[str, int]) -> int:
+        """Return the tokens of some rows; `lengths` has those of texts that were tokenized, and gets the others'."""
+        texts = [text for text in dict.fromkeys(chain.from_iterable(rows)) if text not in lengths]
         try:
-            encodings = self.counted.encode_batch_fast(list(rows))
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         # The library raises plain Exception for a text that its model has no token for.
         except Exception as exc:
             raise refuse(param, f"{param} cannot be tokenized", expected="text", got=f"'{exc}'") from None
-        for index, encoding in enumerate(encodings, start):
-            if encoding.overflowing and not may_cut:
+        lengths.update((text, len(encoding.ids)) for text, encoding in zip(texts, encodings, strict=True))
+        tokens = 0
+        for index, row in enumerate(rows, start):
+            # The texts of a pair are tokenized each on its own, and cut together.
+            found = self.tokenizer.num_special_tokens_to_add(len(row) > 1) + sum(lengths[text] for text in row)
+            read = found if self.most is None else min(found, self.most)
+            if read < found and not may_cut:
                 raise refuse(
                     param,
                     f"{param}[{index}] is too long for the model",
-                    expected=f"at most {len(encoding.ids)} tokens",
-                    got=f"at least {len(encoding.ids) + 1}",
+                    expected=f"at most {self.most} tokens",
+                    got=str(found),
                     remedy="cut it, or pass truncate_prompt_tokens -1 (truncate true on TEI's paths)",
                 )
-        return sum(len(encoding.ids) for encoding in encodings)
+            tokens += read
+        return tokens
 
 
 def _cut(sizes: Sequence[int]) -> Iterator[slice]:
@@ -113,17 +129,17 @@ def read_published(repository: Path, name: str, version: str) -> Published:
     path = steps if steps.is_file() else folder / "tokenizer.json"
     content = path.read_text(encoding="utf-8")
     try:
-        counted, whole = Tokenizer.from_str(content), Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(content)
     # Plain Exception again.
     except Exception as exc:
         raise ValueError(f"{path}: {exc}") from exc
-    counted.no_padding()
-    whole.no_padding()
-    whole.no_truncation()
+    most = (tokenizer.truncation or {}).get("max_length")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
     said = _read_json(folder / "generation.json")
     return Published(
-        counted=counted,
-        whole=whole,
+        tokenizer=tokenizer,
+        most=most,
         chat=_read_chat(folder) if said else None,
         context=said.get("context", 0),
         defaults=said.get("defaults", {}),

@@ -23,6 +23,10 @@ _MAX_CHARACTERS = 131_072
 # Characters that are tokenized at a time, beside what the server does.
 _AT_A_TIME = 256 * 1024
 
+# Bytes of a query that one request has the server read, which reads it anew beside each document: half of a minute's
+# work for one of its cores, beyond which the last documents would not have their turn in time.
+_MAX_REPEATED = 16 * 1024 * 1024
+
 _EMBEDDING, _LABELS, _PAIRS = ("embedding",), ("classification",), ("pair classification",)
 
 Vectors = npt.NDArray[np.float32]
@@ -130,7 +134,7 @@ class Texts:
                 f"inputs is too long: expected at most {_MAX_CHARACTERS} characters, got {characters}; ask in parts.",
                 param="inputs",
             )
-        tokenize = partial(asyncio.to_thread, served.files.whole.encode_batch, texts, add_special_tokens=adds)
+        tokenize = partial(asyncio.to_thread, served.files.tokenizer.encode_batch, texts, add_special_tokens=adds)
         encodings = await self._turns.run(call.caller, 0, characters, tokenize)
         rows = []
         for encoding in encodings:
@@ -183,6 +187,15 @@ class Texts:
                 f"{served.name} gives a pair {width} labels: expected a model with one score to rank by; pass another.",
                 param="model",
             )
+        repeated = len(documents) * len(query.encode(errors="surrogatepass"))
+        if repeated > _MAX_REPEATED:
+            raise refuse(
+                "query",
+                f"the query is read beside each of {len(documents)} {param}",
+                expected=f"at most {_MAX_REPEATED} bytes of it in all",
+                got=str(repeated),
+                remedy="ask several times, or shorten it",
+            )
         arrays, tokens = await self._score(call, served, param, [query] * len(documents), documents, may_cut=may_cut)
         return arrays["SCORE"][:, 0].tolist(), tokens
 
@@ -190,7 +203,7 @@ class Texts:
         self, call: Call, served: Served, param: str, texts: list[str], pairs: Sequence[str] = (), *, may_cut: bool
     ) -> tuple[dict[str, npt.NDArray[Any]], int]:
         """Return what the model makes of texts or pairs, and how many tokens it read."""
-        rows: Sequence[Row] = list(zip(texts, pairs, strict=True)) if pairs else texts
+        rows: list[Row] = list(zip(texts, pairs, strict=True) if pairs else zip(texts, strict=True))
         asking = asyncio.ensure_future(
             self._upstream.ask(served, texts, pairs, caller=call.caller, headers=call.tracing)
         )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from client.answers import check_answers
     from client.model import Model
     from client.options import Options, Words
+    from client.outputs import Answered, Arrays
     from client.pieces import ask_texts
     from client.session import Session, gather
     from client.streams import PROMPT, listen
@@ -32,6 +33,7 @@ else:
     from modelyard.client.answers import check_answers
     from modelyard.client.model import Model
     from modelyard.client.options import Options, Words
+    from modelyard.client.outputs import Answered, Arrays
     from modelyard.client.pieces import ask_texts
     from modelyard.client.session import Session, gather
     from modelyard.client.streams import PROMPT, listen
@@ -68,8 +70,6 @@ _TASKS = {
     GENERATION: "text-generation",
 }
 
-Arrays = dict[str, npt.NDArray[Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
@@ -101,8 +101,8 @@ class _Asker:
         self._session, self._turns, self._caller = session, turns, caller
         self._begun = 0
 
-    async def infer(self, model: Model, inputs: Arrays, *others: Any, **options: Any) -> Arrays:
-        """Return output name → values; see `Session.infer`."""
+    async def infer(self, model: Model, inputs: Arrays, *others: Any, **options: Any) -> Answered:
+        """Return what a model answers; see `Session.infer`."""
         size = sum(len(text) + _A_TEXT for values in inputs.values() for text in values.flat)
         had, self._begun = self._begun, self._begun + size
         ask = partial(self._session.infer, model, inputs, *others, **options)
@@ -380,4 +380,6 @@ def _check_piece(name: str, answer: Mapping[str, list[Any]], have_ended: list[bo
 
 def _encode(texts: Sequence[str]) -> list[bytes]:
     # Half a character can be written in JSON, and has no UTF-8: the server refuses it by its row.
-    return [text.encode("utf-8", errors="surrogatepass") for text in texts]
+    # A query stands beside each of its documents, and is held once.
+    encoded = {text: text.encode("utf-8", errors="surrogatepass") for text in set(texts)}
+    return [encoded[text] for text in texts]

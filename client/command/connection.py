@@ -98,7 +98,7 @@ class Connection:
 
     def infer_tensors(self, model: Model, inputs: Mapping[str, npt.NDArray[Any]], *, binary: bool = True) -> Arrays:
         """Return output name → values, in one request, as `Session.infer` does."""
-        return wait_for(self._session.infer(model, inputs, binary=binary))
+        return wait_for(self._session.infer(model, inputs, binary=binary)).arrays
 
     def find_writer(self, name: str | None) -> str:
         """Return the name of the model that generates text: the one named, or the one there is.

@@ -1,5 +1,6 @@
 """The pure half of the backend `python_preprocess`; the other half is tested where it runs, inside tritonserver."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -86,13 +87,45 @@ def test_a_pair_is_cut_only_where_the_longer_text_stays_the_longer(exported: Exp
     ((first, second),) = shortening.shorten([(short, long)])
     assert first == short
     assert second == long[: 8 * tokens]
-    assert shortening.shorten([(long[: 30 * tokens], long[: 32 * tokens])]) == [
-        (long[: 30 * tokens], long[: 32 * tokens])
-    ]
     # Which of two long ones is the longer is told by the whole of both.
-    assert shortening.shorten([(long, long + "!")]) == [(long, long + "!")]
+    beginning, more = long[: 8 * tokens], long[: 16 * tokens]
+    assert shortening.shorten([(long, long), (long, long + "!"), (long + "!", long)]) == [
+        *[(beginning, beginning)] * 2,
+        (more, beginning),
+    ]
     (refused,) = shortening.shorten([(long * tokens, long * tokens)])
     assert str(refused).startswith("a text is too long: expected at most 131072 characters")
+
+
+@pytest.mark.parametrize("tokens", [24, 25])
+def test_two_long_texts_of_a_pair_are_truncated_as_they_would_be_uncut(exported: Exported, tokens: int) -> None:
+    tokenizer, generator = Tokenizer.from_file(str(exported.tokenizer_file)), random.Random(tokens)
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(tokens)
+    shortening = tokenization.Shortening(tokenizer)
+    words = [
+        "word",
+        "and",
+        "é",
+        "x.y,z;;",
+        "12345678901",
+        "unbelievableness",
+        "https://a.b/c?d=e&f",
+        "[SEP]",
+        "日本語日本",
+        "a",
+        "b",
+    ]
+    for _ in range(40):
+        first, second = (generator.sample(words, generator.choice([1, 2, 5])) for _ in range(2))
+        rows = [" ".join(generator.choices(each, k=generator.choice([20, 60, 61]))) for each in (first, second)]
+        (cut,) = shortening.shorten([(rows[0], rows[1])])
+        (wanted, got) = tokenizer.encode(*rows), tokenizer.encode(*cut)
+        assert (got.ids, got.type_ids) == (wanted.ids, wanted.type_ids)
+    # Uncut, each of them would be a thousand windows, and each pair of these is made.
+    long = "a cat sleeps " * 10_000
+    ((first, second),) = shortening.shorten([(long, long)])
+    assert len(first) < 1000 and len(second) < 1000
 
 
 def test_decoding_names_the_row_and_the_byte() -> None:

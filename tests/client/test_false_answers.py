@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from client import (
     ForeignError,
     GarbledError,
     RefusedError,
+    UnavailableError,
     UnreachableError,
     UsageError,
     http_answer,
@@ -27,6 +29,7 @@ from client.faults import FloodError
 from client.http_answer import MOST_BYTES, PACKED, check_unpacked
 from client.model import Model, Tensor
 from client.options import Options
+from client.outputs import Answered
 from client.pieces import ask_texts
 from client.ports import find_wrong_port
 from client.session import Session
@@ -108,9 +111,9 @@ class Answering:
     def __init__(self, *answers: np.ndarray) -> None:
         self.answers, self.asked = list(answers), []
 
-    async def infer(self, model: Model, inputs: dict, names: tuple, **_: object) -> dict[str, np.ndarray]:
+    async def infer(self, model: Model, inputs: dict, names: tuple, **_: object) -> Answered:
         self.asked.append(inputs["TEXT"])
-        return {"Y": self.answers[len(self.asked) - 1]}
+        return Answered("", {"Y": self.answers[len(self.asked) - 1]})
 
 
 @pytest.mark.parametrize("shape", [(1,), (-1,), (1, 1), (-1, 1)])
@@ -134,6 +137,46 @@ def test_rows_of_which_nobody_can_tell_whose_they_are_are_refused(rows: int) -> 
         GarbledError, match=f"Y of m cannot be told apart by text: expected one row for a text, got {rows};"
     ):
         asyncio.run(ask_texts(session, make_other((-1, 1), (-1, 2)), [b"a", b"b"]))
+
+
+class Rolled:
+    """Answers each text with the version that it is asked of: one of these after another, the last for all others."""
+
+    options = Options("localhost:1")
+
+    def __init__(self, *versions: str) -> None:
+        self.versions, self.asked = list(versions), 0
+
+    async def infer(self, model: Model, inputs: dict, names: tuple, **_: object) -> Answered:
+        version = self.versions[min(self.asked, len(self.versions) - 1)]
+        self.asked += 1
+        return Answered(version, {"Y": np.array([[float(version or 0)]] * len(inputs["TEXT"]), dtype=np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("versions", "asked", "answer"),
+    [
+        ("1", 5, 1),
+        # A server that does not say its version has one.
+        ([""], 5, 0),
+        # Rolled between two pieces: those of the old version are asked again, after those of the new one in vain.
+        ("11112", 10, 2),
+        ("12222", 6, 2),
+        # Behind a balancer, of whose servers every other one is rolled.
+        ("12121121", 8, 1),
+    ],
+)
+def test_a_list_is_answered_by_one_version(versions: str | list[str], asked: int, answer: float) -> None:
+    model, session = make_other((-1, 1), (-1, 1)), Rolled(*versions)
+    model = replace(model, max_batch_size=2, has_batch=True)
+    got = asyncio.run(ask_texts(session, model, [b"a"] * 10))["Y"]
+    assert (got.tolist(), session.asked) == ([[answer]] * 10, asked)
+
+
+def test_a_server_that_goes_back_and_forth_between_versions_is_told_of() -> None:
+    model, session = replace(make_other((-1, 1), (-1, 1)), has_batch=True), Rolled(*"12" * 1000)
+    with pytest.raises(UnavailableError, match="m answers in one version and in another by turns.* got 1, 2;"):
+        asyncio.run(ask_texts(session, model, [b"a"] * 1000))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """A server of models that answers the gateway in its protocol, and with what no model can have made."""
 
 import asyncio
+import contextlib
+import itertools
 import struct
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -40,6 +42,20 @@ def build(outputs: dict[str, tuple[str, list[bytes]]]) -> pb.ModelInferResponse:
     return answer
 
 
+class RolledServer(protocol.GRPCInferenceServiceServicer):
+    """Answers with vectors that are of its version: 1 in the first answers, then 2; or one after the other."""
+
+    def __init__(self, *, goes_back: bool) -> None:
+        self._number, self._goes_back = itertools.count(), goes_back
+
+    def ModelInfer(self, request: Any, context: Any) -> pb.ModelInferResponse:  # noqa: N802 -- the protocol's name
+        number, rows = next(self._number), request.inputs[0].shape[0]
+        version = 1 + number % 2 if self._goes_back else 1 + (number > 0)
+        answer = build({"EMBEDDING": ("FP32", [struct.pack("<2f", version, version)] * rows)})
+        answer.model_version, answer.outputs[0].shape[:] = str(version), [rows, 2]
+        return answer
+
+
 class FalseServer(protocol.GRPCInferenceServiceServicer):
     """Answers whatever it is told to."""
 
@@ -57,19 +73,26 @@ class FalseServer(protocol.GRPCInferenceServiceServicer):
             yield pb.ModelStreamInferResponse(infer_response=self.answer)
 
 
-@pytest.fixture
-def ask() -> Iterator[Callable[..., list[str]]]:
-    """Ask the gateway's upstream about a model of a kind, and return what it would log of an answer that is lost."""
-    server, false = grpc.server(futures.ThreadPoolExecutor(2)), FalseServer()
-    protocol.add_GRPCInferenceServiceServicer_to_server(false, server)
+@contextlib.contextmanager
+def serving(servicer: protocol.GRPCInferenceServiceServicer) -> Iterator[str]:
+    """Serve, and yield the address."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    protocol.add_GRPCInferenceServiceServicer_to_server(servicer, server)
     (port,) = find_ports(1)
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.fixture
+def ask() -> Iterator[Callable[..., list[str]]]:
+    """Ask the gateway's upstream about a model of a kind, and return what it would log of an answer that is lost."""
+    false = FalseServer()
 
     async def hear(kind: str, said: list[str]) -> None:
-        model = Model(name="tiny", version="1", takes=(TEXTS,), makes=(VECTORS,), max_batch_size=8, has_batch=True)
-        served: Any = Served(name="tiny", version="1", kind=kind, model=model, files=None)  # type: ignore[arg-type]
-        upstream = Upstream(f"127.0.0.1:{port}", Path(), 10.0, said.append)
+        served = describe(kind)
+        upstream = Upstream(address, Path(), 10.0, said.append)
         try:
             if kind == GENERATION:
                 assert [piece async for piece in upstream.write(served, "x", {}, headers={})]
@@ -84,8 +107,30 @@ def ask() -> Iterator[Callable[..., list[str]]]:
         asyncio.run(hear(kind, said))
         return said
 
-    yield ask
-    server.stop(None)
+    with serving(false) as address:
+        yield ask
+
+
+def describe(kind: str) -> Served:
+    """Return a model as the gateway has found it."""
+    model = Model(name="tiny", version="1", takes=(TEXTS,), makes=(VECTORS,), max_batch_size=8, has_batch=True)
+    return Served(name="tiny", version="1", kind=kind, model=model, files=None)  # type: ignore[arg-type]
+
+
+async def embed(address: str, texts: list[str]) -> Any:
+    upstream = Upstream(address, Path(), 10.0, print)
+    try:
+        return (await upstream.ask(describe("embedding"), texts, caller="", headers={}))["EMBEDDING"]
+    finally:
+        await upstream.close()
+
+
+def test_a_request_is_answered_by_one_version() -> None:
+    with serving(RolledServer(goes_back=False)) as address:
+        assert (asyncio.run(embed(address, ["x"] * 40)) == 2).all()
+    with serving(RolledServer(goes_back=True)) as address, pytest.raises(ApiError) as refusal:
+        asyncio.run(embed(address, ["x"] * 4000))
+    assert (refusal.value.status, refusal.value.headers) == (503, {"retry-after": "1"})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

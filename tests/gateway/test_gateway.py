@@ -240,7 +240,9 @@ def test_documents_are_ranked_as_the_client_ranks_them(doors: Doors) -> None:
         wanted = client.rerank(query, documents, model="ranker")
     body = {"model": "ranker", "query": query, "documents": [*documents[:3], {"text": documents[3]}]}
     status, got, _ = doors.gateway.ask("/v1/rerank", {**body, "top_n": 3, "return_documents": True})
-    assert status == 200 and got["usage"]["total_tokens"] > 20
+    tokenizer = AutoTokenizer.from_pretrained(doors.folder / "ranker")
+    read = sum(len(tokenizer(query, document)["input_ids"]) for document in documents)
+    assert status == 200 and got["usage"]["total_tokens"] == read
     assert [each["index"] for each in got["results"]] == [each.position for each in wanted[:3]]
     assert [each["relevance_score"] for each in got["results"]] == pytest.approx([each.score for each in wanted[:3]])
     assert got["results"][0]["document"] == {"text": documents[wanted[0].position]}
@@ -336,6 +338,11 @@ def test_a_field_that_is_null_says_nothing(doors: Doors) -> None:
         ("/v1/rerank", {"model": "ranker", "query": "x", "documents": []}, 400, "documents is empty"),
         ("/v1/rerank", {"model": "embedder", "query": "x", "documents": ["y"]}, 400,
          "embedder is a model of embedding: expected one of pair classification; pass one of ranker."),
+        ("/v1/rerank", {"model": "ranker", "query": "q " * 300_000, "documents": ["b"] * 2000}, 400,
+         "beside each of 2000 documents: expected at most 16777216 bytes of it in all, got 1200000000; ask several"),
+        ("/rerank", {"query": "q " * 300_000, "texts": ["b"] * 2000}, 413, "the query is read beside each of 2000 te"),
+        ("/v1/rerank", {"model": "ranker", "query": "x", "documents": ["y", LONG]}, 400,
+         "documents[1] is too long for the model: expected at most"),
         ("/predict", {"inputs": ["a"]}, 413,
          "expected one model of classification, got none; export one with --task text-classification, for none is ser"),
         ("/predict", {"inputs": [["a"], ["a", "b"]]}, 413, "inputs cannot be used: expected one text a row"),

@@ -16,14 +16,38 @@ from followed import NAME, PARTS, Callers, activate, publish_half, read_followin
 from launcher import Running, running
 from nginx import NGINX, balancing
 
+from client import Client
 from export.commands.waiting import wait_until_served
 from export.repository.version import Version
+
+
+class ListCaller:
+    """A client of the library that asks about lists, each of many requests; what it is told of is one text."""
+
+    def __init__(self, server: Running) -> None:
+        self.differences: list[float] = []
+        self._server, self._ended = server, threading.Event()
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> "ListCaller":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        with Client(f"127.0.0.1:{self._server.http}", retry_s=60) as client:
+            while not self._ended.is_set():
+                vectors = client.embed(["one text"] * 2000, model=NAME)
+                self.differences.append(float(np.ptp(vectors, axis=0).max()))
 
 
 def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: tuple[Running, Path]) -> None:
     server, repository = served
     processes = len(server.find_stubs(f"{NAME}_model"))
-    with Callers(server, repository) as callers:
+    with Callers(server, repository) as callers, ListCaller(server) as lists:
         for version in (2, 1, 2):
             activate(repository, version)
             wait_for(server, lambda models: models[NAME]["served"] == version and models[NAME]["state"] == "served")  # noqa: B023
@@ -40,6 +64,7 @@ def test_activations_back_and_forth_lose_no_request_and_mix_no_versions(served: 
     assert all("Stub process" in failure or "unhealthy" in failure.lower() for failure in callers.failures)
     assert callers.answers[0] == 0
     assert callers.answers[1] > 0 and callers.answers[2] > 0
+    assert lists.differences and max(lists.differences) < 1e-4
     metrics = server.read_metrics()
     assert metrics[f'modelyard_rollouts_total{{model="{NAME}",outcome="done"}}'] == 4
     assert metrics[f'modelyard_served_version{{model="{NAME}"}}'] == 1
