@@ -101,7 +101,7 @@ def serve(arguments: argparse.Namespace) -> int:
     check_open_files()
     check_threads()
     check_address_space()
-    check_temporary_folder(installation)
+    check_temporary_folder(holds_programs=not installation.is_assembled)
     raise_limits()
     for told in remove_orphans():
         _say(told)

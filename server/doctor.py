@@ -64,7 +64,7 @@ def examine(repository: Path, endpoints: Endpoints) -> list[Finding]:
         examine_open_files(),
         examine_threads(),
         examine_address_space(),
-        examine_temporary_folder(installation),
+        examine_temporary_folder(holds_programs=installation is not None and not installation.is_assembled),
         examine_ports(endpoints),
         examine_repository(repository),
         examine_cpu(Path("/proc/cpuinfo").read_text()),
@@ -182,11 +182,11 @@ def examine_address_space() -> Finding:
     )
 
 
-def examine_temporary_folder(installation: Installation | None) -> Finding:
+def examine_temporary_folder(*, holds_programs: bool) -> Finding:
     """Look whether backend processes can be started from the temporary folder."""
     what = "temporary folder"
     try:
-        folder = check_temporary_folder(installation)
+        folder = check_temporary_folder(holds_programs=holds_programs)
     except ServerError as exc:
         return _blame(what, exc)
     return Finding(what=what, verdict="ok", found=str(folder))

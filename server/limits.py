@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from .errors import NotFoundError, ShortageError
-from .tritonserver.installation import Installation, starts_programs
 
 # tritonserver 2.51 has 70 files open and 170 threads running on two cores with one model of four steps, and its backend
 # processes another 20 threads. With fewer it neither serves nor ends: with 64 files, it fills its log for ever.
@@ -100,11 +99,16 @@ def check_address_space() -> float:
     return limit
 
 
-def check_temporary_folder(installation: Installation | None) -> Path:
+def starts_programs(folder: Path) -> bool:
+    """Tell whether programs may be started from a folder; not where its file system is mounted noexec (mount(8))."""
+    return not os.statvfs(folder).f_flag & os.ST_NOEXEC
+
+
+def check_temporary_folder(*, holds_programs: bool) -> Path:
     """Return the folder for temporary files, in which the backends are put together.
 
     Args:
-        installation: The tritonserver that they are for, if there is one.
+        holds_programs: Whether programs must lie there, too.
 
     Raises:
         NotFoundError: tritonserver could not start a process from there, or there is none.
@@ -126,7 +130,7 @@ def check_temporary_folder(installation: Installation | None) -> Path:
             got=repr(str(folder)),
             remedy="name another in the environment variable TMPDIR",
         )
-    if installation is not None and not installation.is_assembled and not starts_programs(folder):
+    if holds_programs and not starts_programs(folder):
         raise NotFoundError(
             f"no program may be started from the temporary folder {folder}",
             expected="a file system that is not mounted noexec, for the Python backend is put together there",

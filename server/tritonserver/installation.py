@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import NotFoundError
+from ..limits import starts_programs
 from ..locations import name_installation
 from .paced_starts import pace_program
 
@@ -145,11 +146,6 @@ def assemble_backends(installation: Installation, own_backends: Path, directory:
     for backend in sorted(own_backends.iterdir()):
         if (backend / "model.py").is_file() and not (directory / backend.name).exists():
             (directory / backend.name).symlink_to(backend)
-
-
-def starts_programs(folder: Path) -> bool:
-    """Tell whether programs may be started from a folder; not where its file system is mounted noexec (mount(8))."""
-    return not os.statvfs(folder).f_flag & os.ST_NOEXEC
 
 
 def _describe(executable: Path, source: str) -> Installation:

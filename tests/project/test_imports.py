@@ -156,7 +156,7 @@ FLOORS = {
     "server/endpoints": ("errors",),
     "server/limits": ("errors",),
     "server/log": ("errors",),
-    "server/tritonserver": ("endpoints", "errors", "locations", "log", "shortage"),
+    "server/tritonserver": ("endpoints", "errors", "limits", "locations", "log", "shortage"),
     "server/following": ("errors", "locations", "tritonserver"),
     "server/status": ("following",),
     "server/status_port": ("errors", "status"),
