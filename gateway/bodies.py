@@ -198,7 +198,7 @@ class TeiTokenize(TeiBody):
     add_special_tokens: bool | None = None
 
 
-def read_body(kind: type[T], content: bytes) -> T:
+def read_body(kind: type[T], content: bytes | bytearray) -> T:
     """Return what a caller sent.
 
     Raises:
@@ -237,7 +237,7 @@ def read_texts(param: str, given: Any, most: int = _MAX_TEXTS) -> list[str]:
     return list(texts)
 
 
-def _check_amount(content: bytes) -> None:
+def _check_amount(content: bytes | bytearray) -> None:
     """Refuse more values than any answer is made of.
 
     Raises:

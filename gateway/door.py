@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from fastapi import FastAPI
@@ -33,8 +35,13 @@ _TEI = ("/embed", "/rerank", "/predict", "/tokenize")
 # In which a body comes whole.
 _BODY_TIMEOUT_S = 30.0
 
-# Bytes of all bodies that are held at a time; what is made of one takes some times as much.
-_MOST_HELD = 256 << 20
+# Bytes that all requests and answers take at a time, half of what a container has, and how many times as much as its
+# bytes a body takes until it is answered: where one character of a text needs four bytes all do, and it is sent in
+# another form.
+_MOST_HELD, _TIMES = 512 << 20, 8
+
+# Bytes of an answer that is written at once, and of each piece of a longer one.
+_SHORT, _PIECE = 16 * 1024, 64 * 1024
 
 _CANCEL_INTERVAL_S = 0.05
 
@@ -106,17 +113,18 @@ class Door:
         call.tracing = read_tracing(scope["headers"])
         scope[_CALL] = call
         self._metrics.in_flight.inc()
-        has_begun = False
+        has_begun = is_stream = False
 
         async def tell(message: Any) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, is_stream
             if message["type"] == "http.response.start":
-                has_begun = True
+                has_begun, is_stream = True, _EVENTS[0] in message["headers"]
                 call.status = message["status"]
                 said = {"x-request-id": call.id} | (call.key.describe() if call.key else {})
                 own = [(name.encode(), value.encode()) for name, value in said.items()]
                 message["headers"] = [*message["headers"], *own]
-            await send(message)
+            for part in _cut(message):
+                await send(part)
 
         try:
             if self._keys and path not in _OPEN:
@@ -129,10 +137,10 @@ class Door:
             await _send_error(tell, path, exc)
         except asyncio.CancelledError:
             # uvicorn has waited for as long as it waits where it is told to stop.
-            if has_begun:
-                raise
             what = "the gateway is being stopped: expected time for an answer, got none; ask again later."
-            await _send_error(tell, path, refuse_for_now(what))
+            # Of a caller who takes nothing it is told once more.
+            with contextlib.suppress(asyncio.CancelledError):
+                await _end(tell, path, refuse_for_now(what), has_begun=has_begun, is_stream=is_stream)
         finally:
             self._account(call)
 
@@ -165,6 +173,7 @@ class Door:
         app.get("/v1/models", summary="Models that can be asked")(self._list_models)
         app.get("/v1/models/{name:path}", summary="One of them")(self._show_model)
         app.get("/health", summary="Whether there is a model to ask")(self._tell_health)
+        app.head("/health", include_in_schema=False)(self._tell_health)
         app.get("/metrics", summary="What Prometheus reads")(self._show_metrics)
         held = _Bodies(self._max_body)
         for operation in self._operations:
@@ -213,10 +222,10 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope[_CALL]
-        async with self._bodies.read(scope, receive) as body:
-            await self._answer_while_asked(call, body, receive, send)
+        async with self._bodies.read(call.caller, scope, receive) as held:
+            await self._answer_while_asked(call, held, receive, send)
 
-    async def _answer_while_asked(self, call: Call, body: bytes, receive: Receive, send: Send) -> None:
+    async def _answer_while_asked(self, call: Call, held: "_Held", receive: Receive, send: Send) -> None:
         # Nothing more comes of a caller but that it leaves, and then nobody needs the answer.
         leaving = asyncio.ensure_future(receive())
         # Where many wait, some have left by now: what they sent is not even looked at.
@@ -224,7 +233,7 @@ class _Endpoint:
         if leaving.done():
             call.status = _LEFT
             return
-        work = asyncio.ensure_future(self._answer(call, body, send))
+        work = asyncio.ensure_future(self._answer(call, held, send))
         try:
             await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
             # Again and again: `asyncio.wait_for` of Python 3.11 forgets that it was cancelled where a piece just came.
@@ -239,9 +248,10 @@ class _Endpoint:
             return
         work.result()
 
-    async def _answer(self, call: Call, body: bytes, send: Send) -> None:
-        reply = await self._operation.answer(call, read_body(self._operation.kind, body))
+    async def _answer(self, call: Call, held: "_Held", send: Send) -> None:
+        reply = await self._operation.answer(call, read_body(self._operation.kind, held.take_body()))
         if isinstance(reply, bytes):
+            held.resize(len(reply))
             await _send(send, 200, [_JSON, (b"content-length", str(len(reply)).encode())], reply)
             return
         async with contextlib.aclosing(reply):
@@ -252,49 +262,109 @@ class _Endpoint:
 
 
 class _Bodies:
-    """The bodies of all requests that are being answered.
+    """What all requests that are being answered take: their bodies, and then their answers until those have gone.
+
+    A caller may take more only while it then has no more than what is left for all others: one has half of all at most,
+    two have a third each, and whoever has nothing yet always finds room (Choudhury and Hahne, Dynamic queue length
+    thresholds for shared-memory packet switches, 1998). A large request leaves as much as itself beside that, so that
+    short ones of the same caller find some as well.
 
     Args:
-        most: Bytes of one.
+        most: Bytes of one body.
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._held = most, 0
+        self._most, self._total = most, max(_MOST_HELD, 3 * _TIMES * most)
+        self._taken: Counter[str] = Counter()
+        self._sum = 0
 
     @contextlib.asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
-        """Read the body of a request, and hold it until that is answered.
+    async def read(self, caller: str, scope: Scope, receive: Receive) -> AsyncIterator["_Held"]:
+        """Read the body of a request, and hold it, and what is made of it, until it is answered.
 
         Raises:
-            ApiError: It is too large, by itself or beside the others, or does not come.
+            ApiError: It is too large, by itself or beside the others, or encoded, or does not come.
         """
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if int(length) > self._most:
-            raise _refuse_size(self._most, f"{int(length)}")
-        body = bytearray()
+        headers = dict(scope["headers"])
+        length = int(headers.get(b"content-length", b"0"))
+        if length > self._most:
+            raise _refuse_size(self._most, f"{length}")
+        if (encoding := headers.get(b"content-encoding", b"identity").decode("latin-1")).lower() != "identity":
+            what = (
+                f"the body is encoded: expected it as it is, got {encoding[:40]!r}; send it without Content-Encoding."
+            )
+            raise ApiError(415, what)
+        held = _Held(self, caller)
         try:
             try:
-                await asyncio.wait_for(self._fill(body, receive), _BODY_TIMEOUT_S)
+                await asyncio.wait_for(self._fill(held, length, receive), _BODY_TIMEOUT_S)
             except asyncio.TimeoutError:
                 what = f"the body does not come: expected all of it within {_BODY_TIMEOUT_S:g} s."
                 raise ApiError(408, what) from None
-            yield bytes(body)
+            yield held
         finally:
-            self._held -= len(body)
+            held.resize(0)
 
-    async def _fill(self, body: bytearray, receive: Receive) -> None:
+    def take(self, caller: str, size: int, whole: int) -> None:
+        """Let a caller take more, or less.
+
+        Args:
+            caller: Who takes it.
+            size: How much more.
+            whole: What its request takes then.
+
+        Raises:
+            ApiError: There is no room for more.
+        """
+        if size > 0 and self._taken[caller] + size > self._total - self._sum - size - whole:
+            what = f"expected at most {self._total >> 20} MiB of requests and answers at a time, and less of one caller"
+            raise refuse_for_now(f"there is too much to do: {what}, got more; ask again later.", is_overload=True)
+        self._taken[caller] += size
+        self._sum += size
+        if not self._taken[caller]:
+            del self._taken[caller]
+
+    async def _fill(self, held: "_Held", length: int, receive: Receive) -> None:
+        # Before it comes, where its length is told: of many that come at once those that fit do, and none in part.
+        held.resize(_TIMES * length)
         more = True
         while more:
             message = await receive()
-            part = message.get("body", b"")
-            body += part
-            self._held += len(part)
+            held.body += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self._most:
+            if len(held.body) > self._most:
                 raise _refuse_size(self._most, "more")
-            if self._held > max(_MOST_HELD, self._most):
-                what = f"expected at most {_MOST_HELD} bytes of requests at a time, got more; ask again later"
-                raise refuse_for_now(f"there is too much to do: {what}.", is_overload=True)
+            held.resize(_TIMES * max(length, len(held.body)))
+
+
+class _Held:
+    """What one request takes.
+
+    Args:
+        bodies: Of which it is a part.
+        caller: Whose it is.
+
+    Attributes:
+        body: What has come.
+    """
+
+    def __init__(self, bodies: _Bodies, caller: str) -> None:
+        self._bodies, self._caller, self._size = bodies, caller, 0
+        self.body = bytearray()
+
+    def take_body(self) -> bytearray:
+        """Return the body, which is not held any longer."""
+        body, self.body = self.body, bytearray()
+        return body
+
+    def resize(self, size: int) -> None:
+        """Take so much in place of what was taken before.
+
+        Raises:
+            ApiError: There is no room for it.
+        """
+        self._bodies.take(self._caller, size - self._size, size)
+        self._size = size
 
 
 def _refuse_size(most: int, got: str) -> ApiError:
@@ -350,6 +420,30 @@ async def _send(
 ) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def _end(
+    send: Callable[[Any], Awaitable[None]], path: str, exc: ApiError, *, has_begun: bool, is_stream: bool
+) -> None:
+    """Tell in an answer's own form why it does not come, or not to its end."""
+    if not has_begun:
+        await _send_error(send, path, exc)
+    elif is_stream:
+        await send({"type": "http.response.body", "body": b"data: " + dump(exc.to_openai()[1]) + b"\n\n"})
+
+
+def _cut(message: Any) -> list[Any]:
+    """Return the pieces in which a message is written, of which each waits for the caller to take the one before.
+
+    The first is the odd one, and the end a piece of its own: so an answer is over once its caller has taken all of it.
+    """
+    body = memoryview(message.get("body", b""))
+    if len(body) <= _SHORT:
+        return [message]
+    begins = [0, *range(len(body) % _PIECE or _PIECE, len(body), _PIECE), len(body)]
+    pieces = [body[begin:end] for begin, end in pairwise(begins)]
+    parts = [{"type": "http.response.body", "body": piece, "more_body": True} for piece in pieces]
+    return [*parts, {**message, "body": b""}]
 
 
 def _add_operations(schema: dict[str, Any], operations: tuple[Operation, ...], *, has_keys: bool) -> dict[str, Any]:

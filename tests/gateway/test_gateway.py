@@ -2,10 +2,12 @@
 
 import base64
 import contextlib
+import gzip
 import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -285,6 +287,21 @@ def test_a_field_that_is_null_says_nothing(doors: Doors) -> None:
     assert doors.gateway.ask("/v1/chat/completions", body)[0] == 200
 
 
+def test_health_may_be_asked_for_its_head_alone(doors: Doors) -> None:
+    with urllib.request.urlopen(urllib.request.Request(f"{doors.gateway.url}/health", method="HEAD")) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
+
+
+def test_a_body_that_is_encoded_is_refused(doors: Doors) -> None:
+    said = {"content-encoding": "gzip"}
+    status, sentence = doors.gateway.refuse("/v1/embeddings", body=gzip.compress(json.dumps(EMBED).encode()), **said)
+    assert (status, sentence) == (
+        415,
+        "the body is encoded: expected it as it is, got 'gzip'; send it without Content-Encoding.",
+    )
+    assert doors.gateway.ask("/v1/embeddings", EMBED, **{"content-encoding": "identity"})[0] == 200
+
+
 @pytest.mark.parametrize(
     ("path", "content", "status", "sentence"),
     [
@@ -379,6 +396,74 @@ def test_a_body_is_bounded_and_may_be_anything(doors: Doors) -> None:
             connection.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
             connection.sendall(b"3e8\r\n" + b"x" * 1000 + b"\r\n3e8\r\n" + b"x" * 1000 + b"\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+HEAD = b"POST /embed HTTP/1.1\r\nHost: x\r\n"
+CHUNKS = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("beginning", "repeated"),
+    [
+        (HEAD, b"X:\r\n"),
+        (HEAD, b"X: " + b"y" * 10_000 + b"\r\n"),
+        (HEAD + b"X: ", b"y" * 10_000),
+        (b"GET /", b"y" * 10_000),
+        (b"", b"\r\n"),
+        (CHUNKS + b"2\r\n{}\r\n0\r\n", b"X: y\r\n"),
+        (CHUNKS + b"2", b";x=y"),
+    ],
+)
+def test_what_comes_beside_a_body_is_bounded(doors: Doors, beginning: bytes, repeated: bytes) -> None:
+    path = Path(f"/proc/{doors.gateway.process.pid}/status")
+    (before,) = re.findall(r"VmRSS:\s+(\d+) kB", path.read_text())
+    with socket.create_connection(("127.0.0.1", doors.gateway.port), timeout=30) as connection:
+        connection.sendall(beginning + repeated * (100_000 // len(repeated)))
+        head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ") and b"connection: close" in head
+        assert json.loads(body)["error"]["message"].startswith("the head is too large: expected at most 32768 bytes")
+    # And where it does not end.
+    with socket.create_connection(("127.0.0.1", doors.gateway.port), timeout=30) as connection:
+        connection.sendall(beginning)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                connection.sendall(repeated * (1_000_000 // len(repeated)))
+    (after,) = re.findall(r"VmRSS:\s+(\d+) kB", path.read_text())
+    assert int(after) - int(before) < 50_000
+
+
+def test_what_is_no_http_is_refused_and_told_nobody_else(doors: Doors) -> None:
+    before = len(doors.gateway.lines)
+    for sent in (b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", HEAD + b"Content-Length: x\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", doors.gateway.port), timeout=30) as connection:
+            connection.sendall(sent)
+            head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert "the request cannot be read: expected HTTP/1.1" in json.loads(body)["error"]["message"]
+    assert len(doors.gateway.lines) == before
+
+
+def test_what_one_caller_holds_leaves_room_for_others(doors: Doors) -> None:
+    """Bodies that do not come to their end."""
+    length = 8 << 20
+    body = json.dumps({**EMBED, "input": "x" * (length - 200)}).encode().ljust(length)
+    with contextlib.ExitStack() as stack:
+        others = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", doors.gateway.port), timeout=30))
+            for _ in range(8)
+        ]
+        for connection in others:
+            connection.sendall(HEAD + f"Content-Length: {length}\r\n\r\n".encode() + body[:-1])
+        refused = select.select(others, [], [], 30)[0]
+        assert refused and b" 429 " in refused[0].recv(100)
+        assert doors.gateway.ask("/v1/embeddings", EMBED)[0] == 200
+        # As much as anyone may send, of somebody else.
+        source = ("127.0.0.2", 0)
+        address = ("127.0.0.1", doors.gateway.port)
+        with socket.create_connection(address, timeout=30, source_address=source) as connection:
+            connection.sendall(HEAD + f"Content-Length: {length}\r\nConnection: close\r\n\r\n".encode() + body)
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert b"the parameter inputs is missing" in answer
 
 
 def leave(gateway: Gateway, *, is_streamed: bool) -> None:
@@ -562,6 +647,11 @@ def test_what_it_cannot_answer_in_time_before_it_stops_is_refused_for_now(doors:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         told: list[tuple[int, str]] = []
+        stream = socket.create_connection(("127.0.0.1", gateway.port), timeout=30)
+        body = json.dumps({**WRITE, "max_tokens": 4000, "ignore_eos": True, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        stream.sendall(head.encode() + body)
+        begun = stream.recv(100)
         caller = threading.Thread(target=lambda: told.append(gateway.refuse("/v1/embeddings", EMBED)))
         # The launcher as well, which would start another.
         processes = (doors.server.process.pid, doors.server.tritonserver)
@@ -569,7 +659,7 @@ def test_what_it_cannot_answer_in_time_before_it_stops_is_refused_for_now(doors:
             os.kill(process, signal.SIGSTOP)
         try:
             caller.start()
-            while gateway.read_metric("modelyard_gateway_in_flight") < 2:
+            while gateway.read_metric("modelyard_gateway_in_flight") < 3:
                 time.sleep(0.05)
             gateway.process.terminate()
             assert gateway.process.wait(timeout=60) == 0
@@ -577,6 +667,10 @@ def test_what_it_cannot_answer_in_time_before_it_stops_is_refused_for_now(doors:
             for process in reversed(processes):
                 os.kill(process, signal.SIGCONT)
         caller.join()
+        with stream:
+            events = begun + b"".join(iter(lambda: stream.recv(1 << 16), b""))
+    assert events.endswith(b"\n\n\r\n0\r\n\r\n") and b"[DONE]" not in events
+    assert b'"message":"the gateway is being stopped: expected time for' in events.split(b"data: ")[-1]
     assert told == [(503, "the gateway is being stopped: expected time for an answer, got none; ask again later.")]
     assert "Traceback" not in "".join(gateway.lines)
 

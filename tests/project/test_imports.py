@@ -36,8 +36,8 @@ LIBRARIES = {
     },
     # A caller as others are: it asks through the installed client, which type checkers know by its folder.
     "gateway": {
-        "modelyard.client", "client", "fastapi", "starlette", "uvicorn", "pydantic", "numpy", "orjson", "jinja2",
-        "tokenizers", "prometheus_client",
+        "modelyard.client", "client", "fastapi", "starlette", "uvicorn", "httptools", "pydantic", "numpy", "orjson",
+        "jinja2", "tokenizers", "prometheus_client",
     },
     "modelyard": set(),
     "demo": set(),

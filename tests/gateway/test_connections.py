@@ -1,0 +1,153 @@
+"""The gateway's protocol around an application that does nothing else, with its times cut short."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from gateway import connections
+from gateway.connections import BoundedProtocol
+
+LENGTH = 24 << 20
+ASK = b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n"
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\n"
+
+
+class Application:
+    """Answers with what was sent, or with as many bytes as no system takes at once."""
+
+    def __init__(self) -> None:
+        self.has_left = threading.Event()
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.headers = scope["headers"]
+        body = body or b"x" * (LENGTH if scope["path"] == "/long" else 1)
+        leaving = asyncio.ensure_future(receive())
+        head = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        for begin in range(0, len(body), 1 << 16):
+            await send({"type": "http.response.body", "body": body[begin : begin + (1 << 16)], "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        if (await leaving)["type"] == "http.disconnect":
+            self.has_left.set()
+
+
+class Served:
+    """A server in a thread of this process."""
+
+    def __init__(self) -> None:
+        self.application = Application()
+        options: dict[str, Any] = {"loop": "uvloop", "http": BoundedProtocol, "lifespan": "off", "log_config": None}
+        self._server = uvicorn.Server(uvicorn.Config(self.application, ws="none", **options))  # type: ignore[arg-type]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
+        self._thread.start()
+
+    def connect(self, *, receives: int = 0) -> socket.socket:
+        connection = socket.socket()
+        if receives:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+        connection.settimeout(30)
+        connection.connect(self._listener.getsockname())
+        return connection
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.2)
+    monkeypatch.setattr(connections, "_TAKING_TIMEOUT_S", 0.5)
+    served = Served()
+    yield served
+    served.close()
+
+
+def read_all(connection: socket.socket, pause_s: float = 0) -> bytes:
+    got = b""
+    while part := connection.recv(1 << 20):
+        got += part
+        time.sleep(pause_s)
+    return got
+
+
+def test_who_reads_slowly_is_told_all_of_it(served: Served) -> None:
+    """For longer than a connection is kept that asks nothing."""
+    with served.connect(receives=1 << 19) as connection:
+        connection.sendall(ASK)
+        head, _, body = read_all(connection, 0.05).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200") and len(body) == LENGTH
+
+
+def test_who_takes_nothing_is_cut_off(served: Served) -> None:
+    with served.connect(receives=1 << 14) as connection:
+        connection.sendall(ASK)
+        assert served.application.has_left.wait(30)
+        assert len(read_all(connection)) < LENGTH
+
+
+def test_who_still_reads_makes_no_room_for_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedProtocol, "most", 2)
+    with served.connect(receives=1 << 14) as reader, served.connect():
+        reader.sendall(ASK)
+        got = reader.recv(1 << 12)
+        for _ in range(5):
+            with served.connect() as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert read_all(connection).startswith(b"HTTP/1.1 200")
+        assert len((got + read_all(reader)).partition(b"\r\n\r\n")[2]) == LENGTH
+
+
+def test_a_wish_for_another_protocol_may_come_in_any_two_pieces(served: Served) -> None:
+    asked = b"POST / HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"Content-Length: 5\r\n\r\nhello"
+    with served.connect() as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for cut in range(1, len(asked)):
+            connection.sendall(asked[:cut])
+            time.sleep(0.003)
+            connection.sendall(asked[cut:])
+            got = b""
+            while not got.endswith(b"hello"):
+                got += connection.recv(1 << 12)
+            assert got.startswith(b"HTTP/1.1 200"), (cut, got)
+    assert b"upgrade" not in dict(served.application.headers)
+
+
+def test_headers_behind_a_body_are_passed_over(served: Served) -> None:
+    with served.connect() as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"5\r\nhello\r\n0\r\nAuthorization: Bearer x\r\n\r\n")
+        assert read_all(connection).endswith(b"hello")
+    assert b"authorization" not in dict(served.application.headers)
+
+
+def test_a_body_in_small_chunks_is_no_head(served: Served) -> None:
+    with served.connect() as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
+        connection.sendall(b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
+        assert len(read_all(connection).partition(b"\r\n\r\n")[2]) == 100_000
+
+
+def test_who_asks_ahead_and_leaves_or_asks_too_much_ahead_is_no_failure(
+    served: Served, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number in (2, 10_000):
+        with served.connect(receives=1 << 14) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(ASK * number)
+            connection.recv(1 << 12)
+        assert served.application.has_left.wait(30)
+        served.application.has_left.clear()
+    assert capfd.readouterr().err == ""
