@@ -20,6 +20,10 @@ from .turns import Turns
 # many of them at once, which take a tenth of a second.
 _AT_ONCE, _IN_TURN = 8192, 128 * 1024
 
+# Characters of a text that are tokenized, or so many for each token that the model reads: the server refuses a longer
+# one that has no more tokens there. Each takes 200 bytes, so one of 8 MB would take 1.6 GB.
+_BEGINNING, _BEGINNING_OF_TOKEN = 128 * 1024, 32
+
 # Of a vector of 4,096 numbers in 16 bits.
 _UNIT_WITHIN = 1e-2
 
@@ -69,6 +73,14 @@ class Published:
         for row in rows:
             sizes.append(sum(len(text) for text in row if text not in known))
             known.update(row)
+        if self.most is None and (longest := max(len(text) for text in known)) > _BEGINNING:
+            raise refuse(
+                param,
+                f"{param} holds a text that is too long",
+                expected=f"at most {_BEGINNING} characters",
+                got=str(longest),
+                remedy="cut it",
+            )
         lengths: dict[str, int] = {}
         if sum(sizes) <= _AT_ONCE:
             return self._count(param, rows, 0, may_cut, lengths)
@@ -83,8 +95,9 @@ class Published:
     def _count(self, param: str, rows: Sequence[Row], start: int, may_cut: bool, lengths: dict[str, int]) -> int:
         """Return the tokens of some rows; `lengths` has those of texts that were tokenized, and gets the others'."""
         texts = [text for text in dict.fromkeys(chain.from_iterable(rows)) if text not in lengths]
+        end = max(_BEGINNING, _BEGINNING_OF_TOKEN * (self.most or 0))
         try:
-            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self.tokenizer.encode_batch_fast([text[:end] for text in texts], add_special_tokens=False)
         # The library raises plain Exception for a text that its model has no token for.
         except Exception as exc:
             raise refuse(param, f"{param} cannot be tokenized", expected="text", got=f"'{exc}'") from None
@@ -99,7 +112,7 @@ class Published:
                     param,
                     f"{param}[{index}] is too long for the model",
                     expected=f"at most {self.most} tokens",
-                    got=str(found),
+                    got=str(found) if max(map(len, row)) <= end else f"{found} in its beginning",
                     remedy="cut it, or pass truncate_prompt_tokens -1 (truncate true on TEI's paths)",
                 )
             tokens += read

@@ -277,6 +277,21 @@ def test_tei_is_told_vectors_and_tokens_without_naming_the_model(doors: Doors) -
     assert len(plain) == 600
 
 
+def test_of_a_very_long_text_the_beginning_is_tokenized(doors: Doors) -> None:
+    path = Path(f"/proc/{doors.gateway.process.pid}/status")
+    (before,) = re.findall(r"VmHWM:\s+(\d+) kB", path.read_text())
+    body = {"model": "embedder", "input": "word " * 200_000, "truncate_prompt_tokens": -1}
+    status, answer, _ = doors.gateway.ask("/v1/embeddings", body)
+    assert status == 200 and answer["usage"]["prompt_tokens"] == 64
+    # More than the server takes.
+    _, sentence = doors.gateway.refuse("/v1/embeddings", {**body, "input": "word " * 1_500_000})
+    assert "there is too much text in the request" in sentence
+    _, sentence = doors.gateway.refuse("/v1/embeddings", {"model": "embedder", "input": "word " * 1_500_000})
+    assert "too" in sentence
+    (after,) = re.findall(r"VmHWM:\s+(\d+) kB", path.read_text())
+    assert int(after) - int(before) < 300_000
+
+
 EMBED, WRITE = {"model": "embedder", "input": "x"}, {"model": "writer", "prompt": "x"}
 CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
 
