@@ -10,6 +10,7 @@ from .bodies import Chat, Completions, Message, Sampling, read_prompts
 from .call import Call, Reply
 from .errors import ApiError, refuse
 from .texts import dump
+from .turns import Share
 from .upstream import GENERATION, GOES_ON, Served, Upstream, gather
 
 # Which go to the server as they are.
@@ -91,26 +92,37 @@ class Writing:
     async def _reply(
         self, call: Call, served: Served, prompts: list[str], parameters: Mapping[str, Any], answer: "_Answer"
     ) -> Reply:
+        share = self._upstream.open_share(served, call.caller)
         if not answer.asked.stream:
-            return answer.render(await gather(self._write_all(call, served, prompt, parameters) for prompt in prompts))
-        events = self._stream(call, served, prompts[0], parameters, answer)
+            return answer.render(
+                await gather(self._write_all(call, served, share, prompt, parameters) for prompt in prompts)
+            )
+        events = self._stream(call, served, share, prompts[0], parameters, answer)
         # What is refused is refused with a status of its own: nothing is sent before the first piece is there.
         first = await anext(events)
         return _join(first, events)
 
-    async def _write_all(self, call: Call, served: Served, prompt: str, parameters: Mapping[str, Any]) -> Written:
+    async def _write_all(
+        self, call: Call, served: Served, share: Share, prompt: str, parameters: Mapping[str, Any]
+    ) -> Written:
         written = Written([""] * (parameters.get("n") or 1), [None] * (parameters.get("n") or 1))
-        async with contextlib.aclosing(self._hear(call, served, prompt, parameters, written)) as pieces:
+        async with contextlib.aclosing(self._hear(call, served, share, prompt, parameters, written)) as pieces:
             async for _ in pieces:
                 pass
         return written
 
     async def _stream(
-        self, call: Call, served: Served, prompt: str, parameters: Mapping[str, Any], answer: "_Answer"
+        self,
+        call: Call,
+        served: Served,
+        share: Share,
+        prompt: str,
+        parameters: Mapping[str, Any],
+        answer: "_Answer",
     ) -> AsyncGenerator[bytes, None]:
         number = parameters.get("n") or 1
         written = Written([""] * number, [None] * number)
-        async with contextlib.aclosing(self._hear(call, served, prompt, parameters, written)) as pieces:
+        async with contextlib.aclosing(self._hear(call, served, share, prompt, parameters, written)) as pieces:
             first: list[_Piece] = await anext(pieces, [])
             for event in answer.render_start(number):
                 yield event
@@ -124,10 +136,16 @@ class Writing:
         yield _DONE
 
     async def _hear(
-        self, call: Call, served: Served, prompt: str, parameters: Mapping[str, Any], written: Written
+        self,
+        call: Call,
+        served: Served,
+        share: Share,
+        prompt: str,
+        parameters: Mapping[str, Any],
+        written: Written,
     ) -> AsyncGenerator[list[_Piece], None]:
         """Yield what is new, and keep account of it."""
-        answers = self._upstream.write(served, prompt, parameters, headers=call.tracing)
+        answers = self._upstream.write(served, prompt, parameters, share=share, headers=call.tracing)
         try:
             async with contextlib.aclosing(answers):
                 async for answer in answers:

@@ -10,7 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from google.protobuf import text_format
 from tokenizers import Tokenizer
+from tritonclient.grpc import model_config_pb2 as pb
 
 from .chat import ChatTemplate
 from .errors import refuse
@@ -23,6 +25,10 @@ _AT_ONCE, _IN_TURN = 8192, 128 * 1024
 # Characters of a text that are tokenized, or so many for each token that the model reads: the server refuses a longer
 # one that has no more tokens there. Each takes 200 bytes, so one of 8 MB would take 1.6 GB.
 _BEGINNING, _BEGINNING_OF_TOKEN = 128 * 1024, 32
+
+# How many texts a server writes at a time, and for how many it does where nobody has said it.
+_SEQUENCES = "max_num_seqs"
+_TEXTS_AT_A_TIME = {"openvino_generate": 64, "vllm": 256}
 
 # Of a vector of 4,096 numbers in 16 bits.
 _UNIT_WITHIN = 1e-2
@@ -39,6 +45,7 @@ class Published:
         most: Tokens that the model reads of a text or a pair at most; None for any number.
         chat: How a conversation becomes a prompt; None where the version does not say it.
         context: Tokens of a prompt and its answer together; 0 where it writes no text.
+        texts_at_a_time: Texts that its server writes at a time.
         defaults: Parameters of a request that does not say them.
         has_unit_vectors: Whether the vectors that are recorded of it are of length 1, and so made by the model.
         created: When it was published, in seconds since 1970.
@@ -48,6 +55,7 @@ class Published:
     most: int | None
     chat: ChatTemplate | None
     context: int
+    texts_at_a_time: int
     defaults: dict[str, Any]
     has_unit_vectors: bool
     created: int
@@ -155,10 +163,24 @@ def read_published(repository: Path, name: str, version: str) -> Published:
         most=most,
         chat=_read_chat(folder) if said else None,
         context=said.get("context", 0),
+        texts_at_a_time=_read_texts_at_a_time(folder),
         defaults=said.get("defaults", {}),
         has_unit_vectors=_has_unit_vectors(folder / "golden.json"),
         created=int(folder.stat().st_mtime),
     )
+
+
+def _read_texts_at_a_time(folder: Path) -> int:
+    """Return what the backend was told, of CPUs in the model's configuration, of GPUs beside the weights."""
+    path = folder.parent / "config.pbtxt"
+    try:
+        config = text_format.Parse(
+            path.read_text("utf-8") if path.is_file() else "", pb.ModelConfig(), allow_unknown_field=True
+        )
+        said = _read_json(folder / "model.json").get(_SEQUENCES) or config.parameters[_SEQUENCES].string_value
+        return int(said or _TEXTS_AT_A_TIME.get(config.backend, 64))
+    except (text_format.ParseError, TypeError, ValueError) as exc:
+        raise ValueError(f"{path}: {exc}") from exc
 
 
 def _has_unit_vectors(path: Path) -> bool:

@@ -15,7 +15,7 @@ import orjson
 from .errors import ApiError, refuse_for_now
 from .locations import SERVE
 from .published import Published, read_published
-from .turns import Turns
+from .turns import Places, Share, Turns
 
 # Beside this part in a checkout, and installed with it: in both it is `modelyard.client`, which a type checker does not
 # see in a checkout.
@@ -135,6 +135,8 @@ class Upstream:
         self.url, self.timeout_s = options.address, timeout_s
         self._session = Session(options)
         self._turns = Turns(_AT_A_TIME, timeout_s)
+        # Model → its texts that are written at a time.
+        self._places: dict[str, Places] = {}
         self._repository, self._say = repository, say
         self._known: dict[tuple[str, str], Served | None] = {}
         self._served: dict[str, Served] = {}
@@ -234,8 +236,20 @@ class Upstream:
             check_answers(served.name, arrays)
             return arrays
 
+    def open_share(self, served: Served, caller: str) -> Share:
+        """Return what a request is to take of the texts that a model writes at a time."""
+        places = self._places.setdefault(served.name, Places(self.timeout_s))
+        places.most = served.files.texts_at_a_time
+        return Share(places, caller)
+
     async def write(
-        self, served: Served, prompt: str, parameters: Mapping[str, Any], *, headers: Mapping[str, str]
+        self,
+        served: Served,
+        prompt: str,
+        parameters: Mapping[str, Any],
+        *,
+        share: Share,
+        headers: Mapping[str, str],
     ) -> AsyncGenerator[dict[str, list[Any]], None]:
         """Yield what a model writes as it comes; closed early, it cancels the request.
 
@@ -251,7 +265,10 @@ class Upstream:
         }
         have_ended = [False] * (parameters.get("n") or 1)
         with self._explained():
-            async with contextlib.aclosing(listen(self._session, served.name, inputs, headers=headers)) as answers:
+            async with (
+                share.hold(len(have_ended)),
+                contextlib.aclosing(listen(self._session, served.name, inputs, headers=headers)) as answers,
+            ):
                 async for answer in answers:
                     _check_piece(served.name, answer, have_ended)
                     yield answer

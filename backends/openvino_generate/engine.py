@@ -4,10 +4,10 @@ Every step of it writes a token of every request that has a place, and between t
 """
 
 import collections
+import itertools
 import json
 import math
 import queue
-import secrets
 import sys
 import threading
 import time
@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai as genai  # noqa: E402
 import triton_python_backend_utils as pb_utils  # noqa: E402
-from generation import Generation  # noqa: E402
+from generation import Answer, Generation  # noqa: E402
 from generation_metrics import Metrics  # noqa: E402
 from generation_parameters import Parameters, RequestError  # noqa: E402
 from shared_limit import LEAST_BLOCKS, SharedLimit, spare  # noqa: E402
@@ -104,6 +104,7 @@ class Engine:
         # Those for which there was no memory beside another version, first come first.
         self._held: collections.deque[Generation] = collections.deque()
         self._active: list[Generation] = []
+        self._numbers = itertools.count()
         self._is_stopped = False
         # Read by Triton's thread, written by both.
         self._lock = threading.Lock()
@@ -161,13 +162,12 @@ class Engine:
 
     def _run(self) -> None:
         """Run the engine until there is nothing to do and Triton says so."""
-        number, owed_s = 0, 0.0
+        owed_s = 0.0
         while self._take_in():
             self._metrics.show_begin(self._in_flight)
-            before, start = number, time.monotonic()
+            start = time.monotonic()
             # New prompts have half of the time at most, however many come.
-            if not (self._active and owed_s > 0):
-                number = self._let_in(number)
+            has_joined = not (self._active and owed_s > 0) and self._let_in()
             if not self._active:
                 # Those that wait are to be seen.
                 self._metrics.show(self._pipeline.get_metrics(), self._in_flight)
@@ -183,7 +183,7 @@ class Engine:
                     )
             if self._takes_whole:
                 took_s = time.monotonic() - start
-                owed_s = took_s if number != before else owed_s - took_s
+                owed_s = took_s if has_joined else owed_s - took_s
             self._advance()
             self._metrics.show(self._pipeline.get_metrics(), self._in_flight)
 
@@ -197,8 +197,8 @@ class Engine:
                 self._held.append(generation)
         return bool(self._active or self._held)
 
-    def _let_in(self, number: int) -> int:
-        """Hand to the engine, in their order, those for which there is memory; return the last number given away.
+    def _let_in(self) -> bool:
+        """Hand to the engine, in their order, those for which there is memory; tell whether there were any.
 
         Prompts that are taken in whole are no more at once than fit one step.
         """
@@ -209,7 +209,7 @@ class Engine:
             if not generation.is_over:
                 if self._shared_limit.claim(self._count_bytes([*self._active, generation])):
                     taken += generation.prompt_tokens
-                    number = self._join(self._held.popleft(), number)
+                    self._join(self._held.popleft())
                     continue
                 if generation.age_s < MEMORY_PATIENCE_S:
                     break
@@ -220,7 +220,7 @@ class Engine:
                 )
             self._held.popleft()
             self.give_place()
-        return number
+        return taken > 0
 
     def _count_bytes(self, generations: Iterable[Generation]) -> int:
         """Return what the engine may come to hold of these requests, and holds since a fuller time."""
@@ -233,28 +233,32 @@ class Engine:
         # One block is the engine's.
         return max(min(self._blocks, longest + 1), held) * self._block_bytes
 
-    def _join(self, generation: Generation, number: int) -> int:
-        """Hand a request to the engine, one writing for each of its answers; return the last number given away."""
+    def _join(self, generation: Generation) -> None:
+        """Hand a request to the engine."""
         self._active.append(generation)
+        self._write(generation, generation.answers)
+        self._metrics.count("prompt_tokens", len(generation.ids))
+
+    def _write(self, generation: Generation, answers: Iterable[Answer]) -> None:
+        """Have the engine write answers of a request, each from its first token on."""
         ids = ov.Tensor(np.array([generation.ids], dtype=np.int64))
-        seed = generation.parameters.seed
-        for index, answer in enumerate(generation.answers):
-            # Left alone, the engine draws the same for everyone.
-            generation.config.rng_seed = secrets.randbits(63) if seed is None else seed + index
+        for answer in answers:
+            generation.config.rng_seed = answer.seed
             try:
-                answer.handle = self._pipeline.add_request(number + index, ids, generation.config)
+                answer.begin(self._pipeline.add_request(next(self._numbers), ids, generation.config))
             except Exception as exc:
                 generation.fail(
                     f"the engine refuses it: {' '.join(str(exc).split())[:200]}", pb_utils.TritonError.INTERNAL
                 )
                 break
-        self._metrics.count("prompt_tokens", len(generation.ids))
-        return number + len(generation.answers)
 
     def _advance(self) -> None:
         """Take in what was written, send of it what is due, and forget the requests that are over."""
         for generation in self._active:
             generation.advance(self._ends, self._metrics)
+            # It drops all whom it has not begun with where those whom it was writing for have left together: they hold
+            # their places until its next step, in which there is nothing to do then.
+            self._write(generation, generation.take_dropped())
         due = sorted((each for each in self._active if each.is_due), key=lambda each: each.told_at)
         late = time.monotonic() - PIECE_INTERVAL_S
         for place, generation in enumerate(due):

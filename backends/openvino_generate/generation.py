@@ -1,7 +1,7 @@
 """One request from its prompt to its last response."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,18 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # How often it is looked whether a caller is still there. Asking takes a message to tritonserver and back.
 LOOK_INTERVAL_S = 0.2
 
+# How often a request is taken up again whose texts the engine has dropped: each time everyone whom it was writing for
+# has left at once, or none of what was to be written found room.
+MAX_TIMES_DROPPED = 16
+
+NO_ROOM = (
+    f"the engine finds no room for it: expected some for keys and values within {MAX_TIMES_DROPPED} tries, got none; "
+    "ask again later"
+)
+ANOTHER_TEXT = (
+    "the text was interrupted: expected the engine to write the same again, got another text; ask again later"
+)
+
 # What a request may ask for beside the text, as `return_*`.
 RETURNED = ("finish_reason", "num_input_tokens", "num_output_tokens")
 
@@ -26,23 +38,31 @@ class Answer:
 
     Attributes:
         written: Its text.
+        seed: What is drawn with.
         handle: What the engine gives out.
-        tokens: How many were written.
+        tokens: That were written.
         told: How many of these the caller was told of.
         reason: Why it ended, "stop" or "length"; None before.
+        is_dropped: Whether the engine has dropped it.
     """
 
     written: WrittenText
+    seed: int
     handle: Any = None
-    tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     told: int = 0
     reason: str | None = None
+    is_dropped: bool = False
+
+    def begin(self, handle: Any) -> None:
+        """Have it written by the engine, which begins with the first token."""
+        self.handle, self.is_dropped, self._heard = handle, False, 0
 
     def advance(self, ends: frozenset[int]) -> None:
         """Take in what the engine has written.
 
         Raises:
-            RequestError: The engine has dropped it.
+            RequestError: Taken up again, it is not what it was before.
         """
         if self.reason is not None:
             return
@@ -50,19 +70,26 @@ class Answer:
         while self.handle.can_read():
             for output in self.handle.read().values():
                 for token in output.generated_ids:
-                    self.tokens += 1
-                    if token not in ends:
-                        self.written.add(token)
+                    self._hear(token, ends)
                 is_length = output.finish_reason == genai.GenerationFinishReason.LENGTH
         status = self.handle.get_status()
         if self.written.is_stopped:
             self.handle.stop()
             self.reason = "stop"
         elif status == genai.GenerationStatus.IGNORED:
-            raise RequestError("the pool of keys and values has no room for it: expected a shorter text_input")
+            self.is_dropped = True
         elif status != genai.GenerationStatus.RUNNING:
             self.written.finish()
             self.reason = "length" if is_length and not self.written.is_stopped else "stop"
+
+    def _hear(self, token: int, ends: frozenset[int]) -> None:
+        if self._heard == len(self.tokens):
+            self.tokens.append(token)
+            if token not in ends:
+                self.written.add(token)
+        elif self.tokens[self._heard] != token:
+            raise RequestError(ANOTHER_TEXT)
+        self._heard += 1
 
 
 @dataclass
@@ -81,6 +108,7 @@ class Generation:
         told_at: When the caller was last told of anything, on the monotonic clock; 0 before.
         is_written: Whether all of it was written.
         is_over: Whether the last response was sent.
+        times_dropped: How often the engine has dropped some of it.
     """
 
     sender: Any
@@ -94,6 +122,7 @@ class Generation:
     told_at: float = 0.0
     is_written: bool = False
     is_over: bool = False
+    times_dropped: int = 0
 
     def __post_init__(self) -> None:
         self._came = self._looked = time.monotonic()
@@ -131,20 +160,29 @@ class Generation:
             self.look(metrics)
         if self.is_over:
             return
-        before = sum(answer.tokens for answer in self.answers)
+        before = sum(len(answer.tokens) for answer in self.answers)
         try:
             for answer in self.answers:
                 answer.advance(ends)
         except RequestError as exc:
             self.fail(str(exc), pb_utils.TritonError.UNAVAILABLE)
             return
-        written = sum(answer.tokens for answer in self.answers) - before
+        written = sum(len(answer.tokens) for answer in self.answers) - before
         metrics.count("generation_tokens", written)
         if written and not self._has_begun:
             self._has_begun = True
             metrics.count("first_tokens", 1)
             metrics.count("first_token_seconds", self.age_s)
         self.is_written = all(answer.reason for answer in self.answers)
+
+    def take_dropped(self) -> list[Answer]:
+        """Return what the engine has dropped and is to write again; of one that it drops all the time, nothing."""
+        dropped = [answer for answer in self.answers if answer.is_dropped]
+        if dropped and not self.is_over:
+            self.times_dropped += 1
+            if self.times_dropped > MAX_TIMES_DROPPED:
+                self.fail(NO_ROOM, pb_utils.TritonError.UNAVAILABLE)
+        return [] if self.is_over else dropped
 
     def tell(self) -> None:
         """Send what the caller was not yet told of."""
@@ -170,10 +208,10 @@ class Generation:
         if "num_input_tokens" in self.returned:
             tensors.append(pb_utils.Tensor("num_input_tokens", np.array([len(self.ids)], dtype=np.uint32)))
         if "num_output_tokens" in self.returned:
-            new = [answer.tokens - answer.told for answer in self.answers]
+            new = [len(answer.tokens) - answer.told for answer in self.answers]
             tensors.append(pb_utils.Tensor("num_output_tokens", np.array(new, dtype=np.uint32)))
         for answer in self.answers:
-            answer.told = answer.tokens
+            answer.told = len(answer.tokens)
         self.sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if self.is_over else 0)
 
 

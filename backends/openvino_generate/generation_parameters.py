@@ -1,6 +1,7 @@
 """What a request asks for: the parameters of vLLM's `SamplingParams` known here, without a word about Triton."""
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,10 @@ class Parameters:
     ignore_eos: bool = False
     n: int = 1
     add_special_tokens: bool = True
+
+    def choose_seed(self, index: int) -> int:
+        """Return what an answer is drawn with; left alone, the engine draws the same for everyone."""
+        return secrets.randbits(63) if self.seed is None else self.seed + index
 
 
 @dataclass(frozen=True)

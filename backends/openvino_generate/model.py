@@ -102,7 +102,10 @@ class TritonPythonModel:
             sender=sender,
             ids=ids,
             config=self._engine.configure(parameters, min(parameters.max_tokens, room)),
-            answers=[Answer(WrittenText(self._decoder, parameters.stop)) for _ in range(parameters.n)],
+            answers=[
+                Answer(WrittenText(self._decoder, parameters.stop), parameters.choose_seed(index))
+                for index in range(parameters.n)
+            ],
             parameters=parameters,
             is_streamed=is_streamed,
             # As the vLLM backend does: a whole answer begins with the prompt unless it is told not to.

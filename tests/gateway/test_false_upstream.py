@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -95,7 +96,8 @@ def ask() -> Iterator[Callable[..., list[str]]]:
         upstream = Upstream(address, Path(), 10.0, said.append)
         try:
             if kind == GENERATION:
-                assert [piece async for piece in upstream.write(served, "x", {}, headers={})]
+                share = upstream.open_share(served, "")
+                assert [piece async for piece in upstream.write(served, "x", {}, share=share, headers={})]
             else:
                 await upstream.ask(served, ["x"], caller="", headers={})
         finally:
@@ -114,7 +116,8 @@ def ask() -> Iterator[Callable[..., list[str]]]:
 def describe(kind: str) -> Served:
     """Return a model as the gateway has found it."""
     model = Model(name="tiny", version="1", takes=(TEXTS,), makes=(VECTORS,), max_batch_size=8, has_batch=True)
-    return Served(name="tiny", version="1", kind=kind, model=model, files=None)  # type: ignore[arg-type]
+    files: Any = SimpleNamespace(texts_at_a_time=1)
+    return Served(name="tiny", version="1", kind=kind, model=model, files=files)
 
 
 async def embed(address: str, texts: list[str]) -> Any:
@@ -175,6 +178,30 @@ def test_the_death_of_a_process_is_no_fault_of_the_request(ask: Callable[..., li
         with pytest.raises(ApiError) as refusal:
             ask(GENERATION, build(PIECE), refusal=said)
         assert refusal.value.status == status
+
+
+def test_what_the_engine_has_no_room_for_is_refused_for_now(ask: Callable[..., list[str]]) -> None:
+    said = "the engine finds no room for it: expected some within 16 tries, got none; ask again later"
+    with pytest.raises(ApiError, match=said) as refusal:
+        ask(GENERATION, build(PIECE), refusal=said)
+    assert (refusal.value.status, refusal.value.headers["retry-after"]) == (503, "1")
+
+
+def test_how_many_texts_are_written_at_a_time_is_read_where_the_backend_is_told_it(tmp_path: Path) -> None:
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "m" / "1" / "tokenizer.json"))
+
+    def read(config: str) -> int:
+        (tmp_path / "m" / "config.pbtxt").write_text(config)
+        return read_published(tmp_path, "m", "1").texts_at_a_time
+
+    said = 'parameters { key: "max_num_seqs" value { string_value: "%s" } }'
+    assert [read(config) for config in ("", 'backend: "vllm"', said % 8)] == [64, 256, 8]
+    for damaged in ("{", said % "x"):
+        with pytest.raises(ValueError, match=r"config\.pbtxt"):
+            read(damaged)
+    (tmp_path / "m" / "1" / "model.json").write_text('{"max_num_seqs": 100}')
+    assert read('backend: "vllm"') == 100
 
 
 @pytest.mark.parametrize("golden", ['{"samples": [{}]}', '{"samples": 5}', '{"samples": [{"outputs": [5]}]}', "{"])

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import gzip
+import http.client
 import json
 import os
 import re
@@ -507,6 +508,31 @@ def test_who_leaves_frees_the_place_in_the_server(doors: Doors) -> None:
                 leave(gateway, is_streamed=is_streamed)
                 next_s = now + 5
             time.sleep(0.05)
+
+
+def test_a_word_need_not_wait_for_all_texts_of_another_caller(doors: Doors) -> None:
+    gateway = doors.gateway
+    # More than the server queues, of each of them.
+    many = {"model": "writer", "prompt": ["Hello"] * 128, "n": 16, "max_tokens": 1000, "ignore_eos": True}
+    word = json.dumps({"model": "writer", "prompt": "Hello", "max_tokens": 2}).encode()
+    body = json.dumps(many).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with contextlib.ExitStack() as greedy:
+        for _ in range(2):
+            connection = greedy.enter_context(socket.create_connection(("127.0.0.1", gateway.port), timeout=30))
+            connection.sendall(head + body)
+        deadline = time.monotonic() + 60
+        while gateway.read_metric("modelyard_gateway_in_flight") < 3:
+            assert time.monotonic() < deadline
+        for _ in range(3):
+            neighbour = http.client.HTTPConnection("127.0.0.1", gateway.port, 60, source_address=("127.0.0.2", 0))
+            with contextlib.closing(neighbour):
+                neighbour.request("POST", "/v1/completions", word)
+                assert neighbour.getresponse().status == 200
+    # More than one caller has written at a time.
+    status, content, _ = gateway.ask("/v1/completions", many | {"prompt": ["Hello"] * 10, "max_tokens": 4})
+    assert (status, len(content["choices"])) == (200, 160)
+    assert content["usage"]["completion_tokens"] == 160 * 4
 
 
 def test_who_leaves_cancels_nothing_in_the_server_where_all_is_answered_at_once(doors: Doors) -> None:

@@ -34,10 +34,11 @@ LIBRARIES = {
         "modelyard.exchange", "modelyard.parser", "modelyard.standard_streams", "tritonclient", "aiohttp", "grpc",
         "numpy", "platformdirs", "PIL", "pyarrow",
     },
-    # A caller as others are: it asks through the installed client, which type checkers know by its folder.
+    # A caller as others are: it asks through the installed client, which type checkers know by its folder, and reads a
+    # model's configuration as tritonclient describes it.
     "gateway": {
         "modelyard.client", "client", "fastapi", "starlette", "uvicorn", "httptools", "pydantic", "numpy", "orjson",
-        "jinja2", "tokenizers", "prometheus_client",
+        "jinja2", "tokenizers", "prometheus_client", "google", "tritonclient",
     },
     "modelyard": set(),
     "demo": set(),

@@ -1,5 +1,6 @@
 """Text from a decoder, through the real tritonserver: it is what transformers writes, whoever else is asking."""
 
+import contextlib
 import json
 import os
 import queue
@@ -102,17 +103,7 @@ class Writers:
 
     def stream(self, model: str, prompt: str, leave_after: int = 0, **parameters: Any) -> Heard:
         """Ask over a stream of gRPC, and cancel it after some pieces."""
-        values = {
-            "text_input": np.array([prompt.encode()], dtype=object),
-            "stream": np.array([True]),
-            "sampling_parameters": np.array([json.dumps(parameters).encode()], dtype=object),
-            "return_finish_reason": np.array([True]),
-            "return_num_output_tokens": np.array([True]),
-        }
-        inputs = []
-        for name, value in values.items():
-            inputs.append(grpc.InferInput(name, [1], "BOOL" if value.dtype == bool else "BYTES"))
-            inputs[-1].set_data_from_numpy(value)
+        inputs = build_inputs(prompt, parameters, is_streamed=True)
         heard: queue.Queue[Any] = queue.Queue()
         result = Heard()
         with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") as client:
@@ -132,6 +123,15 @@ class Writers:
                     break
         return result
 
+    @contextlib.contextmanager
+    def leaving(self, model: str, **parameters: Any) -> Iterator[None]:
+        """Ask for a whole answer over a stream of gRPC, and cancel it after the block."""
+        with grpc.InferenceServerClient(f"127.0.0.1:{self.server.grpc}") as client:
+            client.start_stream(lambda result, error: None)
+            client.async_stream_infer(model, build_inputs("A cat", parameters, is_streamed=False))
+            yield
+            client.stop_stream(cancel_requests=True)
+
     def read_metrics(self, model: str) -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.server.metrics}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
@@ -147,6 +147,21 @@ class Writers:
             assert time.monotonic() < deadline, found
             time.sleep(0.05)
         return found
+
+
+def build_inputs(prompt: str, parameters: dict[str, Any], *, is_streamed: bool) -> list[grpc.InferInput]:
+    values = {
+        "text_input": np.array([prompt.encode()], dtype=object),
+        "stream": np.array([is_streamed]),
+        "sampling_parameters": np.array([json.dumps(parameters).encode()], dtype=object),
+        "return_finish_reason": np.array([True]),
+        "return_num_output_tokens": np.array([True]),
+    }
+    inputs = []
+    for name, value in values.items():
+        inputs.append(grpc.InferInput(name, [1], "BOOL" if value.dtype == bool else "BYTES"))
+        inputs[-1].set_data_from_numpy(value)
+    return inputs
 
 
 def set_parameters(repository: Path, model: str, **parameters: str) -> None:
@@ -178,6 +193,8 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writers]:
         assert main(["run", str(checkpoint), "--name", model, "--repository", str(folder / "models")]) == 0
     # Prompts in pieces as well as whole, which is chosen for small models.
     set_parameters(folder / "models", "opt", dynamic_split_fuse="true", max_num_batched_tokens="16")
+    # As many at a time as one request may ask for.
+    set_parameters(folder / "models", "llama", max_num_seqs=str(STREAMS))
     small = ["--name", "small", "--repository", str(folder / "models"), "--precision", "int8"]
     assert main(["run", str(save_trained_writer(folder / "small")), *small]) == 0
     with running(folder / "models") as server:
@@ -238,6 +255,19 @@ def test_a_stream_is_told_of_each_token_and_one_of_many_of_several_together(writ
             many = list(pool.map(lambda _: writers.stream("gpt2", "The cat sat on", **asked), range(STREAMS)))
         assert {(each.text, each.tokens) for each in many} == {(alone.text, 400)}
         pieces = sum(len(each.pieces) for each in many)
+
+
+def test_who_waits_is_written_next_where_all_who_are_written_leave_at_once(writers: Writers) -> None:
+    wanted = writers.write("llama", "The cat sat on")
+    drawn = {"n": STREAMS, "temperature": 1, "max_tokens": 4000, "ignore_eos": True}
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as pool:
+            with writers.leaving("llama", **drawn):
+                writers.wait_for("llama", lambda found: found["running"] == STREAMS)
+                waiting = pool.submit(writers.stream, "llama", "The cat sat on", max_tokens=TOKENS, temperature=0)
+                time.sleep(0.3)
+            heard = waiting.result()
+        assert (heard.error, heard.text) == ("", wanted)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
