@@ -15,6 +15,7 @@ if __name__ == "__main__":
     begin()
 
 import argparse
+import gc
 import os
 import signal
 import socket
@@ -114,6 +115,9 @@ def serve(arguments: argparse.Namespace) -> int:
         signal.signal(number, server.handle_exit)
     entry = "with a key" if keys else "without keys"
     _say(f"listening on http://{arguments.host}:{listener.getsockname()[1]} {entry}, asking {upstream.url}")
+    # What is there for good need not be looked through again and again.
+    gc.collect()
+    gc.freeze()
     server.run(sockets=[listener])
     _say("stopped")
     return 0

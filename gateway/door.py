@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -39,6 +40,9 @@ _BODY_TIMEOUT_S = 30.0
 # bytes a body takes until it is answered: where one character of a text needs four bytes all do, and it is sent in
 # another form.
 _MOST_HELD, _TIMES = 512 << 20, 8
+
+# What may be given back until it is seen to that it is free.
+_COLLECTED = 64 << 20
 
 # Bytes of an answer that is written at once, and of each piece of a longer one.
 _SHORT, _PIECE = 16 * 1024, 64 * 1024
@@ -276,7 +280,7 @@ class _Bodies:
     def __init__(self, most: int) -> None:
         self._most, self._total = most, max(_MOST_HELD, 3 * _TIMES * most)
         self._taken: Counter[str] = Counter()
-        self._sum = 0
+        self._sum = self._given_back = 0
 
     @contextlib.asynccontextmanager
     async def read(self, caller: str, scope: Scope, receive: Receive) -> AsyncIterator["_Held"]:
@@ -321,6 +325,12 @@ class _Bodies:
             raise refuse_for_now(f"there is too much to do: {what}, got more; ask again later.", is_overload=True)
         self._taken[caller] += size
         self._sum += size
+        self._given_back -= min(size, 0)
+        if self._given_back > _COLLECTED:
+            # An error refers to the frames that it passed through, and these to it: what they hold stays until Python
+            # looks for such circles, which it does after so many objects and not after so many bytes.
+            gc.collect()
+            self._given_back = 0
         if not self._taken[caller]:
             del self._taken[caller]
 

@@ -301,6 +301,17 @@ def test_of_a_very_long_text_the_beginning_is_tokenized(doors: Doors) -> None:
     assert int(after) - int(before) < 300_000
 
 
+def test_what_a_refused_request_held_is_free_again(doors: Doors) -> None:
+    path = Path(f"/proc/{doors.gateway.process.pid}/status")
+    (before,) = re.findall(r"VmRSS:\s+(\d+) kB", path.read_text())
+    # Of a text with one character beyond the BMP each takes four bytes.
+    body = {"model": "embedder", "input": "a" * 8_000_000 + "😀"}
+    for _ in range(25):
+        assert "too" in doors.gateway.refuse("/v1/embeddings", body)[1]
+    (after,) = re.findall(r"VmRSS:\s+(\d+) kB", path.read_text())
+    assert int(after) - int(before) < 300_000
+
+
 EMBED, WRITE = {"model": "embedder", "input": "x"}, {"model": "writer", "prompt": "x"}
 CHAT = {"model": "writer", "messages": [{"role": "user", "content": "x"}]}
 
