@@ -1,5 +1,6 @@
 """From texts to token ids: decoding, truncation and padding, without a word about Triton."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self._shortening = None if has_windows else Shortening(self._tokenizer)
         self._overlap = Overlap(self._tokenizer) if has_windows else None
+        self._pairing = None if has_windows else Pairing(self._tokenizer)
         self._tensor_names = list(tensor_names)
         self._has_windows = has_windows
         self._lengths = lengths
@@ -86,6 +88,14 @@ class TextTokenizer:
         ]
 
     def _encode_all(self, asked: "list[str | tuple[str, ...]]") -> "list[Encoding | TextError]":
+        apart = {index for index, text in enumerate(asked) if self._is_long_pair(text)}
+        together = iter(self._encode_together([text for index, text in enumerate(asked) if index not in apart]))
+        return [self._encode_one(text) if index in apart else next(together) for index, text in enumerate(asked)]
+
+    def _is_long_pair(self, text: "str | tuple[str, ...]") -> bool:
+        return self._pairing is not None and self._pairing.is_long(text)
+
+    def _encode_together(self, asked: "list[str | tuple[str, ...]]") -> "list[Encoding | TextError]":
         try:
             if self._overlap is None or not self._overlap.is_less_for_any(asked):
                 return list(self._tokenizer.encode_batch(asked))
@@ -132,6 +142,8 @@ class TextTokenizer:
 
     def _encode_one(self, text: "str | tuple[str, ...]") -> "Encoding | TextError":
         try:
+            if self._pairing is not None and self._pairing.is_long(text):
+                return self._pairing.encode(text[0], text[1])
             tokenizer = self._tokenizer if self._overlap is None else self._overlap.choose(self._tokenizer, text)
             return tokenizer.encode(*([text] if isinstance(text, str) else text))
         except TextError as exc:
@@ -255,6 +267,70 @@ class Shortening:
 
     def _count(self, texts: Sequence[str]) -> list[int]:
         return [len(made) for made in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+class Pairing:
+    """Encodes two long texts of a pair as the library does, without what is truncated of them.
+
+    The library goes on to pair each window of that of the one with each of the other: of two texts of 20,000 characters
+    without blanks, which cannot be cut, that were 8 GB, though nothing is made of it here.
+
+    Args:
+        tokenizer: Tokenizer that truncates; it stays as it is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        truncation = tokenizer.truncation or {}
+        self._tokens = int(truncation["max_length"])
+        self._cuts_end = truncation["direction"] == "right"
+        # Of the others, one text stays whole, or there is an error.
+        self._cuts_both = truncation["strategy"] == "longest_first"
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def is_long(self, text: "str | tuple[str, ...]") -> bool:
+        """Tell whether the windows of two texts may be many: a character has some tokens at most."""
+        if isinstance(text, str) or len(text) == 1 or not self._cuts_both:
+            return False
+        return len(text[0]) * len(text[1]) > (2 * self._tokens) ** 2
+
+    def encode(self, first: str, second: str) -> Encoding:
+        """Return the encoding of a pair, whose offsets may differ by a blank, or raise what the library does."""
+        made = self._tokenizer.encode_batch([first, second], add_special_tokens=False)
+        room = self._tokens - self._tokenizer.num_special_tokens_to_add(True)
+        kept = _share(len(made[0]), len(made[1]), max(room, 0))
+        return self._tokenizer.post_process(*(self._take(each, size) for each, size in zip(made, kept, strict=True)))
+
+    def _take(self, encoding: Encoding, size: int) -> Encoding:
+        """Return so many tokens of an encoding at the end that is kept, without the rest that `truncate` leaves it."""
+        if size >= len(encoding):
+            return encoding
+        start = 0 if self._cuts_end else len(encoding) - size
+        taken = slice(start, start + size)
+        state = {
+            "ids": encoding.ids[taken],
+            "type_ids": encoding.type_ids[taken],
+            "tokens": encoding.tokens[taken],
+            "words": encoding.word_ids[taken],
+            "offsets": encoding.offsets[taken],
+            "special_tokens_mask": encoding.special_tokens_mask[taken],
+            "attention_mask": encoding.attention_mask[taken],
+            "overflowing": [],
+            "sequence_ranges": {"0": {"start": 0, "end": size}},
+        }
+        made = Encoding()
+        made.__setstate__(json.dumps(state).encode())
+        return made
+
+
+def _share(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return how many tokens are left of each text of a pair: the longer one is cut first, and has the odd token."""
+    if first + second <= room:
+        return first, second
+    less = min(first, second)
+    kept = (less, room - less) if less <= room // 2 else (room // 2, room - room // 2)
+    return kept if first <= second else (kept[1], kept[0])
 
 
 class Overlap:

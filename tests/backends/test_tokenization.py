@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from harness import Exported, load_backend
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 tokenization = load_backend("python_preprocess", "tokenization")
 
@@ -95,6 +95,36 @@ def test_a_pair_is_cut_only_where_the_longer_text_stays_the_longer(exported: Exp
     ]
     (refused,) = shortening.shorten([(long * tokens, long * tokens)])
     assert str(refused).startswith("a text is too long: expected at most 131072 characters")
+
+
+@pytest.mark.parametrize("direction", ["right", "left"])
+@pytest.mark.parametrize("tokens", [8, 9])
+@pytest.mark.parametrize("kind", ["words", "no words"])
+def test_of_two_long_texts_nothing_is_made_that_is_truncated(
+    kind: str, tokens: int, direction: str, exported: Exported, tmp_path: Path
+) -> None:
+    """The library makes each window of the rest of the one beside each of the other: of 2 x 20,000 characters, 8 GB."""
+    whole = Tokenizer.from_file(str(exported.tokenizer_file))
+    if kind == "no words":
+        whole = Tokenizer(models.Unigram([("<s>", 0.0), ("a", -1.0), ("b", -1.0), ("ab", -1.5), ("aab", -1.6)]))
+        whole.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s>:1 $B:1", [("<s>", 0)])
+        whole.enable_padding()
+    whole.enable_truncation(tokens, direction=direction)
+    whole.save(str(tmp_path / "tokenizer.json"))
+    whole.no_padding()
+    tokenizer = tokenization.TextTokenizer(tmp_path / "tokenizer.json", ["input_ids"])
+    generator = random.Random(tokens)
+    pairs = []
+    for _ in range(60):
+        first, second = ("".join(generator.choices("ab", k=generator.choice([2, 30, 60, 61, 90]))) for _ in range(2))
+        pairs.append((" ".join(first), " ".join(second)) if kind == "words" else (first, second))
+    for (first, second), row in zip(pairs, tokenizer.encode(pairs), strict=True):
+        wanted, (got,) = whole.encode(first, second), row.windows
+        for name in ("ids", "type_ids", "attention_mask", "special_tokens_mask"):
+            assert getattr(got, name) == getattr(wanted, name), (first, second)
+        assert len(got.overflowing) < 100
+    (row,) = tokenizer.encode([("ab" * 1000, "ba" * 1000)])
+    assert not row.windows[0].overflowing
 
 
 @pytest.mark.parametrize("tokens", [24, 25])

@@ -56,10 +56,10 @@ _GPT2_VALUES: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (),
     "attention_output_gate": (False,),
     "head_wise_attn_gate": (False,),
-    "experimental_attention_variant": (),
-    "linear_attention_type": (),
+    "experimental_attention_variant": ("",),
+    "linear_attention_type": ("",),
     "enable_hyper_connections": (False,),
-    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_path": ("",),
     "heterogeneous_layers_config_encoded_json": ("",),
 }
 # What older and newer versions call the same number.
