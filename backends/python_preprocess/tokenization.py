@@ -297,10 +297,10 @@ class Pairing:
 
     def encode(self, first: str, second: str) -> Encoding:
         """Return the encoding of a pair, whose offsets may differ by a blank, or raise what the library does."""
-        made = self._tokenizer.encode_batch([first, second], add_special_tokens=False)
+        one, other = self._tokenizer.encode_batch([first, second], add_special_tokens=False)
         room = self._tokens - self._tokenizer.num_special_tokens_to_add(True)
-        kept = _share(len(made[0]), len(made[1]), max(room, 0))
-        return self._tokenizer.post_process(*(self._take(each, size) for each, size in zip(made, kept, strict=True)))
+        left, left_of_other = _share(len(one), len(other), max(room, 0))
+        return self._tokenizer.post_process(self._take(one, left), self._take(other, left_of_other))
 
     def _take(self, encoding: Encoding, size: int) -> Encoding:
         """Return so many tokens of an encoding at the end that is kept, without the rest that `truncate` leaves it."""
