@@ -83,7 +83,8 @@ class Probe:
             return Answer.HUNG_UP
         except (OSError, http.client.HTTPException, MemoryError) as exc:
             return Answer.NOT_ASKED if is_shortage(exc) else Answer.SILENT
-        return Answer.ALIVE if response.status == 200 else Answer.NOT_ALIVE
+        # Somebody else at its port may answer anything.
+        return {200: Answer.ALIVE, 400: Answer.NOT_ALIVE}.get(response.status, Answer.SILENT)
 
 
 class Pulse:
