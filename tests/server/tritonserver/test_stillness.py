@@ -97,7 +97,9 @@ def test_many_that_idle_are_as_still_as_one() -> None:
             process.communicate()
 
 
-@pytest.mark.parametrize(("does", "stops"), [(WAITS, True), (COMPUTES, False), (READS, False)])
+@pytest.mark.parametrize(
+    ("does", "stops"), [(WAITS, True), (COMPUTES, False), pytest.param(READS, False, marks=pytest.mark.rarer)]
+)
 def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
     does: str, stops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
