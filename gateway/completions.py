@@ -47,6 +47,28 @@ class _Piece:
     reason: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What is asked of a model, for one prompt or several.
+
+    Attributes:
+        call: Whose request it is.
+        served: The model.
+        share: What it takes of the texts that the model writes at a time.
+        parameters: How it is to write.
+    """
+
+    call: Call
+    served: Served
+    share: Share
+    parameters: Mapping[str, Any]
+
+    def begin(self) -> Written:
+        """Return the account of a prompt of which nothing is written yet."""
+        number = self.parameters.get("n") or 1
+        return Written([""] * number, [None] * number)
+
+
 class Writing:
     """The operations.
 
@@ -93,38 +115,26 @@ class Writing:
         self, call: Call, served: Served, prompts: list[str], parameters: Mapping[str, Any], answer: "_Answer"
     ) -> Reply:
         share = self._upstream.open_share(served, call.caller)
+        request = _Request(call=call, served=served, share=share, parameters=parameters)
         if not answer.asked.stream:
-            return answer.render(
-                await gather(self._write_all(call, served, share, prompt, parameters) for prompt in prompts)
-            )
-        events = self._stream(call, served, share, prompts[0], parameters, answer)
+            return answer.render(await gather(self._write_all(request, prompt) for prompt in prompts))
+        events = self._stream(request, prompts[0], answer)
         # What is refused is refused with a status of its own: nothing is sent before the first piece is there.
         first = await anext(events)
         return _join(first, events)
 
-    async def _write_all(
-        self, call: Call, served: Served, share: Share, prompt: str, parameters: Mapping[str, Any]
-    ) -> Written:
-        written = Written([""] * (parameters.get("n") or 1), [None] * (parameters.get("n") or 1))
-        async with contextlib.aclosing(self._hear(call, served, share, prompt, parameters, written)) as pieces:
+    async def _write_all(self, request: _Request, prompt: str) -> Written:
+        written = request.begin()
+        async with contextlib.aclosing(self._hear(request, prompt, written)) as pieces:
             async for _ in pieces:
                 pass
         return written
 
-    async def _stream(
-        self,
-        call: Call,
-        served: Served,
-        share: Share,
-        prompt: str,
-        parameters: Mapping[str, Any],
-        answer: "_Answer",
-    ) -> AsyncGenerator[bytes, None]:
-        number = parameters.get("n") or 1
-        written = Written([""] * number, [None] * number)
-        async with contextlib.aclosing(self._hear(call, served, share, prompt, parameters, written)) as pieces:
+    async def _stream(self, request: _Request, prompt: str, answer: "_Answer") -> AsyncGenerator[bytes, None]:
+        written = request.begin()
+        async with contextlib.aclosing(self._hear(request, prompt, written)) as pieces:
             first: list[_Piece] = await anext(pieces, [])
-            for event in answer.render_start(number):
+            for event in answer.render_start(len(written.texts)):
                 yield event
             for piece in first:
                 yield answer.render_piece(piece)
@@ -135,17 +145,10 @@ class Writing:
             yield answer.render_usage(written)
         yield _DONE
 
-    async def _hear(
-        self,
-        call: Call,
-        served: Served,
-        share: Share,
-        prompt: str,
-        parameters: Mapping[str, Any],
-        written: Written,
-    ) -> AsyncGenerator[list[_Piece], None]:
+    async def _hear(self, request: _Request, prompt: str, written: Written) -> AsyncGenerator[list[_Piece], None]:
         """Yield what is new, and keep account of it."""
-        answers = self._upstream.write(served, prompt, parameters, share=share, headers=call.tracing)
+        call, served = request.call, request.served
+        answers = self._upstream.write(served, prompt, request.parameters, share=request.share, headers=call.tracing)
         try:
             async with contextlib.aclosing(answers):
                 async for answer in answers:

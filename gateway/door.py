@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import gc
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +20,7 @@ from .bodies import Body, read_body
 from .call import Call, Reply, read_tracing
 from .completions import Writing
 from .errors import ApiError, refuse_for_now
+from .held import Bodies, Held
 from .keys import Key, Keys
 from .metrics import Metrics
 from .texts import Texts, dump
@@ -32,17 +31,6 @@ _OPEN = ("/health", "/docs", "/openapi.json")
 
 # Paths of TEI's, whose errors are told in its words.
 _TEI = ("/embed", "/rerank", "/predict", "/tokenize")
-
-# In which a body comes whole.
-_BODY_TIMEOUT_S = 30.0
-
-# Bytes that all requests and answers take at a time, half of what a container has, and how many times as much as its
-# bytes a body takes until it is answered: where one character of a text needs four bytes all do, and it is sent in
-# another form.
-_MOST_HELD, _TIMES = 512 << 20, 8
-
-# What may be given back until it is seen to that it is free.
-_COLLECTED = 64 << 20
 
 # Bytes of an answer that is written at once, and of each piece of a longer one.
 _SHORT, _PIECE = 16 * 1024, 64 * 1024
@@ -179,7 +167,7 @@ class Door:
         app.get("/health", summary="Whether there is a model to ask")(self._tell_health)
         app.head("/health", include_in_schema=False)(self._tell_health)
         app.get("/metrics", summary="What Prometheus reads")(self._show_metrics)
-        held = _Bodies(self._max_body)
+        held = Bodies(self._max_body)
         for operation in self._operations:
             # Not FastAPI's own: it would read a body twice as slowly, and tell its errors in its words.
             endpoint = _Endpoint(operation, held)
@@ -221,7 +209,7 @@ class Door:
 class _Endpoint:
     """An operation, as Starlette calls it."""
 
-    def __init__(self, operation: Operation, bodies: "_Bodies") -> None:
+    def __init__(self, operation: Operation, bodies: Bodies) -> None:
         self._operation, self._bodies = operation, bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,7 +217,7 @@ class _Endpoint:
         async with self._bodies.read(call.caller, scope, receive) as held:
             await self._answer_while_asked(call, held, receive, send)
 
-    async def _answer_while_asked(self, call: Call, held: "_Held", receive: Receive, send: Send) -> None:
+    async def _answer_while_asked(self, call: Call, held: Held, receive: Receive, send: Send) -> None:
         # Nothing more comes of a caller but that it leaves, and then nobody needs the answer.
         leaving = asyncio.ensure_future(receive())
         # Where many wait, some have left by now: what they sent is not even looked at.
@@ -252,7 +240,7 @@ class _Endpoint:
             return
         work.result()
 
-    async def _answer(self, call: Call, held: "_Held", send: Send) -> None:
+    async def _answer(self, call: Call, held: Held, send: Send) -> None:
         reply = await self._operation.answer(call, read_body(self._operation.kind, held.take_body()))
         if isinstance(reply, bytes):
             held.resize(len(reply))
@@ -263,122 +251,6 @@ class _Endpoint:
             async for event in reply:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-class _Bodies:
-    """What all requests that are being answered take: their bodies, and then their answers until those have gone.
-
-    A caller may take more only while it then has no more than what is left for all others: one has half of all at most,
-    two have a third each, and whoever has nothing yet always finds room (Choudhury and Hahne, Dynamic queue length
-    thresholds for shared-memory packet switches, 1998). A large request leaves as much as itself beside that, so that
-    short ones of the same caller find some as well.
-
-    Args:
-        most: Bytes of one body.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._total = most, max(_MOST_HELD, 3 * _TIMES * most)
-        self._taken: Counter[str] = Counter()
-        self._sum = self._given_back = 0
-
-    @contextlib.asynccontextmanager
-    async def read(self, caller: str, scope: Scope, receive: Receive) -> AsyncIterator["_Held"]:
-        """Read the body of a request, and hold it, and what is made of it, until it is answered.
-
-        Raises:
-            ApiError: It is too large, by itself or beside the others, or encoded, or does not come.
-        """
-        headers = dict(scope["headers"])
-        length = int(headers.get(b"content-length", b"0"))
-        if length > self._most:
-            raise _refuse_size(self._most, f"{length}")
-        if (encoding := headers.get(b"content-encoding", b"identity").decode("latin-1")).lower() != "identity":
-            what = (
-                f"the body is encoded: expected it as it is, got {encoding[:40]!r}; send it without Content-Encoding."
-            )
-            raise ApiError(415, what)
-        held = _Held(self, caller)
-        try:
-            try:
-                await asyncio.wait_for(self._fill(held, length, receive), _BODY_TIMEOUT_S)
-            except asyncio.TimeoutError:
-                what = f"the body does not come: expected all of it within {_BODY_TIMEOUT_S:g} s."
-                raise ApiError(408, what) from None
-            yield held
-        finally:
-            held.resize(0)
-
-    def take(self, caller: str, size: int, whole: int) -> None:
-        """Let a caller take more, or less.
-
-        Args:
-            caller: Who takes it.
-            size: How much more.
-            whole: What its request takes then.
-
-        Raises:
-            ApiError: There is no room for more.
-        """
-        if size > 0 and self._taken[caller] + size > self._total - self._sum - size - whole:
-            what = f"expected at most {self._total >> 20} MiB of requests and answers at a time, and less of one caller"
-            raise refuse_for_now(f"there is too much to do: {what}, got more; ask again later.", is_overload=True)
-        self._taken[caller] += size
-        self._sum += size
-        self._given_back -= min(size, 0)
-        if self._given_back > _COLLECTED:
-            # An error refers to the frames that it passed through, and these to it: what they hold stays until Python
-            # looks for such circles, which it does after so many objects and not after so many bytes.
-            gc.collect()
-            self._given_back = 0
-        if not self._taken[caller]:
-            del self._taken[caller]
-
-    async def _fill(self, held: "_Held", length: int, receive: Receive) -> None:
-        # Before it comes, where its length is told: of many that come at once those that fit do, and none in part.
-        held.resize(_TIMES * length)
-        more = True
-        while more:
-            message = await receive()
-            held.body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(held.body) > self._most:
-                raise _refuse_size(self._most, "more")
-            held.resize(_TIMES * max(length, len(held.body)))
-
-
-class _Held:
-    """What one request takes.
-
-    Args:
-        bodies: Of which it is a part.
-        caller: Whose it is.
-
-    Attributes:
-        body: What has come.
-    """
-
-    def __init__(self, bodies: _Bodies, caller: str) -> None:
-        self._bodies, self._caller, self._size = bodies, caller, 0
-        self.body = bytearray()
-
-    def take_body(self) -> bytearray:
-        """Return the body, which is not held any longer."""
-        body, self.body = self.body, bytearray()
-        return body
-
-    def resize(self, size: int) -> None:
-        """Take so much in place of what was taken before.
-
-        Raises:
-            ApiError: There is no room for it.
-        """
-        self._bodies.take(self._caller, size - self._size, size)
-        self._size = size
-
-
-def _refuse_size(most: int, got: str) -> ApiError:
-    return ApiError(413, f"the body is too large: expected at most {most} bytes, got {got}; ask several times.")
 
 
 def _describe(served: Served) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Who is next: callers in turn, and of each caller now the request that has had least, now the one that came first."""
 
+import abc
 import asyncio
 import contextlib
 import heapq
@@ -57,7 +58,7 @@ class _Caller:
         self._takes_oldest = not self._takes_oldest
 
 
-class _Line:
+class _Line(abc.ABC):
     """Who waits, and for how long.
 
     Args:
@@ -92,12 +93,13 @@ class _Line:
             self._give_back(caller, size)
         self._go_on()
 
+    @abc.abstractmethod
     def _give_back(self, caller: str, size: int) -> None:
-        raise NotImplementedError
+        """Take back what a turn gave."""
 
+    @abc.abstractmethod
     def _go_on(self) -> None:
         """Give turns to whoever may have one."""
-        raise NotImplementedError
 
 
 class Turns(_Line):

@@ -23,6 +23,7 @@ from .limits import (
     check_open_files,
     check_temporary_folder,
     check_threads,
+    starts_programs,
 )
 from .locations import name_command, name_opening
 from .tritonserver.installation import Installation, build_environment, find_installation
@@ -189,6 +190,11 @@ def examine_temporary_folder(*, holds_programs: bool) -> Finding:
         folder = check_temporary_folder(holds_programs=holds_programs)
     except ServerError as exc:
         return _blame(what, exc)
+    if not starts_programs(folder):
+        found = f"no program may be started from {folder}: processes of a rollout begin all at once"
+        return Finding(
+            what=what, verdict="warning", found=found, remedy="mount it with exec, or name another in TMPDIR"
+        )
     return Finding(what=what, verdict="ok", found=str(folder))
 
 

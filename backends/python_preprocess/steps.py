@@ -38,7 +38,8 @@ class TextStep:
         self, path: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
     ) -> None:
         from texts import RequestTexts
-        from tokenization import TextError, TextTokenizer, read_lengths
+        from tokenization import TextTokenizer, read_lengths
+        from truncation import TextError
 
         self.refusal = TextError
         has_windows = described["has_windows"]

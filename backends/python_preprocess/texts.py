@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from request_values import read_values
-from tokenization import TextError, decode_text
+from tokenization import decode_text
+from truncation import TextError
 
 # Bytes of text in one request, unless its config says otherwise in this parameter. A text that is truncated costs
 # little, however long it is; one that is read in windows costs in proportion to its length, in every step.

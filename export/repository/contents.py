@@ -185,6 +185,19 @@ def list_remains(repository: Path, name: str) -> list[str]:
     return [part for part in names if is_known and (part in owned or _is_vacant(repository / part))]
 
 
+def list_others(repository: Path, parts: Iterable[str], versions: Iterable[int]) -> list[Path]:
+    """Return what lies in the folders of a public model and is neither a version of it nor a configuration.
+
+    Args:
+        repository: Where they are.
+        parts: Its folders.
+        versions: Its versions.
+    """
+    known = {CONFIG_FILE, CLAIM_FILE, *map(str, versions)}
+    entries = [entry for part in parts for entry in sorted((repository / part).iterdir())]
+    return [entry for entry in entries if entry.name not in known or entry.is_symlink()]
+
+
 def _list_own_steps(repository: Path, name: str) -> set[str]:
     """Return the steps of the ensemble `name` if they are called as modelyard calls them, else none."""
     config = find_config(repository / name)

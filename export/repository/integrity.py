@@ -15,7 +15,17 @@ from .config_file import (
     keep_operators_parameters,
     pin_config,
 )
-from .contents import CLAIM_FILE, GOLDEN_FILE, find_active_version, find_owner, list_models, list_versions
+from .contents import (
+    CLAIM_FILE,
+    GOLDEN_FILE,
+    STAGING_PREFIX,
+    find_active_version,
+    find_owner,
+    list_models,
+    list_others,
+    list_parts,
+    list_versions,
+)
 from .hashing import hash_files
 from .names import STEP_SUFFIXES
 from .version import SUMS_FILE, Version
@@ -90,6 +100,7 @@ def find_damage(repository: Path, on_version: Callable[[Version], None] = lambda
                 on_version(version)
                 yield from find_damaged_files(version)
             yield from _find_damaged_configs(repository, name)
+            yield from _find_others(repository, name)
         except (RepositoryError, OSError) as exc:
             path = repository / name
             what = f"cannot be read ({str(exc).rstrip('.')})"
@@ -169,6 +180,14 @@ def _find_strays(repository: Path, models: Collection[str]) -> Iterator[Finding]
             what=f"is a part of the model {owner}, and {place} is not there",
             remedy=remedy if list_versions(folder) else f"take it away with `remove {owner}`",
         )
+
+
+def _find_others(repository: Path, name: str) -> Iterator[Finding]:
+    """Yield what lies in a model's folders beside its versions, unless it is being changed, or that was killed."""
+    others = list_others(repository, list_parts(repository, name), list_versions(repository / name))
+    if not any(path.name.startswith(STAGING_PREFIX) for path in others):
+        for path in others:
+            yield Finding(name=name, version=0, path=path, what="was not published", remedy="move it away")
 
 
 def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:

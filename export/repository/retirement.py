@@ -11,7 +11,15 @@ from ..errors import RepositoryError, list_some
 from .activation import switch
 from .change import change
 from .config_file import CONFIG_FILE
-from .contents import CLAIM_FILE, check_published, find_active_version, list_parts, list_remains, list_versions
+from .contents import (
+    CLAIM_FILE,
+    check_published,
+    find_active_version,
+    list_others,
+    list_parts,
+    list_remains,
+    list_versions,
+)
 from .files import give_up, move
 from .removal import remove_leftovers, remove_version
 from .use import seize
@@ -129,10 +137,7 @@ def _check_contents(repository: Path, name: str, parts: Iterable[str], versions:
     Raises:
         RepositoryError: It is nobody's, or of a public model whose folder has another name now.
     """
-    known = {CONFIG_FILE, CLAIM_FILE, *map(str, versions)}
-    entries = [entry for part in parts for entry in sorted((repository / part).iterdir())]
-    others = [entry for entry in entries if entry.name not in known or entry.is_symlink()]
-    if others:
+    if others := list_others(repository, parts, versions):
         raise RepositoryError(
             f"the folders of {name} hold something else as well",
             expected=f"the versions of {repository / name}, and their configurations",

@@ -57,7 +57,7 @@ class QuestionEncoder:
     def find_stride(self, question: Question) -> int:
         """Return how many tokens two windows of a question share, which must be fewer than a window has room for.
 
-        The server's step finds the same (backends/python_preprocess/tokenization.py).
+        The server's step finds the same (backends/python_preprocess/truncation.py).
         """
         stride, room = self.stride or 0, self.find_room(question)
         return stride if stride < room else max(room, 0) // 2

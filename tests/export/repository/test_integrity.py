@@ -206,6 +206,17 @@ def test_a_file_that_the_sums_no_longer_name_is_told_as_just_that(
     assert "lacks" not in done.out
 
 
+def test_what_lies_beside_the_versions_is_found(models: Path) -> None:
+    (models / "tickets_model" / "9").mkdir()
+    (models / "tickets" / "notes.txt").touch()
+    found = {finding.path: (finding.what, finding.remedy) for finding in find_damage(models)}
+    others = [models / "tickets_model" / "9", models / "tickets" / "notes.txt"]
+    assert found == dict.fromkeys(others, ("was not published", "move it away"))
+    # A change is under way, or was killed, and ends with what it has begun.
+    (models / "tickets" / "staging-9-0123abcd").mkdir()
+    assert not list(find_damage(models))
+
+
 def test_verify_repository_finds_a_model_that_was_renamed_by_hand_and_its_orphaned_steps(models: Path) -> None:
     (models / "tickets").rename(models / "moved")
     assert [str(finding) for finding in find_damage(models)] == [
