@@ -80,7 +80,9 @@ def fit_checkpoint(options: VocabularyOptions, checkpoint: StoredCheckpoint, dir
     tensors = {**checkpoint.tensors, **{name: written[tied.get(name, name)] for name in made}}
     files = scratch / "tokenizer"
     tokenizer.save_pretrained(files)
-    changed = {"vocab_size": rows.after, "decoder_vocab_size": rows.after, "vocabulary_sha256": rows.sha256}
+    # Marian's decoder may have a vocabulary of its own, which stays as it is.
+    decoder_rows = getattr(config, "decoder_vocab_size", None)
+    changed = {"vocab_size": rows.after, "decoder_vocab_size": decoder_rows, "vocabulary_sha256": rows.sha256}
     return Fitted(
         # Second copies were compared with what the trainer saved when the tables were read.
         checkpoint=replace(checkpoint, tensors=tensors, tied=tied, copies=()),

@@ -39,6 +39,10 @@ _POOLER = "pooler."
 _LEAST_SHARE = 0.75
 # Keys of the configuration that say how many rows the table of tokens has.
 _SIZE_KEYS = ("vocab_size", "decoder_vocab_size")
+# Those of Marian's where the encoder reads other tokens than the decoder writes.
+_TWO_TABLES = MappingProxyType(
+    {"vocab_size": "model.encoder.embed_tokens.weight", "decoder_vocab_size": "model.decoder.embed_tokens.weight"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +249,9 @@ def _find_sizes(config: Any, model: Any, shapes: Shapes) -> dict[str, int]:
 
     The table is found by the end of its name, which stays where transformers renames what stands before it.
     """
+    if not getattr(config, "share_encoder_decoder_embeddings", True):
+        two = {key: shapes[name] for key, name in _TWO_TABLES.items() if name in shapes}
+        return {key: rows for key, (rows, *_) in two.items() if rows != getattr(config, key)}
     table, ends = _find_table(model), _list_ends(model)
     if not ends:
         return {}

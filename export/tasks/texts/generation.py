@@ -128,7 +128,9 @@ class Text2TextGeneration(GenerationTask):
     def __init__(self, source: TaskSource) -> None:
         model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForSeq2SeqLM)
         self.module = Seq2SeqModule(model).eval()
-        self.vocabulary = model.config.vocab_size
+        # Marian may write another language's tokens than it reads (transformers, modeling_marian.py).
+        has_two = not getattr(model.config, "share_encoder_decoder_embeddings", True)
+        self.vocabulary = model.config.decoder_vocab_size if has_two else model.config.vocab_size
         longest = source.max_length or _DEFAULT_LENGTH
         dims, decoder_dims = (BATCH, SEQ_LEN), (BATCH, DECODER_LEN)
         self.signature = ModelSignature(
@@ -141,7 +143,7 @@ class Text2TextGeneration(GenerationTask):
         )
         self.tensors = InputRules(
             rules={
-                "input_ids": _ids(self.vocabulary),
+                "input_ids": _ids(model.config.vocab_size),
                 "attention_mask": ValueRule(kind="mask"),
                 "decoder_input_ids": _ids(self.vocabulary),
             },

@@ -8,11 +8,22 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
-from tokenizers.models import Unigram, WordPiece
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM
+from tokenizers.models import Unigram, WordLevel, WordPiece
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+)
 
 from export.__main__ import main
 from export.checkpoints import open_checkpoint
+from export.tasks.base import TaskSource
+from export.tasks.texts.generation import Text2TextGeneration
+from export.weights.torch_model import load_config
 
 TABLE = "bert.embeddings.word_embeddings.weight"
 ROWS = 30522
@@ -204,3 +215,39 @@ def test_a_folder_without_a_tokenizer_gets_no_tokens(
         (saved / name).unlink()
     assert consolidate(saved, tmp_path / "out", "--add-token", "x=mean") == 1
     assert "holds no tokenizer" in capsys.readouterr().err
+
+
+def test_a_decoder_with_a_vocabulary_of_its_own_keeps_it_and_answers_in_it(tmp_path: Path) -> None:
+    read, written = 12, 9
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+    heads = {f"{half}_{what}": 2 for half in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    special = {"pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    two = {"vocab_size": read, "decoder_vocab_size": written, "share_encoder_decoder_embeddings": False}
+    MarianMTModel(MarianConfig(**two, **sizes, **heads, **special)).save_pretrained(tmp_path / "saved")
+    words = {"<pad>": 0, "<unk>": 1, "</s>": 2} | {f"word{index}": index for index in range(3, read)}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="</s>",
+    ).save_pretrained(tmp_path / "saved")
+
+    assert consolidate(tmp_path / "saved", tmp_path / "out", "--add-token", "another=mean") == 0
+    model, loading = MarianMTModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (model.config.vocab_size, model.config.decoder_vocab_size) == (read + 1, written)
+    assert model.get_encoder().embed_tokens.weight.shape == (read + 1, 16)
+
+    task = Text2TextGeneration(
+        TaskSource(
+            directory=tmp_path / "out",
+            config=load_config(tmp_path / "out"),
+            weights=open_checkpoint(tmp_path / "out"),
+            tokenizer=None,
+            max_length=16,
+            options={},
+        )
+    )
+    assert task.signature.outputs[0].dims[-1] == written
+    assert (task.tensors.rules["input_ids"].high, task.tensors.rules["decoder_input_ids"].high) == (read + 1, written)
