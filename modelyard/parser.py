@@ -21,7 +21,10 @@ class VerbParser(argparse.ArgumentParser):
             self._check_option(word)
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            # argparse gives what stands without an option all its places at the first of them.
+            empty = [each for each in self._get_positional_actions() if getattr(parsed, each.dest) is each.default]
+            remedy = "; put it in front of the options" if empty and not unknown[0].startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{remedy}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -92,6 +92,8 @@ def test_the_exit_code_tells_which_of_the_streams_took_nothing(words: tuple[str,
         ),
         ("run CK --nmae=a", "run: error: there is no option --nmae, did you mean --name; see modelyard run"),
         ("run CK --name a b", "run: error: unrecognized arguments: b; see modelyard run"),
+        ("activate NAME --json 1", "activate: error: unrecognized arguments: 1; put it in front of the options; see"),
+        ("activate NAME 1 --json 2", "activate: error: unrecognized arguments: 2; see modelyard activate"),
         ("run CK --name a -z", "run: error: unrecognized arguments: -z; see modelyard run"),
         (
             "versions list --jsn",
