@@ -21,6 +21,10 @@ from text_decoder import TextDecoder
 from tokenizers import Tokenizer
 from written_text import WrittenText
 
+# Characters for each token that there is room for, of the beginning of a prompt that is looked at first, and how much
+# longer the next one is.
+_BEGINNING_CHARACTERS, _GROWTH = 8, 8
+
 
 class TritonPythonModel:
     """The one instance of one version; Triton calls `initialize` once, then `execute` with every request."""
@@ -84,16 +88,8 @@ class TritonPythonModel:
             self._defaults,
         )
         prompt = decode("text_input", read_input(request, "text_input"))
-        ids = self._tokenizer.encode(prompt, add_special_tokens=parameters.add_special_tokens).ids
-        if not ids:
-            raise RequestError("text_input has no tokens: expected at least 1, got an empty text")
+        ids = self._tokenize(prompt, add_special_tokens=parameters.add_special_tokens)
         room = self._engine.room - len(ids)
-        if room < 1:
-            limit = "model's context" if self._engine.room == self._context else "pool of keys and values"
-            raise RequestError(
-                f"text_input is too long for the {limit}: expected at most {self._engine.room - 1} tokens, "
-                f"got {len(ids)}; cut the text"
-            )
         is_streamed = bool(read_input(request, "stream"))
         excludes = read_input(request, "exclude_input_in_output")
         if is_streamed and excludes is not None and not excludes:
@@ -111,4 +107,37 @@ class TritonPythonModel:
             # As the vLLM backend does: a whole answer begins with the prompt unless it is told not to.
             prefix=prompt if not is_streamed and not excludes else "",
             returned=frozenset(name for name in RETURNED if read_input(request, f"return_{name}")),
+        )
+
+    def _tokenize(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a prompt that leaves room for an answer.
+
+        Of one that is far too long the beginning tells as much: the whole of 1 MB takes a second, in which no other
+        request is taken in.
+
+        Raises:
+            RequestError: There is no room for it, or it has no tokens.
+        """
+        length = _BEGINNING_CHARACTERS * self._engine.room
+        while length < len(prompt):
+            # Where it is cut, a beginning may have a few tokens more than they are in the whole.
+            if (count := len(self._encode(prompt[:length], add_special_tokens))) > 2 * self._engine.room:
+                raise self._refuse_length(f"more than {count // 2}")
+            length *= _GROWTH
+        ids = self._encode(prompt, add_special_tokens)
+        if not ids:
+            raise RequestError("text_input has no tokens: expected at least 1, got an empty text")
+        if len(ids) >= self._engine.room:
+            raise self._refuse_length(str(len(ids)))
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _refuse_length(self, got: str) -> RequestError:
+        limit = "model's context" if self._engine.room == self._context else "pool of keys and values"
+        return RequestError(
+            f"text_input is too long for the {limit}: expected at most {self._engine.room - 1} tokens, got {got}; "
+            f"cut the text"
         )

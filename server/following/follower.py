@@ -427,6 +427,10 @@ class Follower:
             loaded = old = None
         served = old.version if old else 0
         if wanted.damage:
+            if loaded and self._answers_from_changed(loaded):
+                # Nobody is told what its answers are worth.
+                self._forget(loaded.published)
+                old = None
             self._fail(wanted, refuse_damaged(wanted, old), held)
             return True
         # One that is tried again has failed until it is served, which a check that comes meanwhile is to know.
@@ -460,6 +464,14 @@ class Follower:
         what = f"version {wanted.version} is served" if wanted.version else "is served"
         self._say(f"{wanted.name}: {what}{before}, {time.monotonic() - start:.1f} s")
         return True
+
+    def _answers_from_changed(self, loaded: Loaded) -> bool:
+        """Tell whether a file that is read as the model answers has other bytes than it was loaded with."""
+        changed = (path for path, digest in loaded.files.items() if self._sums.find_changed({path: digest}))
+        try:
+            return any(map(self._roller.reads_on, changed))
+        except OSError:
+            return False
 
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):

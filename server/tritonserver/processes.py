@@ -131,6 +131,25 @@ def list_children(pid: int) -> list[int]:
     return children
 
 
+def has_mapped(pid: int, path: str) -> bool:
+    """Tell whether process `pid` has a file in its memory as it lies there: what is written into it is seen at once.
+
+    One in whose place another was put stays as it was; behind its name stands that it is deleted.
+
+    Args:
+        pid: The process.
+        path: Without links.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    try:
+        lines = _read(f"/proc/{pid}/maps").splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    return any(line.endswith(path) and line.split(None, 5)[-1] == path for line in lines)
+
+
 def wants_core(pid: int) -> bool:
     """Tell whether a thread of process `pid` runs, waits for a core, or waits for a disk.
 

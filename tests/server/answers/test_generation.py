@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as grpc
+from followed import read_following, wait_for
 from harness import CHECKOUT, run
 from launcher import Running, running
 from trainers.writers import save_trained_writer, save_writer, save_writer_of_bytes, train_bpe, train_megatron_writer
@@ -343,6 +344,7 @@ def test_a_whole_answer_is_what_was_asked_for(writers: Writers) -> None:
             {"text_input": "word " * 5000},
             "text_input is too long for the model's context: expected at most 4095 tokens",
         ),
+        ({"text_input": "word " * 100_000}, "expected at most 4095 tokens, got more than 9"),
         ({"text_input": ""}, "text_input has no tokens"),
     ],
 )
@@ -433,4 +435,40 @@ def test_the_check_through_the_server_is_repeated_over_every_transport(writers: 
     done = run("-m", "client.parity", "--golden", str(tmp_path / "golden.json"), "--model", "llama", *urls, "--json")
     assert done.code == 1
     assert [each["different"] for each in json.loads(done.out)] == [1, 1, 1]
+    assert writers.server.check().code == 0
+
+
+def test_weights_that_are_written_over_as_the_model_reads_them_answer_nobody(writers: Writers) -> None:
+    weights = writers.folder / "models" / "opt" / "1" / "openvino_model.bin"
+    content = weights.read_bytes()
+
+    def write(model: str = "opt") -> object:
+        return writers.post(model, text_input="Once upon a time", max_tokens=12).get("text_output")
+
+    wanted = write()
+    assert wanted
+    # In the place of the old ones these are read by nobody.
+    put = weights.with_name("put")
+    put.write_bytes(content[::-1])
+    put.replace(weights)
+    told = wait_for(writers.server, lambda models: models["opt"]["state"] == "failed")["opt"]
+    assert "version 1 of opt is served as before" in told["reason"]
+    assert write() == wanted
+    put.write_bytes(content)
+    put.replace(weights)
+    wait_for(writers.server, lambda models: models["opt"]["state"] == "served")
+    # Loaded anew, so that the model reads from this file.
+    writers.server.find_stubs("opt")[0].kill()
+    writers.server.wait_for_line("opt: answers again", 60)
+    with weights.open("r+b") as file:
+        file.write(content[::-1])
+    told = wait_for(writers.server, lambda models: models["opt"]["served"] == 0)["opt"]
+    wait_for(writers.server, lambda models: models["opt"]["state"] == "failed")
+    reason = read_following(writers.server)["opt"]["reason"]
+    assert f"{weights} has changed since it was published; it is not served" in reason
+    assert write() is None and write("gpt2")
+    with weights.open("r+b") as file:
+        file.write(content)
+    wait_for(writers.server, lambda models: models["opt"]["state"] == "served")
+    assert write() == wanted
     assert writers.server.check().code == 0
