@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import warm
 from filelock import FileLock
 
@@ -20,6 +21,10 @@ from export.source import Source
 from export.targets import DEFAULT_TARGET
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+needs_newest = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="ONNX Runtime 1.27 has no wheel for Python 3.10; take 3.11 or 3.12"
+)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,15 @@
-import sys
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 from benches.bench_targets import IR_VERSION, OPSET, loads
-from harness import CHECKOUT
+from harness import CHECKOUT, needs_newest
 
 from export.engines.onnxruntime_process import open_runtime
 from export.errors import TargetError
 from export.targets import DEFAULT_TARGET, TARGETS, Target, find_releases_for, find_target, require_fits
 
-# ONNX Runtime 1.24 and later has no wheel for Python 3.10.
-NEWEST = pytest.param(
-    "26.07",
-    marks=pytest.mark.skipif(
-        sys.version_info < (3, 11), reason="ONNX Runtime 1.27 has no wheel for Python 3.10; take 3.11 or 3.12"
-    ),
-)
+NEWEST = pytest.param("26.07", marks=needs_newest)
 
 
 def test_every_month_from_24_10_to_26_07_is_there_once_in_order() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from harness import CHECKOUT, Exported
+from harness import CHECKOUT, Exported, needs_newest
 from onnx import TensorProto, helper
 
 from export.engines import onnxruntime_process
@@ -25,10 +25,6 @@ TOLERANCE = 1e-5
 
 # Whose ONNX Runtime is installed, and two whose wheels are fetched.
 OLDEST, MIDDLE, NEWEST = (find_target(release) for release in ("24.10", "25.08", "26.07"))
-
-needs_newest = pytest.mark.skipif(
-    sys.version_info < (3, 11), reason="ONNX Runtime 1.27 has no wheel for Python 3.10; take 3.11 or 3.12"
-)
 
 
 def save(path: Path, nodes: list[onnx.NodeProto], inputs: Sequence, outputs: Sequence, **options: object) -> Path:

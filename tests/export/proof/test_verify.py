@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from harness import Exported, run, verify_files
+from harness import Exported, needs_newest, run, verify_files
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 from trainers.architectures import ARCHITECTURES, save_model
@@ -198,6 +198,7 @@ def test_an_axis_that_became_a_number_is_refused(two_answers: tuple[FactoryTask,
         verify(task=task, files=files, target=DEFAULT_TARGET)
 
 
+@needs_newest
 def test_the_graph_runs_under_the_targets_own_onnx_runtime(exported: Exported) -> None:
     report = verify(task=exported.source.task, files=exported.files, target=find_target("26.07"))
     assert report.passed
