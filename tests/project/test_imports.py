@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from harness import CHECKOUT
 
-# What each top-level room may import besides the standard library and itself. Between them are files and the wire.
 # Python 3.10 does not have the last one, and nothing is imported of it there.
 STANDARD = {*sys.stdlib_module_names, "tomllib"}
 
+# What each top-level room may import besides the standard library and itself. Between them are files and the wire.
 LIBRARIES = {
     "export": {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
