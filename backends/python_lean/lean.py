@@ -132,5 +132,6 @@ def join(parts: Sequence[tuple[Sequence[int], Mapping[str, Array]]]) -> dict[str
         shape = (count, *np.max([answers[name].shape[1:] for _, answers in parts], axis=0, initial=0).astype(int))
         joined[name] = np.full(shape, _ABSENT[first.dtype.kind], dtype=first.dtype)
         for places, answers in parts:
-            joined[name][(list(places), *(slice(size) for size in answers[name].shape[1:]))] = answers[name]
+            place = (list(places), *(slice(size) for size in answers[name].shape[1:]))
+            joined[name][place] = answers[name]
     return joined

@@ -155,5 +155,6 @@ def _read_content(version: Version) -> dict[tuple[str, ...], str]:
     for path, digest in version.read_sums().items():
         part, _, *file = path.relative_to(version.repository).parts
         if file[0] not in (CONFIGS_FOLDER, PAGE_FILE, PUBLICATION_FILE, ARGUMENTS_FILE):
-            content[(part, *file)] = digest
+            place = (part, *file)
+            content[place] = digest
     return content

@@ -104,7 +104,8 @@ def join_rows(
         shape = tensor.resolve_dims({**longest, BATCH: len(rows)})
         array = np.full(shape, padding_values.get(tensor.name, 0), dtype=values[0].dtype)
         for index, value in enumerate(values):
-            array[(index, *_place(tensor, sizes[index], longest, padding_side))] = value
+            place = (index, *_place(tensor, sizes[index], longest, padding_side))
+            array[place] = value
         feeds[tensor.name] = array
     return Batch(feeds=feeds, sizes=sizes, longest=longest, padding_side=padding_side)
 
