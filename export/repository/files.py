@@ -132,9 +132,8 @@ def _replace_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> None:
 def _stage_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> Path:
     staged = folder / STAGED_CONFIG
     undo.add_litter(partial(staged.unlink, missing_ok=True))
-    # A link there would have another file written.
-    if staged.is_symlink():
-        staged.unlink()
+    # A link there would have another file written, and a pipe would be waited for.
+    staged.unlink(missing_ok=True)
     write(staged, render_config(config))
     return staged
 
