@@ -25,7 +25,7 @@ from ..errors import RepositoryError
 from .change import change
 from .config_file import find_config, join_configs, keep_operators_parameters
 from .contents import CLAIM_FILE, check_published, find_active_version, list_versions
-from .files import write_configs
+from .files import remove, write_configs
 from .integrity import check_whole
 from .removal import remove_leftovers
 from .undo import Undo
@@ -104,7 +104,7 @@ def switch(repository: Path, name: str, configs: Mapping[str, pb.ModelConfig], u
         write_configs(repository, after, [name], undo)
         write_configs(repository, after, steps, undo)
     for model_name in configs:
-        undo.add_last(partial((repository / model_name / CLAIM_FILE).unlink, missing_ok=True))
+        undo.add_last(partial(remove, repository / model_name / CLAIM_FILE))
     return is_switched
 
 

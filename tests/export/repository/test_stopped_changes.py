@@ -157,6 +157,15 @@ def test_a_removal_that_leaves_something_says_so(
     assert not list(repository.glob("*/staging-*"))
 
 
+def test_a_prune_that_has_nothing_to_remove_leaves_nothing_on_a_disk_that_removes_nothing(
+    exported: Exported, disk: Path
+) -> None:
+    repository = disk / "models"
+    publish_files(exported, repository)
+    refuse = partial(refuse_calls, FAILURES["it is mounted anew without the right to write"])
+    assert run_forked(partial(prune, repository, NAME, keep=1), {1: refuse}, ("flock",)) == 0
+
+
 @pytest.mark.parametrize("what", ["activate", "promote"])
 def test_a_file_system_without_locks_is_told_as_such(what: str, exported: Exported, disk: Path) -> None:
     repository = disk / "models"
