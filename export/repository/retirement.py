@@ -23,7 +23,7 @@ from .contents import (
 from .files import give_up, move, remove
 from .removal import remove_leftovers, remove_version
 from .use import seize
-from .version import Version
+from .version import Version, list_recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
     with contextlib.ExitStack() as held, change(repository, name, "pruned in") as undo:
         parts = list_parts(repository, name)
         remove_leftovers(repository, name, parts)
-        active, there = find_active_version(repository, name), list_versions(repository / name)
+        active, there = find_active_version(repository, name), list_recorded(repository, name)
         if there and not active:
             _check_inactive(repository / name)
         old = [number for number in there[: max(0, len(there) - keep)] if number != active]
