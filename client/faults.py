@@ -211,7 +211,12 @@ def _explain_refusal(exc: InferenceServerException, options: Options) -> ClientE
     if is_for_now:
         return UnavailableError(sentence)
     kind = GarbledError if is_garbled else CrashError if _CRASHED.search(message) else RefusedError
-    refusal = kind(sentence)
+    # A proxy may serve under a path; whoever names one that nobody serves is told nothing of it by who answers.
+    _, slash, path = options.address.partition("/")
+    remedy = (
+        f"leave out /{path} of {options.words.url} if no proxy serves under it" if slash and status == "404" else ""
+    )
+    refusal = kind(sentence, remedy=remedy)
     # A process that died says nothing of what it was asked.
     refusal.is_content = kind is RefusedError and status in _CONTENT
     return refusal

@@ -165,6 +165,9 @@ def _can_be(found: re.Match[str], protocol: str) -> bool:
         found["host"].encode("idna")
     except UnicodeError:
         return False
+    # The libraries take a number by itself for an address, as 0.0.85.240 may be written.
+    if found["port"] is None and found["host"].isdecimal():
+        return False
     is_scheme = found["scheme"] in (None, "http", "https", protocol)
     return is_scheme and 0 < int(found["port"] or 1) < 1 << 16 and (protocol == "http" or found["path"] in (None, "/"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
 from .checkpoints.plain.documents import refuse_false_documents
-from .checkpoints.plain.tokenizer_files import has_tokenizer
+from .checkpoints.plain.tokenizer_files import has_tokenizer, warn_of_unknown_names
 from .checkpoints.storage.file_state import FileState, refuse_any_changed, refuse_late_save
 from .checkpoints.storage.paths import has_file
 from .errors import SettingsError, VocabularyError
@@ -231,6 +231,8 @@ def _read_task_source(
             got=f"--task {name}" if has_tokenizer(directory) else "none",
             remedy=f"leave {'it' if len(idle) == 1 else 'them'} out",
         )
+    if tokenizer is None and may_read_text(name):
+        warnings += warn_of_unknown_names(directory)
     source = TaskSource(
         directory=directory,
         config=config,

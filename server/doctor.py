@@ -23,6 +23,7 @@ from .limits import (
     check_open_files,
     check_temporary_folder,
     check_threads,
+    describe_fallback,
     starts_programs,
 )
 from .locations import name_command, name_opening
@@ -190,12 +191,18 @@ def examine_temporary_folder(*, holds_programs: bool) -> Finding:
         folder = check_temporary_folder(holds_programs=holds_programs)
     except ServerError as exc:
         return _blame(what, exc)
+    fallback = describe_fallback(folder)
     if not starts_programs(folder):
-        found = f"no program may be started from {folder}: processes of a rollout begin all at once"
+        found = f"no program may be started from {folder}{fallback}: processes of a rollout begin all at once"
         return Finding(
             what=what, verdict="warning", found=found, remedy="mount it with exec, or name another in TMPDIR"
         )
-    return Finding(what=what, verdict="ok", found=str(folder))
+    return Finding(
+        what=what,
+        verdict="warning" if fallback else "ok",
+        found=f"{folder}{fallback}",
+        remedy="name one in TMPDIR that is there and that this user may write" if fallback else "",
+    )
 
 
 def examine_ports(endpoints: Endpoints) -> Finding:

@@ -132,12 +132,30 @@ def check_temporary_folder(*, holds_programs: bool) -> Path:
         )
     if holds_programs and not starts_programs(folder):
         raise NotFoundError(
-            f"no program may be started from the temporary folder {folder}",
+            f"no program may be started from the temporary folder {folder}{describe_fallback(folder)}",
             expected="a file system that is not mounted noexec, for the Python backend is put together there",
             got="noexec",
             remedy="name a folder on another in the environment variable TMPDIR, or mount it with exec",
         )
     return folder
+
+
+def describe_fallback(folder: Path) -> str:
+    """Return of which folder of TMPDIR Python has taken another one's place in silence, and why; empty where of none.
+
+    Args:
+        folder: The one that it has taken.
+    """
+    # As tempfile itself reads it, and tries it.
+    named = os.environ.get("TMPDIR") and Path(os.path.abspath(os.environ["TMPDIR"]))  # noqa: PTH100
+    if not named or named == folder:
+        return ""
+    try:
+        with tempfile.TemporaryFile(dir=named, buffering=0) as file:
+            file.write(b"blat")
+    except OSError as exc:
+        return f", in place of {named} of TMPDIR ({exc.strerror})"
+    return f", in place of {named} of TMPDIR"
 
 
 def _read_hard_limit(kind: int) -> float:

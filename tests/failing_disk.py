@@ -23,6 +23,7 @@ _LINKS = (86, 265)
 _MAKES = (83, 258)  # mkdir, mkdirat
 _REMOVES = (84, 87, 263)  # rmdir, unlink, unlinkat
 _MODES = (90, 91, 268)  # chmod, fchmod, fchmodat
+_FLOCK = 73
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -67,6 +68,7 @@ FAILURES = {
 NEVER = 77
 
 NO_LINKS = Failure(_LINKS, errno.EPERM, _LINKERS)
+NO_LOCKS = Failure((_FLOCK,), errno.ENOLCK, ("flock",))
 
 
 def refuse_calls(failure: Failure) -> None:

@@ -153,6 +153,8 @@ def write_good(repository: Path) -> None:
     write_embedding(repository / "external" / "1" / "model.onnx", rows=5, external=True)
     add_python(repository, "identity", f"max_batch_size: 8\ninput [ {tensor('A', '[ -1 ]')} ]\n")
     add_python(repository, "completing", "", COMPLETING)
+    # Called as a version is.
+    add_python(repository, "7", f"max_batch_size: 8\ninput [ {tensor('A', '[ -1 ]')} ]\n")
     add_config(repository / "bare", "# nothing but a comment, in Latin-1 or not: é\n")
     (repository / "bare" / "1" / "model.py").write_text(COMPLETING)
     (repository / "without_config" / "1").mkdir(parents=True)

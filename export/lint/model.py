@@ -205,7 +205,9 @@ def open_repository(folder: Path, target: Target, variant: str = "") -> Reposito
             got="a file" if folder.exists() else "nothing",
             remedy="pass the folder that tritonserver gets as --model-repository",
         )
-    if (folder / CONFIG_FILE).is_file() or list_versions(folder):
+    # A model may be called as a version is, which has neither versions nor a configuration.
+    has_version = any(not Model(folder / str(number), target).is_model for number in list_versions(folder))
+    if (folder / CONFIG_FILE).is_file() or has_version:
         raise RepositoryError(
             f"{folder} is a model, not a repository",
             expected="a folder of models",

@@ -24,12 +24,12 @@ from ..engines.table import ENGINES
 from ..errors import RepositoryError
 from .change import change
 from .config_file import find_config, join_configs, keep_operators_parameters
-from .contents import CLAIM_FILE, check_published, find_active_version, list_versions
-from .files import write_configs
+from .contents import CLAIM_FILE, check_published, find_active_version
+from .files import remove, write_configs
 from .integrity import check_whole
 from .removal import remove_leftovers
 from .undo import Undo
-from .version import Version, find_version
+from .version import Version, find_version, list_recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def activate(
     """
     check_published(repository, name)
     with change(repository, name, "switched in") as undo:
-        newest = max(list_versions(repository / name), default=0)
+        newest = max(list_recorded(repository, name), default=0)
         chosen = find_version(repository, name, newest if version is None else version)
         tell(chosen)
         check_whole(chosen)
@@ -104,7 +104,7 @@ def switch(repository: Path, name: str, configs: Mapping[str, pb.ModelConfig], u
         write_configs(repository, after, [name], undo)
         write_configs(repository, after, steps, undo)
     for model_name in configs:
-        undo.add_last(partial((repository / model_name / CLAIM_FILE).unlink, missing_ok=True))
+        undo.add_last(partial(remove, repository / model_name / CLAIM_FILE))
     return is_switched
 
 

@@ -45,7 +45,13 @@ def claim_folder(folder: Path, config: pb.ModelConfig, undo: Undo) -> None:
 def give_up(folder: Path) -> None:
     """Remove what says whose a folder is, unless something lies there that the next publication must remove."""
     if {entry.name for entry in folder.iterdir()} <= {CLAIM_FILE, STAGED_CONFIG}:
-        (folder / CLAIM_FILE).unlink(missing_ok=True)
+        remove(folder / CLAIM_FILE)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there: a disk that is mounted read-only refuses to remove what is not, too."""
+    if os.path.lexists(path):
+        path.unlink(missing_ok=True)
 
 
 def write_configs(
@@ -120,21 +126,20 @@ def _replace_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> None:
     if path.exists():
         # Set aside first, so that the way back is a renaming, which needs no room on the disk.
         before = path.with_name(f"{STAGED_CONFIG}.{secrets.token_hex(4)}")
-        undo.add_litter(partial(before.unlink, missing_ok=True))
+        undo.add_litter(partial(remove, before))
         link(path, before)
         undo.add(partial(before.replace, path))
     else:
-        undo.add(partial(path.unlink, missing_ok=True))
+        undo.add(partial(remove, path))
     staged.replace(path)
     sync_folder(folder)
 
 
 def _stage_config(folder: Path, config: pb.ModelConfig, undo: Undo) -> Path:
     staged = folder / STAGED_CONFIG
-    undo.add_litter(partial(staged.unlink, missing_ok=True))
-    # A link there would have another file written.
-    if staged.is_symlink():
-        staged.unlink()
+    undo.add_litter(partial(remove, staged))
+    # A link there would have another file written, and a pipe would be waited for.
+    remove(staged)
     write(staged, render_config(config))
     return staged
 

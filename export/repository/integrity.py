@@ -1,6 +1,6 @@
 """Whether a repository still holds what was published: the bytes, and the configurations that name them."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,17 +95,26 @@ def find_damage(repository: Path, on_version: Callable[[Version], None] = lambda
         )
     for name in names:
         try:
-            for number in list_versions(repository / name):
-                version = Version(repository=repository, name=name, number=number)
+            versions = _list_held(repository, name)
+            for version in versions:
                 on_version(version)
                 yield from find_damaged_files(version)
             yield from _find_damaged_configs(repository, name)
-            yield from _find_others(repository, name)
+            yield from _find_others(repository, name, [version.number for version in versions])
         except (RepositoryError, OSError) as exc:
             path = repository / name
             what = f"cannot be read ({str(exc).rstrip('.')})"
             yield Finding(name=name, version=0, path=path, what=what, remedy="mend it")
     yield from strays
+
+
+def _list_held(repository: Path, name: str) -> list[Version]:
+    """Return the versions of a model, but for empty folders that are called as one."""
+    named = find_config(repository / name) or pb.ModelConfig()
+    versions = (Version(repository=repository, name=name, number=number) for number in list_versions(repository / name))
+    # One that is active and has lost everything is none.
+    served = [*named.version_policy.specific.versions]
+    return [version for version in versions if version.number in served or version.has_entries()]
 
 
 def find_damaged_files(version: Version) -> Iterator[Finding]:
@@ -142,7 +151,7 @@ def find_damaged_files(version: Version) -> Iterator[Finding]:
     if not has_sums:
         yield from (find(path, "is missing") for name in recorded if not (path := version.folder / name).exists())
     if not expected:
-        yield find(version.folder, "has nothing that records its files", "export again and prune it")
+        yield find(version.folder, "has nothing that records its files", "move it away, and export again")
     yield from (find(path, "is missing") for path in sorted({*expected} - {*there}) if _is_gone(path))
     # A link to a folder is not gone into, but what is named of it is there all the same.
     for path, digest in hash_files(path for path in sorted(expected) if path.is_file()).items():
@@ -182,12 +191,16 @@ def _find_strays(repository: Path, models: Collection[str]) -> Iterator[Finding]
         )
 
 
-def _find_others(repository: Path, name: str) -> Iterator[Finding]:
+def _find_others(repository: Path, name: str, versions: Iterable[int]) -> Iterator[Finding]:
     """Yield what lies in a model's folders beside its versions, unless it is being changed, or that was killed."""
-    others = list_others(repository, list_parts(repository, name), list_versions(repository / name))
+    others = list_others(repository, list_parts(repository, name), versions)
     if not any(path.name.startswith(STAGING_PREFIX) for path in others):
+        # Whether such a folder was made by hand or has lost everything, it does not tell.
+        empty = [repository / name / str(number) for number in list_versions(repository / name)]
         for path in others:
-            yield Finding(name=name, version=0, path=path, what="was not published", remedy="move it away")
+            what = "is an empty folder" if path in empty else "was not published"
+            remedy = "move it away, or restore what it held" if path in empty else "move it away"
+            yield Finding(name=name, version=0, path=path, what=what, remedy=remedy)
 
 
 def _find_damaged_configs(repository: Path, name: str) -> Iterator[Finding]:

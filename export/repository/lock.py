@@ -10,6 +10,7 @@ from pathlib import Path
 from ..errors import RepositoryError
 from .contents import check_owners, find_active_version
 from .names import check_name
+from .use import explain_no_locks
 
 # A publication holds the lock while it writes, which takes as long as the disk needs for a model's files. Until it is
 # begun, waiting is cheap to give up; at its end a whole export hangs on it.
@@ -57,14 +58,14 @@ def hold(
         tell: Told at once that it is.
 
     Raises:
-        RepositoryError: It is still held then, or was removed meanwhile.
+        RepositoryError: It is still held then, was removed meanwhile, or lies where nothing can be locked.
     """
     descriptor = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        is_free = _acquire(descriptor, 0)
+        is_free = _acquire(descriptor, repository, 0)
         if not is_free:
             tell(f"another change is at work in {repository}; waiting up to {patience_s:g} s for its end")
-        if not is_free and not _acquire(descriptor, patience_s):
+        if not is_free and not _acquire(descriptor, repository, patience_s):
             raise RepositoryError(
                 f"another change is at work in {repository}",
                 expected=f"the repository for itself within {patience_s:g} s",
@@ -83,7 +84,7 @@ def hold(
         os.close(descriptor)
 
 
-def _acquire(descriptor: int, patience_s: float) -> bool:
+def _acquire(descriptor: int, repository: Path, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -92,6 +93,8 @@ def _acquire(descriptor: int, patience_s: float) -> bool:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
+        except OSError as exc:
+            raise explain_no_locks(repository, exc) from exc
         else:
             return True
 

@@ -46,8 +46,7 @@ def remove_leftovers(repository: Path, name: str, model_names: Iterable[str]) ->
         for path in _list_staged(folder):
             shutil.rmtree(path)
         for path in sorted(folder.glob(f"{STAGED_CONFIG}*")):
-            if path.is_file():
-                path.unlink()
+            path.unlink()
 
 
 def remove_version(repository: Path, name: str, model_names: Iterable[str], version: int, undo: Undo) -> None:

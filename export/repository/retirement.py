@@ -20,10 +20,10 @@ from .contents import (
     list_remains,
     list_versions,
 )
-from .files import give_up, move
+from .files import give_up, move, remove
 from .removal import remove_leftovers, remove_version
 from .use import seize
-from .version import Version
+from .version import Version, list_recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
     with contextlib.ExitStack() as held, change(repository, name, "pruned in") as undo:
         parts = list_parts(repository, name)
         remove_leftovers(repository, name, parts)
-        active, there = find_active_version(repository, name), list_versions(repository / name)
+        active, there = find_active_version(repository, name), list_recorded(repository, name)
         if there and not active:
             _check_inactive(repository / name)
         old = [number for number in there[: max(0, len(there) - keep)] if number != active]
@@ -73,7 +73,8 @@ def prune(repository: Path, name: str, *, keep: int) -> Removed:
         for number in gone:
             remove_version(repository, name, parts, number, undo)
     if undo.left:
-        raise _tell_left(undo.left, f"old versions of {name} are gone", repository, f"prune {name} --keep {keep}")
+        what = f"old versions of {name} are gone" if gone else f"no version of {name} was to go"
+        raise _tell_left(undo.left, what, repository, f"prune {name} --keep {keep}")
     kept = tuple(number for number in there if number not in gone)
     return Removed(name=name, versions=gone, kept=kept, in_use=in_use, freed_bytes=freed)
 
@@ -98,7 +99,7 @@ def remove_model(repository: Path, name: str) -> Removed:
         for part in reversed(parts):
             folder = repository / part
             if (folder / CONFIG_FILE).exists():
-                (folder / CLAIM_FILE).unlink(missing_ok=True)
+                remove(folder / CLAIM_FILE)
                 move(folder / CONFIG_FILE, folder / CLAIM_FILE, undo)
         for version in versions:
             remove_version(repository, name, parts, version, undo)

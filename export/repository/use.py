@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..errors import RepositoryError
 from .contents import list_models, list_versions
 
 
@@ -15,9 +16,15 @@ def use(folder: Path) -> Iterator[None]:
 
     Raises:
         OSError: It is not there, or is being pruned.
+        RepositoryError: It lies where nothing can be locked.
     """
     with _open(folder) as descriptor:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError as exc:
+            raise explain_no_locks(folder, exc) from exc
         yield
 
 
@@ -53,6 +60,17 @@ def is_served(repository: Path, new: Path | None) -> bool:
                 if not is_free:
                     return True
     return False
+
+
+def explain_no_locks(folder: Path, exc: OSError) -> RepositoryError:
+    """Return what to say where the file system of a folder refuses a lock that nobody else holds."""
+    return RepositoryError(
+        f"{folder} cannot be locked against other changes",
+        expected="a file system with locks (flock)",
+        got=exc.strerror or str(exc),
+        remedy="mount it with locks (NFS without nolock, Lustre with flock), or do it in a repository on a disk that "
+        "has them and copy that",
+    )
 
 
 @contextlib.contextmanager

@@ -23,6 +23,9 @@ PUBLICATION_FILE = "publication.json"
 # The hashes of every file of the version, as `sha256sum --check` reads them in the version's folder.
 SUMS_FILE = "SHA256SUMS"
 
+# What every release wrote, or all but the first ones did, into the folder of a public model's version.
+_DOCUMENTS = (SUMS_FILE, GOLDEN_FILE, REPORT_FILE, LOCK_FILE, PUBLICATION_FILE, CONFIGS_FOLDER)
+
 # As `sha256sum --check` reads it: a blank or an asterisk in front of the path.
 _SUM = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
@@ -66,6 +69,14 @@ class Version:
         """
         entries = self._list_entries()
         return [path for path in entries if not path.is_file() and (path.is_symlink() or not path.is_dir())]
+
+    def has_entries(self) -> bool:
+        """Tell whether there is anything in its folders.
+
+        Raises:
+            RepositoryError: A configuration cannot be read.
+        """
+        return bool(self._list_entries())
 
     def _list_entries(self) -> list[Path]:
         folders = [self.find_folder(model_name) for model_name in list_parts(self.repository, self.name)]
@@ -168,6 +179,15 @@ class Version:
         except (OSError, ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
+
+
+def list_recorded(repository: Path, name: str) -> list[int]:
+    """Return the versions of a public model, in order, but for folders in which no publication has written anything.
+
+    tritonserver takes such a folder for a version as well, but it was made by hand, or has lost all that it was.
+    """
+    versions = (Version(repository=repository, name=name, number=number) for number in list_versions(repository / name))
+    return [version.number for version in versions if any((version.folder / each).exists() for each in _DOCUMENTS)]
 
 
 def find_version(repository: Path, name: str, number: int) -> Version:

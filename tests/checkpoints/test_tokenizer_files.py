@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from tokenizers import ByteLevelBPETokenizer
 from trainers.writers import write_bpe
-from transformers import AutoTokenizer, GPT2Config, GPT2Model
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 from export.checkpoints.plain.tokenizer_files import check_merges
 from export.commands.inspect_checkpoint import inspect_checkpoint
@@ -29,6 +29,19 @@ def test_gpt2s_vocabulary_is_read_under_megatrons_names_as_well(names: tuple[str
     # Nothing tells the class without the model's configuration.
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*, or pass the folder of the model .* with --base"):
         load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_under_names_that_nobody_looks_for_is_warned_of(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=1, n_positions=16, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    request = ExportRequest(checkpoint=tmp_path, name="x")
+    assert load_source(request, Progress(Console(quiet=True))).task.warnings == ()
+    write_bpe(tmp_path, ["<|endoftext|>"], ("my-vocab.json", "my-merges.txt"))
+    (warning,) = load_source(request, Progress(Console(quiet=True))).task.warnings
+    assert warning == (
+        "no tokenizer was found, but my-merges.txt, my-vocab.json may be one under another name; name it as "
+        "transformers does (merges.txt, vocab.json), or pass the tokenizer's folder with --base."
+    )
 
 
 def test_what_is_consolidated_has_it_under_the_names_that_transformers_looks_for(tmp_path: Path) -> None:

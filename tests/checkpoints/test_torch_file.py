@@ -108,6 +108,13 @@ def test_what_accelerator_save_leaves_is_read_as_a_path_and_in_its_folder(tmp_pa
         assert all(torch.equal(found.read(name), value) for name, value in model.state_dict().items())
     with pytest.raises(CheckpointError, match=r"settings\.pkl is not in the format of torch\.save"):
         open_checkpoint(tmp_path / "settings.pkl")
+    accelerator.save(model.state_dict(), tmp_path / "safe.pkl", safe_serialization=True)
+    with pytest.raises(CheckpointError, match=r"got a safetensors file; name it safe\.safetensors\."):
+        open_checkpoint(tmp_path / "safe.pkl")
+    assert (
+        open_checkpoint((tmp_path / "safe.pkl").rename(tmp_path / "safe.safetensors")).tensors.keys()
+        == found.tensors.keys()
+    )
 
 
 def test_a_folder_with_a_bare_pickle_alone_is_refused_for_the_reason_of_the_file(tmp_path: Path) -> None:
@@ -117,6 +124,7 @@ def test_a_folder_with_a_bare_pickle_alone_is_refused_for_the_reason_of_the_file
     with pytest.raises(CheckpointError) as of_file:
         open_checkpoint(tmp_path / "state.pkl")
     assert f"{tmp_path / 'state.pkl'} is not in the format of torch.save" in str(of_file.value)
+    assert "got a pickle by itself; if the weights are in it, load it and save them by torch.save" in str(of_file.value)
     with pytest.raises(CheckpointError) as of_folder:
         open_checkpoint(tmp_path)
     assert str(of_folder.value) == str(of_file.value)

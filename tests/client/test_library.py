@@ -134,9 +134,12 @@ def test_what_cannot_be_answered_is_an_error_of_its_own_kind(server: Addresses, 
                  partial(Client, wrong))
                 for wrong in (
                     *("", "localhost:abc", "localhost:99999", "localhost:", ":8000", "[::1]:x", "[::1", "::1", "a b:1"),
+                    *("8000", "http://8000"),
                     *("localhost:1:2", "u:p@localhost:1", "ftp://localhost:1", "a..b:80", f"{'a' * 64}.b:80"),
                 )
             ),
+            (RefusedError, r"Not Found; leave out /v2 of url if no proxy serves under it\.",
+             lambda: Client(f"{server.http}/v2").embed(["x"])),
             (UsageError, "the compression is not known", lambda: Client(url, protocol=protocol, compression="zip")),
         ]  # fmt: skip
         for kind, sentence, ask in cases:

@@ -17,6 +17,7 @@ from harness import CHECKOUT, Published, run
 from launcher import find_ports
 from lint_repositories import SEEDS, add_step, tensor, write_good
 
+from export.errors import RepositoryError
 from export.lint.backends import BACKENDS
 from export.lint.finding import Finding, Level
 from export.lint.linter import UNKNOWN_SUPPRESSION, lint
@@ -67,6 +68,10 @@ def test_what_tritonserver_loads_has_no_error(tmp_path: Path) -> None:
     write_good(tmp_path)
     errors = [each.sentence for each in find(tmp_path) if each.level is Level.ERROR]
     assert not errors
+    (tmp_path / "bare" / "config.pbtxt").unlink()
+    for name, got in (("7", r"config\.pbtxt"), ("bare", "a numbered version")):
+        with pytest.raises(RepositoryError, match=f"{name} is a model, not a repository: .* got {got}; pass"):
+            find(tmp_path / name)
 
 
 def test_what_modelyard_publishes_is_clean(published: Published) -> None:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import pytest
 from harness import CHECKOUT, Published, run
 from launcher import find_ports, mounts
 
-from server.doctor import examine_cpu
+from server.doctor import examine_cpu, examine_temporary_folder
+from server.errors import NotFoundError
+from server.limits import check_temporary_folder
 from server.locations import name_command, name_opening
 
 
@@ -128,6 +132,26 @@ def test_a_temporary_folder_that_a_shell_reads_otherwise_is_found(
         done = run("-m", "server", *words, *options, env=os.environ | {"TMPDIR": str(tmp_path / name)})
         assert done.code == 1
         assert "the temporary folder cannot be used: expected a path of" in done.err + done.out
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gone", "No such file or directory"), ("file", "Not a directory")])
+def test_a_temporary_folder_that_python_passes_over_is_found(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    finding = examine_temporary_folder(holds_programs=True)
+    told = f"/tmp, in place of {tmp_path / name} of TMPDIR ({reason})"
+    assert (finding.verdict, finding.found) == ("warning", told)
+    assert finding.remedy.startswith("name one in TMPDIR that is there")
+    monkeypatch.setattr("server.limits.starts_programs", lambda folder: False)
+    with pytest.raises(NotFoundError, match=re.escape(f"started from the temporary folder {told}: expected")):
+        check_temporary_folder(holds_programs=True)
+    for right in (str(tmp_path), f"{tmp_path}/", ""):
+        monkeypatch.setenv("TMPDIR", right)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        assert examine_temporary_folder(holds_programs=False).verdict == "ok"
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="changes its user")

@@ -18,6 +18,7 @@ torch/serialization.py, `_save`). The format before torch 1.6, a tar or a bare p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -62,6 +63,10 @@ _SAVE_DENSE = "save the model's full state dict, unquantised"
 _RESOLVED_BY = {"neg": "resolve_neg()", "conj": "resolve_conj()"}
 # The first bytes of a file by torch before 1.6: its magic number as a pickled int (torch/serialization.py).
 _LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
+# Those of other files that bear the same suffixes: the length of a header of up to 100 MB, and the header; and the
+# protocol of a pickle, from 2 on (pickletools.py, `PROTO`).
+_SAFETENSORS = re.compile(rb"[\0-\xff]{3}[\0-\5]\0{4}\{", re.DOTALL)
+_BARE_PICKLE = re.compile(rb"\x80[\2-\5]")
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,11 @@ def _refuse_other_formats(path: Path, start: int) -> None:
         found = "the format before torch 1.6"
     elif head[257:262] == b"ustar":
         found = "a tar file, the format before torch 0.1.10"
+    elif _SAFETENSORS.match(head):
+        found, remedy = "a safetensors file", f"name it {path.with_suffix('.safetensors').name}"
+    elif _BARE_PICKLE.match(head):
+        found = "a pickle by itself"
+        remedy = "if the weights are in it, load it and save them by torch.save, as a dict of tensors by name"
     raise CheckpointError(
         f"{path} is not in the format of torch.save",
         expected="a zip archive, as torch 1.6 and later write it",

@@ -28,6 +28,15 @@ _ENDS, _GOES_ON = "</w>", "@@"
 # GPT-2's two files as Megatron-LM's README has them downloaded → as transformers names them.
 _MEGATRON_NAMES = {"gpt2-vocab.json": "vocab.json", "gpt2-merges.txt": "merges.txt"}
 
+# What a vocabulary's files are called under a prefix or a suffix of somebody's own → as transformers names them.
+_LIKE = {
+    "*tokenizer*.json": "tokenizer.json",
+    "*vocab*.json": "vocab.json",
+    "*merges*.txt": "merges.txt",
+    "*vocab*.txt": "vocab.txt",
+    "*.model": "tokenizer.model",
+}
+
 
 def has_tokenizer(directory: Path) -> bool:
     """Tell whether there is any file of a tokenizer in `directory`.
@@ -64,6 +73,17 @@ def find_renamed(directory: Path) -> dict[str, str]:
         (other,) = _MEGATRON_NAMES.keys() - {*halves}
         raise _refuse_half(directory, halves[0], other)
     return _MEGATRON_NAMES
+
+
+def warn_of_unknown_names(directory: Path) -> tuple[str, ...]:
+    """Return a warning where there is no tokenizer, and files that look like one under names that nobody looks for."""
+    found = {path.name: name for pattern, name in _LIKE.items() for path in directory.glob(pattern) if path.is_file()}
+    if not found or has_tokenizer(directory):
+        return ()
+    return (
+        f"no tokenizer was found, but {list_some(found, 4)} may be one under another name; name it as transformers "
+        f"does ({list_some({*found.values()})}), or pass the tokenizer's folder with --base.",
+    )
 
 
 def check_merges(directory: Path) -> None:

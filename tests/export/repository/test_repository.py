@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -265,17 +266,30 @@ def test_what_a_killed_publication_left_is_cleared_away(exported: Exported, tmp_
     assert fingerprint(tmp_path) == before
 
 
-def test_a_link_in_the_place_of_what_is_written_is_taken_away(
-    exported: Exported, other: Exported, tmp_path: Path
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_link_or_a_pipe_in_the_place_of_what_is_written_is_taken_away(
+    kind: str, exported: Exported, other: Exported, tmp_path: Path
 ) -> None:
     repository, elsewhere = tmp_path / "models", tmp_path / "elsewhere"
     elsewhere.write_text("somebody's")
     publish_files(exported, repository)
-    (repository / "sentence_embedding" / "staging-config.pbtxt").symlink_to(elsewhere)
+    make = os.mkfifo if kind == "pipe" else partial(os.symlink, elsewhere)
+    for name in ("sentence_embedding", STEP):
+        make(repository / name / "staging-config.pbtxt")
     publish_files(other, repository)
+    assert not list(repository.glob("*/staging-*"))
     assert not (repository / "sentence_embedding" / "config.pbtxt").is_symlink()
     assert is_consistent(repository)
     assert elsewhere.read_text() == "somebody's"
+
+
+def test_a_version_with_a_pipe_in_the_place_of_a_file_is_not_the_same(exported: Exported, tmp_path: Path) -> None:
+    publish_files(exported, tmp_path)
+    path = tmp_path / STEP / "1" / "model.onnx"
+    path.unlink()
+    os.mkfifo(path)
+    assert publish_files(exported, tmp_path).version == 2
+    assert is_consistent(tmp_path)
 
 
 def test_what_no_publication_left_stays(exported: Exported, other: Exported, tmp_path: Path) -> None:

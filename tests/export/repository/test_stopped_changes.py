@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from failing_disk import FAILURES, NEVER, kill, refuse_calls, run_forked
+from failing_disk import FAILURES, NEVER, NO_LOCKS, kill, refuse_calls, run_forked
 from harness import Exported, Finished
 from repositories import ask, is_consistent, make_other, publish_files
 
@@ -155,6 +155,33 @@ def test_a_removal_that_leaves_something_says_so(
     assert list(repository.glob("*/staging-*"))
     CHANGES[what](repository)
     assert not list(repository.glob("*/staging-*"))
+
+
+def test_a_prune_that_has_nothing_to_remove_leaves_nothing_on_a_disk_that_removes_nothing(
+    exported: Exported, disk: Path
+) -> None:
+    repository = disk / "models"
+    publish_files(exported, repository)
+    refuse = partial(refuse_calls, FAILURES["it is mounted anew without the right to write"])
+    assert run_forked(partial(prune, repository, NAME, keep=1), {1: refuse}, ("flock",)) == 0
+
+
+@pytest.mark.parametrize("what", ["activate", "promote"])
+def test_a_file_system_without_locks_is_told_as_such(what: str, exported: Exported, disk: Path) -> None:
+    repository = disk / "models"
+    publish_files(exported, repository)
+    place = repository / NAME / "1" if what == "promote" else repository
+    told = (
+        f"{place} cannot be locked against other changes: expected a file system with locks (flock), got No locks "
+        "available; mount it with locks (NFS without nolock, Lustre with flock), or do it in a repository on a disk "
+        "that has them and copy that."
+    )
+
+    def judge_told(error: BaseException) -> int:
+        return 5 if isinstance(error, RepositoryError) and str(error) == told else 6
+
+    moments = {1: partial(refuse_calls, NO_LOCKS)}
+    assert run_forked(partial(CHANGES[what], repository), moments, NO_LOCKS.functions, judge_told) == 5
 
 
 def list_damage(repository: Path) -> list[Finding]:

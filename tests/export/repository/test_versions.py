@@ -171,6 +171,22 @@ def test_prune_keeps_the_active_version_and_one_that_is_used(models: Path, expor
     assert list(models.iterdir()) == []
 
 
+def test_an_empty_folder_with_a_number_is_no_version(models: Path, export_cli: Callable[..., Finished]) -> None:
+    here = ("--repository", models)
+    empty = models / "tickets" / "3"
+    empty.mkdir()
+    done = export_cli("verify-repository", *map(str, here))
+    assert done.out.splitlines()[:-1] == [
+        f"tickets: {empty} is an empty folder; move it away, or restore what it held."
+    ]
+    (pruned,) = ask(export_cli, "prune", "--keep", 2, *here)["models"]
+    assert (pruned["versions"], pruned["kept"]) == ([], [1, 2])
+    assert ask(export_cli, "activate", "tickets", *here)["version"] == 2
+    (pruned,) = ask(export_cli, "prune", "--keep", 1, *here)["models"]
+    assert (pruned["versions"], pruned["kept"]) == ([1], [2])
+    assert empty.is_dir()
+
+
 @pytest.mark.parametrize("lost", ["config.pbtxt", "1"])
 def test_what_is_active_and_not_known_is_not_pruned(
     lost: str, models: Path, tmp_path: Path, export_cli: Callable[..., Finished]
