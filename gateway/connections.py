@@ -170,6 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_free():
             self._expect(KEEP_ALIVE_S)
+            self._head = 0
             self._drop_answered()
         self._share_room()
 
