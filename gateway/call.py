@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from .keys import Key
@@ -26,6 +26,7 @@ class Call:
         tracing: Headers that go on to the server.
         status: Of the answer.
         used: Model and kind of tokens → how many.
+        hold: Takes so many bytes of what all answers may take, before the answer is made, or refuses.
     """
 
     route: str
@@ -36,6 +37,7 @@ class Call:
     status: int = 500
     used: dict[tuple[str, str], int] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
+    hold: Callable[[int], None] = field(default=lambda size: None)
 
     def use(self, model: str, kind: str, tokens: int) -> None:
         """Count tokens, of the kind `prompt` or `completion`."""

@@ -6,7 +6,7 @@ import fcntl
 import resource
 import sys
 import termios
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -31,6 +31,12 @@ _REFUSAL_S, _MOST_REFUSED = 1.0, 1 << 20
 # Bytes of a request beside its body, and of the requests that are sent before the one ahead of them is answered. What
 # is made of a header and of a request takes some bytes more; a chunk is framed by as many.
 _MOST_HEAD, _A_HEADER, _A_REQUEST, _A_CHUNK = 32 * 1024, 128, 1024, 16
+
+# Bytes of the line that a head begins with and of what ends it, beside the address, and of what stands around a header.
+_A_LINE, _BETWEEN = 18, 4
+
+# Bytes of all of these that nobody has begun to answer: who answers counts them.
+_MOST_BEGUN = 64 << 20
 
 # Bytes of an answer that wait for the system to take them, so that a short one goes in one packet.
 _BUFFER = 16 * 1024
@@ -58,9 +64,11 @@ class BoundedProtocol(HttpToolsProtocol):
     Attributes:
         most: Connections at a time.
         unasked: Those of which no whole request is there, the oldest first.
+        begun: Bytes of requests that have begun to come on any of them, and that nobody has begun to answer.
     """
 
     most: ClassVar[int] = _MOST
+    begun: ClassVar[int] = 0
     unasked: ClassVar[dict["BoundedProtocol", asyncio.TimerHandle]] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -68,8 +76,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         # Nothing more is written before all of it is taken: an answer is over when it has gone.
         transport.set_write_buffer_limits(_BUFFER, 0)
-        self._has_head = self._is_over = self._wishes_upgrade = False
-        self._fed = self._head = self._untaken = 0
+        self._has_head = self._is_whole = self._is_over = self._wishes_upgrade = False
+        self._fed = self._read = self._head = self._begun = self._untaken = 0
         self._taking: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
         self._expect(_REQUEST_TIMEOUT_S)
@@ -88,6 +96,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
+            if self._has_head and self._is_whole:
+                self._fed = 0
             self._check(self._fed)
         except HttpParserError as exc:
             cause = exc.__context__
@@ -95,6 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(cause if isinstance(cause, ApiError) else ApiError(400, what))
         except ApiError as exc:
             self._refuse(exc)
+        self._share_room()
 
     def eof_received(self) -> None:
         """Take the end of what a caller sends for its leaving, which nobody can tell from it."""
@@ -102,13 +113,20 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Let a request take so long to come."""
         super().on_message_begin()
-        self._has_head = self._wishes_upgrade = False
+        self._has_head = self._is_whole = self._wishes_upgrade = False
+        self._read = _A_LINE
         if self._is_free():
             self._head = 0
             self._expect(_REQUEST_TIMEOUT_S)
 
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the address."""
+        self._read += len(url)
+        super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header of a bounded head; one behind the body is passed over."""
+        self._read += len(name) + len(value) + _BETWEEN
         if not self._has_head:
             self._count(len(name) + len(value) + _A_HEADER)
             super().on_header(name, value)
@@ -140,7 +158,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Let its answer take as long as it takes."""
         if self._wishes_upgrade:
             return
-        self._fed = 0
+        # What is left may be the beginning of the next one, which came with it.
+        self._is_whole = True
+        self._fed = max(0, self._fed - self._read)
         super().on_message_complete()
         if not self._is_free():
             self._forget()
@@ -150,6 +170,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_free():
             self._expect(KEEP_ALIVE_S)
+            self._head = 0
+            self._drop_answered()
+        self._share_room()
 
     def pause_writing(self) -> None:
         """Wait for the caller to take what is written, for as long as it takes something."""
@@ -167,6 +190,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget()
         self._stop_looking()
         self._leave()
+        self._begin(0)
         super().connection_lost(exc)
 
     def _feed(self, data: bytes) -> None:
@@ -195,6 +219,27 @@ class BoundedProtocol(HttpToolsProtocol):
         if amount > _MOST_HEAD:
             what = f"the head is too large: expected at most {_MOST_HEAD} bytes beside the body, got more"
             raise ApiError(431, f"{what}; send fewer and shorter headers.")
+
+    def _share_room(self) -> None:
+        """Count what is held of requests that have begun, and close connections, the oldest first, if it is too much.
+
+        Where those that it is held of all are being answered, it is this one.
+        """
+        self._begin(max(self._fed, self._head) if self.pipeline or not self._has_head else 0)
+        while self._begun and BoundedProtocol.begun > _MOST_BEGUN:
+            next((each for each in self.unasked if each._begun), self)._abort()
+
+    def _begin(self, amount: int) -> None:
+        BoundedProtocol.begun += amount - self._begun
+        self._begun = amount
+
+    def _drop_answered(self) -> None:
+        """Let go of a request that was answered: its head may be long, and some of it is there several times."""
+        nothing: Any = {}
+        # Of the next one a part may have come.
+        if self.scope is self.cycle.scope:
+            self.url, self.headers, self.scope = b"", [], nothing
+        self.cycle.scope = nothing
 
     def _refuse(self, exc: ApiError) -> None:
         """Tell why nothing more is read, where no answer has begun, and close the connection."""
@@ -225,6 +270,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def _abort(self) -> None:
+        self._begin(0)
         self._leave()
         self.transport.abort()
 

@@ -241,6 +241,7 @@ class _Endpoint:
         work.result()
 
     async def _answer(self, call: Call, held: Held, send: Send) -> None:
+        call.hold = held.resize
         reply = await self._operation.answer(call, read_body(self._operation.kind, held.take_body()))
         if isinstance(reply, bytes):
             held.resize(len(reply))

@@ -18,6 +18,9 @@ _BODY_TIMEOUT_S = 30.0
 # another form.
 _MOST_HELD, _TIMES = 512 << 20, 8
 
+# What is made of a header takes some bytes more, and the address is there several times.
+_A_HEADER, _OF_ADDRESS = 128, 4
+
 # What may be given back until it is seen to that it is free.
 _COLLECTED = 64 << 20
 
@@ -55,7 +58,7 @@ class Bodies:
                 f"the body is encoded: expected it as it is, got {encoding[:40]!r}; send it without Content-Encoding."
             )
             raise ApiError(415, what)
-        held = Held(self, caller)
+        held = Held(self, caller, _measure_head(scope))
         try:
             try:
                 await asyncio.wait_for(self._fill(held, length, receive), _BODY_TIMEOUT_S)
@@ -64,7 +67,7 @@ class Bodies:
                 raise ApiError(408, what) from None
             yield held
         finally:
-            held.resize(0)
+            held.release()
 
     def take(self, caller: str, size: int, whole: int) -> None:
         """Let a caller take more, or less.
@@ -110,13 +113,14 @@ class Held:
     Args:
         bodies: Of which it is a part.
         caller: Whose it is.
+        head: What it takes beside its body or its answer, as long as there is one of them.
 
     Attributes:
         body: What has come.
     """
 
-    def __init__(self, bodies: Bodies, caller: str) -> None:
-        self._bodies, self._caller, self._size = bodies, caller, 0
+    def __init__(self, bodies: Bodies, caller: str, head: int) -> None:
+        self._bodies, self._caller, self._head, self._size = bodies, caller, head, 0
         self.body = bytearray()
 
     def take_body(self) -> bytearray:
@@ -130,8 +134,20 @@ class Held:
         Raises:
             ApiError: There is no room for it.
         """
+        self._take(self._head + size)
+
+    def release(self) -> None:
+        """Take nothing any longer."""
+        self._take(0)
+
+    def _take(self, size: int) -> None:
         self._bodies.take(self._caller, size - self._size, size)
         self._size = size
+
+
+def _measure_head(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) + _A_HEADER for name, value in scope["headers"])
+    return headers + _OF_ADDRESS * (len(scope["path"]) + len(scope["query_string"]))
 
 
 def _refuse_size(most: int, got: str) -> ApiError:

@@ -3,10 +3,9 @@
 import asyncio
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,15 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from .chat import ChatTemplate
 from .errors import refuse
+from .tokens import Length, measure, weigh
 from .turns import Turns
 
-# Beyond these characters a request is tokenized beside the event loop, which would stand still for milliseconds; and so
-# many of them at once, which take a tenth of a second.
+# Beyond what so many characters of ASCII take, a request is tokenized beside the event loop, which would stand still
+# for milliseconds; and so many of them in one turn, which take a tenth of a second.
 _AT_ONCE, _IN_TURN = 8192, 128 * 1024
 
-# Characters of a text that are tokenized, or so many for each token that the model reads: the server refuses a longer
-# one that has no more tokens there. Each takes 200 bytes, so one of 8 MB would take 1.6 GB.
+# Characters of a text that are looked at, or so many for each token that the model reads: the server refuses a longer
+# one that has no more tokens there.
 _BEGINNING, _BEGINNING_OF_TOKEN = 128 * 1024, 32
 
 # How many texts a server writes at a time, and for how many it does where nobody has said it.
@@ -69,7 +69,7 @@ class Published:
             param: What the caller calls the rows.
             rows: A text or a pair each.
             may_cut: Whether the caller takes an answer to the beginning of a text that is too long.
-            turns: Those of all whose texts are tokenized, in characters.
+            turns: Those of all whose texts are tokenized, by what these weigh.
             caller: Who asks.
 
         Raises:
@@ -79,17 +79,9 @@ class Published:
         known: set[str] = set()
         sizes = []
         for row in rows:
-            sizes.append(sum(len(text) for text in row if text not in known))
+            sizes.append(sum(weigh(text[: self._beginning]) for text in row if text not in known))
             known.update(row)
-        if self.most is None and (longest := max(len(text) for text in known)) > _BEGINNING:
-            raise refuse(
-                param,
-                f"{param} holds a text that is too long",
-                expected=f"at most {_BEGINNING} characters",
-                got=str(longest),
-                remedy="cut it",
-            )
-        lengths: dict[str, int] = {}
+        lengths: dict[str, Length] = {}
         if sum(sizes) <= _AT_ONCE:
             return self._count(param, rows, 0, may_cut, lengths)
         tokens = had = 0
@@ -100,31 +92,52 @@ class Published:
             had += size
         return tokens
 
-    def _count(self, param: str, rows: Sequence[Row], start: int, may_cut: bool, lengths: dict[str, int]) -> int:
+    @property
+    def _beginning(self) -> int:
+        return max(_BEGINNING, _BEGINNING_OF_TOKEN * (self.most or 0))
+
+    def _count(self, param: str, rows: Sequence[Row], start: int, may_cut: bool, lengths: dict[str, Length]) -> int:
         """Return the tokens of some rows; `lengths` has those of texts that were tokenized, and gets the others'."""
-        texts = [text for text in dict.fromkeys(chain.from_iterable(rows)) if text not in lengths]
-        end = max(_BEGINNING, _BEGINNING_OF_TOKEN * (self.most or 0))
-        try:
-            encodings = self.tokenizer.encode_batch_fast([text[:end] for text in texts], add_special_tokens=False)
-        # The library raises plain Exception for a text that its model has no token for.
-        except Exception as exc:
-            raise refuse(param, f"{param} cannot be tokenized", expected="text", got=f"'{exc}'") from None
-        lengths.update((text, len(encoding.ids)) for text, encoding in zip(texts, encodings, strict=True))
+        self._measure(param, {text for row in rows for text in row} - lengths.keys(), lengths)
         tokens = 0
         for index, row in enumerate(rows, start):
             # The texts of a pair are tokenized each on its own, and cut together.
-            found = self.tokenizer.num_special_tokens_to_add(len(row) > 1) + sum(lengths[text] for text in row)
+            of_row = [lengths[text] for text in row]
+            is_whole = all(length.is_whole for length in of_row)
+            if self.most is None and not is_whole:
+                raise refuse(
+                    param,
+                    f"{param}[{index}] is too long",
+                    expected=f"at most {_BEGINNING} characters, and as many tokens",
+                    got="more",
+                    remedy="cut it",
+                )
+            found = self.tokenizer.num_special_tokens_to_add(len(row) > 1) + sum(length.tokens for length in of_row)
             read = found if self.most is None else min(found, self.most)
             if read < found and not may_cut:
                 raise refuse(
                     param,
                     f"{param}[{index}] is too long for the model",
                     expected=f"at most {self.most} tokens",
-                    got=str(found) if max(map(len, row)) <= end else f"{found} in its beginning",
+                    got=str(found) if is_whole else f"{found} in its beginning",
                     remedy="cut it, or pass truncate_prompt_tokens -1 (truncate true on TEI's paths)",
                 )
             tokens += read
         return tokens
+
+    def _measure(self, param: str, texts: Iterable[str], lengths: dict[str, Length]) -> None:
+        most = _BEGINNING if self.most is None else self.most
+        beginnings: dict[str, list[str]] = {}
+        for text in texts:
+            beginnings.setdefault(text[: self._beginning], []).append(text)
+        try:
+            for beginning, length in measure(self.tokenizer, beginnings, most):
+                for text in beginnings[beginning]:
+                    is_whole = length.is_whole and len(beginning) == len(text)
+                    lengths[text] = Length(length.tokens, is_whole)
+        # The library raises plain Exception for a text that its model has no token for.
+        except Exception as exc:
+            raise refuse(param, f"{param} cannot be tokenized", expected="text", got=f"'{exc}'") from None
 
 
 def _cut(sizes: Sequence[int]) -> Iterator[slice]:

@@ -2,26 +2,35 @@
 
 import asyncio
 import base64
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+from tokenizers import Tokenizer
 
 from .bodies import Embeddings, Rerank, TeiEmbed, TeiPredict, TeiRerank, TeiTokenize, read_texts
 from .call import Call
 from .errors import ApiError, refuse
 from .published import Row
+from .tokens import measure, weigh
 from .turns import Turns
 from .upstream import GENERATION, Served, Upstream
 
-# Of which tokens are told: each is some hundred bytes of JSON, which is written while nobody else is answered.
-_MAX_CHARACTERS = 131_072
+# Of which tokens are told, and how many of these.
+_MAX_CHARACTERS = _MAX_TOKENS = 131_072
 
-# Characters that are tokenized at a time, beside what the server does.
-_AT_A_TIME = 256 * 1024
+# Bytes of JSON that a token becomes beside its text, and how many tokens are written at once, which takes a fraction of
+# a millisecond.
+_A_TOKEN, _AT_ONCE = 72, 1024
+
+# What is tokenized at a time, beside what the server does, in characters of ASCII. A token that is told of takes as
+# much as two of them, so that the longest answers are written one by one.
+_AT_A_TIME, _TOLD = 256 * 1024, 2
 
 # Bytes of a query that one request has the server read, which reads it anew beside each document: half of a minute's
 # work for one of its cores, beyond which the last documents would not have their turn in time.
@@ -127,31 +136,18 @@ class Texts:
         kinds = (*_EMBEDDING, *_LABELS, *_PAIRS, GENERATION)
         served = self._upstream.find_of(asked.model, kinds)
         adds = asked.add_special_tokens is not False
+        tokenizer = served.files.tokenizer
         characters = sum(map(len, texts))
         if characters > _MAX_CHARACTERS:
-            raise ApiError(
-                400,
-                f"inputs is too long: expected at most {_MAX_CHARACTERS} characters, got {characters}; ask in parts.",
-                param="inputs",
-            )
-        tokenize = partial(asyncio.to_thread, served.files.tokenizer.encode_batch, texts, add_special_tokens=adds)
-        encodings = await self._turns.run(call.caller, 0, characters, tokenize)
-        rows = []
-        for encoding in encodings:
-            parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
-            rows.append(
-                [
-                    {
-                        "id": number,
-                        "text": text,
-                        "special": bool(special),
-                        "start": None if special else start,
-                        "stop": None if special else stop,
-                    }
-                    for number, text, special, (start, stop) in parts
-                ]
-            )
-        return dump(rows)
+            raise _refuse_tokens("characters", _MAX_CHARACTERS, str(characters))
+        size = sum(map(weigh, texts))
+        tokens = await self._turns.run(
+            call.caller, 0, size, partial(asyncio.to_thread, _count_tokens, tokenizer, texts, adds=adds)
+        )
+        # Every character of a text is in a token of it, and is six bytes at most where it is escaped.
+        call.hold(_A_TOKEN * tokens + 6 * characters)
+        write = partial(asyncio.to_thread, _write_tokens, tokenizer, texts, adds=adds)
+        return await self._turns.run(call.caller, size, _TOLD * tokens, write)
 
     async def _embed(
         self, call: Call, served: Served, param: str, texts: list[str], *, may_cut: bool, dimensions: int | None
@@ -221,6 +217,48 @@ class Texts:
             asking.cancel()
         call.use(served.name, "prompt", tokens)
         return arrays, tokens
+
+
+def _refuse_tokens(unit: str, most: int, got: str) -> ApiError:
+    what = f"inputs is too long: expected at most {most} {unit}, got {got}; ask in parts."
+    return ApiError(400, what, param="inputs")
+
+
+def _count_tokens(tokenizer: Tokenizer, texts: list[str], *, adds: bool) -> int:
+    """Return how many tokens texts have together.
+
+    Raises:
+        ApiError: They have more than are told of.
+    """
+    around = tokenizer.num_special_tokens_to_add(False) if adds else 0
+    tokens = around * len(texts)
+    times = Counter(texts)
+    for text, length in measure(tokenizer, times, _MAX_TOKENS):
+        tokens += length.tokens * times[text]
+        if tokens > _MAX_TOKENS:
+            raise _refuse_tokens("tokens", _MAX_TOKENS, "more")
+    return tokens
+
+
+def _write_tokens(tokenizer: Tokenizer, texts: list[str], *, adds: bool) -> bytes:
+    """Return the tokens of texts as JSON, which is written in pieces: it holds up whoever is answered meanwhile."""
+    rows = []
+    for encoding in tokenizer.encode_batch(texts, add_special_tokens=adds):
+        parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+        pieces = []
+        while some := [
+            {
+                "id": number,
+                "text": text,
+                "special": bool(special),
+                "start": None if special else start,
+                "stop": None if special else stop,
+            }
+            for number, text, special, (start, stop) in islice(parts, _AT_ONCE)
+        ]:
+            pieces.append(dump(some)[1:-1])
+        rows.append(b",".join(pieces))
+    return b"[[" + b"],[".join(rows) + b"]]"
 
 
 def normalize(vectors: Vectors) -> Vectors:

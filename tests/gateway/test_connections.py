@@ -151,3 +151,54 @@ def test_who_asks_ahead_and_leaves_or_asks_too_much_ahead_is_no_failure(
         assert served.application.has_left.wait(30)
         served.application.has_left.clear()
     assert capfd.readouterr().err == ""
+
+
+BEGUN = b"POST / HTTP/1.1\r\nX: " + b"y" * 30_000
+
+
+@pytest.mark.parametrize("ahead", [b"", b"GET / HTTP/1.1\r\n\r\n"])
+def test_of_heads_that_do_not_end_the_oldest_make_room(
+    served: Served, monkeypatch: pytest.MonkeyPatch, ahead: bytes
+) -> None:
+    monkeypatch.setattr(connections, "_MOST_BEGUN", 100_000)
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 30)
+    with contextlib.ExitStack() as stack:
+        begun = [stack.enter_context(served.connect()) for _ in range(10)]
+        for connection in begun:
+            connection.sendall(ahead + BEGUN)
+            # As the next one comes behind it.
+            time.sleep(0.02)
+        for connection in begun[:7]:
+            with contextlib.suppress(ConnectionResetError):
+                read_all(connection)
+        assert 60_000 < BoundedProtocol.begun <= 100_000
+        for connection in begun[7:]:
+            connection.sendall(b"\r\nConnection: close\r\n\r\n")
+            assert read_all(connection).startswith(b"HTTP/1.1 200")
+    assert BoundedProtocol.begun == 0
+
+
+def test_of_requests_that_were_answered_nothing_is_kept(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 30)
+    with served.connect() as connection:
+        for _ in range(3):
+            connection.sendall(b"GET /" + b"a" * 15_000 + b"?" + b"b" * 15_000 + b" HTTP/1.1\r\nX: y\r\n\r\n")
+            got = b""
+            while not got.endswith(b"\r\n\r\nx"):
+                got += connection.recv(1000) or pytest.fail("it was closed")
+            time.sleep(0.02)
+            (kept,) = BoundedProtocol.unasked
+            assert not (kept.url or kept.headers or kept.scope or kept.cycle.scope)
+
+
+def test_what_comes_together_is_no_longer_than_it_is(served: Served) -> None:
+    """Short requests in a row, of which none ends where a piece does."""
+    asked = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    with served.connect() as connection:
+        connection.sendall(asked[:10])
+        for _ in range(1000):
+            connection.sendall(asked[10:] + asked[:10])
+            got = b""
+            while not got.endswith(b"\r\n\r\nx"):
+                got += connection.recv(1000) or pytest.fail("it was closed")
+            assert got.startswith(b"HTTP/1.1 200")

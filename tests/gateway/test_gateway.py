@@ -364,6 +364,7 @@ def test_a_body_that_is_encoded_is_refused(doors: Doors) -> None:
         ("/v1/completions", {**WRITE, "seed": 2**64}, 400, "seed cannot be used: expected less than or equal"),
         ("/v1/completions", {**WRITE, "max_tokens": 10**30}, 400, "max_tokens cannot be used: expected"),
         ("/tokenize", {"model": "embedder", "inputs": "x y " * 40_000}, 413, "inputs is too long: expected at"),
+        ("/tokenize", {"model": "writer", "inputs": "😀" * 100_000}, 413, "expected at most 131072 tokens, got more"),
         ("/v1/completions", {**WRITE, "temperature": 1e-5}, 400, "temperature is too small: expected 0, which takes"),
         ("/v1/completions", {**WRITE, "temperature": 0, "n": 2}, 400, "n 2 has no effect: expected a temperature"),
         ("/v1/completions", {**WRITE, "prompt": "word " * 5000}, 400, "is too long for the model's context"),
