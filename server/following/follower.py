@@ -14,6 +14,7 @@ from .changes import Changes
 from .damage import compare, find_rest, refuse_damaged
 from .failures import FIRST_RETRY_S, Failure, Failures
 from .holding import Holdings
+from .mapped import MappedFiles, find_readers
 from .published import Loaded, Published, find_fault, read_repository, take_files
 from .rollout import Roller, refuse_still
 from .sums import FileSums, Identity
@@ -79,6 +80,9 @@ class Follower:
         self._report = tell
         self._say = say
         self._holdings = Holdings(repository)
+        self._mapped = MappedFiles()
+        # Those whose processes were ended, for they answered from other bytes than they were loaded with.
+        self._written: set[str] = set()
         self._changes = Changes(repository)
         self._served: dict[str, Loaded] = {}
         self._failures = Failures(repository)
@@ -227,6 +231,7 @@ class Follower:
         if now < self._next_look:
             return
         self._next_look = now + _INTERVAL_S
+        self._stop_written()
         if self._worker and self._worker.is_alive():
             if follows:
                 self._tell_waiting(now)
@@ -247,6 +252,27 @@ class Follower:
             # Taken back meanwhile, or done. Else it waits on, until it is its turn.
             self._waiting = {}
             self._waits.end()
+
+    def _stop_written(self) -> None:
+        """Have nobody answered from weights that were written over, whatever lies in their place by now."""
+        try:
+            written = self._mapped.look([*self._served.values()], self._roller.pid)
+        except OSError:
+            return
+        is_busy = self._worker is not None and self._worker.is_alive()
+        for name, path in written.items():
+            loaded = self._served.get(name)
+            if loaded is None:
+                continue
+            what = f"warning: {path} was written into while {loaded.published.title} was answering from it"
+            if not is_busy:
+                self._say(f"{what}; unloaded, and loaded anew once it is right")
+                self._leave_out(loaded, f"{path} was written into", delay_s=0.0)
+            # While something is being loaded, tritonserver takes no other order. What is ended is loaded anew if its
+            # files are right.
+            elif self._mapped.end_readers(path, self._roller.pid):
+                self._say(f"{what}; its processes are ended")
+                self._written.add(name)
 
     def _find_changed(self, seen: Mapping[str, object] | None) -> set[str]:
         """Return what is another than when it was looked at last; nothing where that is to be done once more."""
@@ -467,11 +493,12 @@ class Follower:
 
     def _answers_from_changed(self, loaded: Loaded) -> bool:
         """Tell whether a file that is read as the model answers has other bytes than it was loaded with."""
+        if loaded.published.name in self._written:
+            return True
         changed = (path for path, digest in loaded.files.items() if self._sums.find_changed({path: digest}))
-        try:
-            return any(map(self._roller.reads_on, changed))
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):
+            return any(find_readers(path, path.stat().st_ino, self._roller.pid) for path in changed)
+        return False
 
     def _hold(self, published: Published) -> None:
         if reason := self._holdings.hold(published):
@@ -479,6 +506,7 @@ class Follower:
 
     def _settle(self, loaded: Loaded) -> None:
         published = loaded.published
+        self._written.discard(published.name)
         self._served[published.name] = loaded
         self._failures.pop(published.name, None)
         golden = next(iter(loaded.asked.values()), "")

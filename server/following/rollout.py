@@ -17,7 +17,6 @@ Where the two have different configurations, both are loaded again for each step
 """
 
 import contextlib
-import os
 import re
 import threading
 import time
@@ -28,7 +27,6 @@ from pathlib import Path
 from ..errors import ControlError, GoneError, RolloutError
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
-from ..tritonserver.processes import has_mapped, list_children
 from ..tritonserver.stillness import LoadWatch, describe_still_start
 from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
@@ -86,6 +84,11 @@ class Roller:
         # Model and version → what it was, of those whose answers may lie in the response cache.
         self._cached: dict[tuple[str, int], bytes] = {}
 
+    @property
+    def pid(self) -> int:
+        """Id of tritonserver's process."""
+        return self._find_pid()
+
     def begin(self, shown: Iterable[Published], *, limits_rate: bool) -> None:
         """Take orders for a tritonserver that is about to start, whose response cache is empty.
 
@@ -98,18 +101,6 @@ class Roller:
         for published in shown:
             with contextlib.suppress(OSError, ControlError):
                 self._check_wishes(published)
-
-    def reads_on(self, path: Path) -> bool:
-        """Tell whether tritonserver, or a process of it, reads a file as it answers rather than once as it loads it.
-
-        So ONNX Runtime and OpenVINO read weights that lie beside their graph.
-
-        Raises:
-            OSError: This process has no descriptor or memory left to look with.
-        """
-        place = os.path.realpath(path)
-        pid = self._find_pid()
-        return any(has_mapped(each, place) for each in (pid, *list_children(pid)))
 
     def revive(self, model: str, versions: Collection[str] = ()) -> None:
         """Reload a model as it is shown; what is left of it answers until the new one is ready.

@@ -131,23 +131,23 @@ def list_children(pid: int) -> list[int]:
     return children
 
 
-def has_mapped(pid: int, path: str) -> bool:
+def has_mapped(pid: int, path: str, inode: int) -> bool:
     """Tell whether process `pid` has a file in its memory as it lies there: what is written into it is seen at once.
-
-    One in whose place another was put stays as it was; behind its name stands that it is deleted.
 
     Args:
         pid: The process.
-        path: Without links.
+        path: Without links. Behind that of a file in whose place another was put stands that it is deleted.
+        inode: Its number, which some file systems show otherwise there.
 
     Raises:
         OSError: This process has no descriptor or memory left to look with.
     """
     try:
-        lines = _read(f"/proc/{pid}/maps").splitlines()
+        mappings = [line.split(None, 5) for line in _read(f"/proc/{pid}/maps").splitlines()]
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
-    return any(line.endswith(path) and line.split(None, 5)[-1] == path for line in lines)
+    # Fields: addresses, permissions, offset, device, inode, and the path where there is one (proc_pid_maps(5)).
+    return any(len(each) == 6 and (int(each[4]) == inode or each[5] == path) for each in mappings)
 
 
 def wants_core(pid: int) -> bool:

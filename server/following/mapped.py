@@ -1,0 +1,127 @@
+"""Files that tritonserver, or a process of it, reads as it answers: what is written into one is answered from at once.
+
+Weights that lie beside their graph are mapped into memory by ONNX Runtime and OpenVINO. Which bytes these are does not
+hang on what the path names by now, so they are watched by what was there when it was first seen.
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ..tritonserver.processes import has_mapped, kill, list_children, read_stat
+from .published import Loaded
+
+_SUFFIXES = (".onnx.data", ".bin")
+
+_BLOCK_BYTES = 1 << 20
+
+
+class _Watched:
+    """One file that is held open, whatever names it has.
+
+    Attributes:
+        path: Where it was found.
+        inode: Its number.
+        is_other: Whether its bytes are not those that were loaded, as far as they have been read.
+    """
+
+    def __init__(self, path: Path, digest: str) -> None:
+        self.path = path
+        self.is_other = False
+        self._digest = digest
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self.inode = os.fstat(self._descriptor).st_ino
+        self._state = self._look()
+        self._reader: threading.Thread | None = None
+
+    def look(self) -> None:
+        """Begin to read it where it has been written into; a file of some gigabytes takes seconds."""
+        if self._reader and self._reader.is_alive():
+            return
+        state = self._look()
+        if state != self._state:
+            self._state = state
+            self._reader = threading.Thread(target=self._read, daemon=True)
+            self._reader.start()
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self._reader:
+            self._reader.join()
+        os.close(self._descriptor)
+
+    def _look(self) -> tuple[int, int]:
+        stat = os.fstat(self._descriptor)
+        return stat.st_size, stat.st_mtime_ns
+
+    def _read(self) -> None:
+        digest, place = hashlib.sha256(), 0
+        with contextlib.suppress(OSError):
+            while block := os.pread(self._descriptor, _BLOCK_BYTES, place):
+                digest.update(block)
+                place += len(block)
+            self.is_other = digest.hexdigest() != self._digest
+
+
+class MappedFiles:
+    """Watches the files of what is served that may be read as it answers."""
+
+    def __init__(self) -> None:
+        self._watched: dict[tuple[str, Path, int], _Watched] = {}
+
+    def look(self, served: Iterable[Loaded], pid: int) -> Mapping[str, Path]:
+        """Return name → a file of it that a process reads and that has other bytes than those that were loaded.
+
+        Args:
+            served: What is loaded. A file is taken for what was loaded when it is first seen.
+            pid: Id of tritonserver's process.
+
+        Raises:
+            OSError: This process has no descriptor or memory left to look with.
+        """
+        there = set[tuple[str, Path, int]]()
+        for loaded in served:
+            name = loaded.published.name
+            for path, digest in loaded.files.items():
+                if path.name.endswith(_SUFFIXES):
+                    # It may be away, or be being put in the place of another.
+                    with contextlib.suppress(FileNotFoundError):
+                        key = name, path, path.stat().st_ino
+                        there.add(key)
+                        if key not in self._watched:
+                            self._watched[key] = _Watched(path, digest)
+        found = {}
+        for key, watched in [*self._watched.items()]:
+            watched.look()
+            if key in there and not watched.is_other:
+                continue
+            # What another has taken the place of is of no use any more once nobody reads it.
+            if find_readers(watched.path, watched.inode, pid):
+                if watched.is_other:
+                    found[key[0]] = watched.path
+            elif key not in there:
+                self._watched.pop(key).close()
+        return found
+
+    def end_readers(self, path: Path, pid: int) -> bool:
+        """End the processes that read a file that has changed, but for tritonserver's own; return whether any did.
+
+        Args:
+            path: As it was found.
+            pid: Id of tritonserver's process.
+        """
+        numbers = {watched.inode for watched in self._watched.values() if watched.path == path and watched.is_other}
+        readers = {reader for number in numbers for reader in find_readers(path, number, pid)} - {pid}
+        for reader in readers:
+            if stat := read_stat(reader):
+                kill(reader, stat.started)
+        return bool(readers)
+
+
+def find_readers(path: Path, inode: int, pid: int) -> list[int]:
+    """Return which of tritonserver's process and those that it started have a file in their memory."""
+    place = os.path.realpath(path)
+    return [each for each in (pid, *list_children(pid)) if has_mapped(each, place, inode)]
