@@ -55,8 +55,13 @@ def test_what_the_backends_import_is_installed_beside_nvidias_image() -> None:
     imported = {name for file in files for name in list_imports(ast.parse(file.read_text()))}
     # What triton_python_backend_utils is, the stub itself brings.
     wanted = imported - set(sys.stdlib_module_names) - {file.stem for file in files} - {"triton_python_backend_utils"}
-    libraries = {library for name in wanted for library in importlib.metadata.packages_distributions()[name]}
-    assert "onnxruntime" in libraries
+    # `packages_distributions` of Python 3.10 knows only those that name their packages themselves.
+    installed = {
+        distribution.name: {file.parts[0].partition(".")[0] for file in distribution.files or ()}
+        for distribution in importlib.metadata.distributions()
+    }
+    libraries = {library for library, packages in installed.items() if wanted & packages}
+    assert wanted <= set().union(*installed.values()) and "onnxruntime" in libraries
     locked = re.findall(r"^([\w-]+)==", (CHECKOUT / "requirements" / "gpu.txt").read_text(), re.MULTILINE)
     assert {library.lower().replace("_", "-") for library in libraries} <= set(locked)
 

@@ -1,5 +1,7 @@
 """Small random models that see several things in a picture, saved with their processors as their users have them."""
 
+import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +13,6 @@ from transformers import (
     ResNetConfig,
     SegformerConfig,
     SegformerForSemanticSegmentation,
-    SegformerImageProcessor,
     YolosConfig,
     YolosForObjectDetection,
     YolosImageProcessor,
@@ -95,7 +96,20 @@ def save_segformer(folder: Path) -> None:
         id2label={**LABELS, 3: "wall", 4: "sky"},
     )
     SegformerForSemanticSegmentation(config).save_pretrained(folder)
-    SegformerImageProcessor(size={"height": 64, "width": 96}).save_pretrained(folder)
+    # Its own class wants torchvision in the newest transformers for Python 3.10; BEiT's does the same to a picture.
+    processor = {
+        "image_processor_type": f"{'Segformer' if sys.version_info >= (3, 11) else 'Beit'}ImageProcessor",
+        "size": {"height": 64, "width": 96},
+        "do_resize": True,
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_reduce_labels": False,
+        "do_normalize": True,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 # Task → what writes a model for it.
