@@ -267,10 +267,21 @@ def find_output_width(model: PreTrainedModel) -> int:
     """Return the width of a text model's last hidden states, which its configuration does not tell.
 
     OPT-350m computes in 1024 dimensions, embeds in 512 and ends in a projection to these; others end in `hidden_size`.
+
+    Raises:
+        ModelError: It computes nothing of a text alone, such as Marian's, which wants the beginning of another one.
     """
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    with torch.no_grad():
-        width: int = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.shape[-1]
+    try:
+        with torch.no_grad():
+            width: int = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.shape[-1]
+    except ValueError as exc:
+        raise ModelError(
+            f"{type(model).__name__} has no states of a text alone",
+            expected="a model that is given a text and nothing else",
+            got=f"'{exc}'",
+            remedy="save it with its head and pass --task text2text-generation, or pass --factory with its encoder",
+        ) from exc
     return width
 
 

@@ -124,6 +124,7 @@ def test_a_graph_that_ignores_the_mask_fails_where_rows_are_padded(exported: Exp
     assert "sentences one by one" not in failed
 
 
+@pytest.mark.rarer
 def test_a_graph_with_another_pooling_fails(exported: Exported, tmp_path: Path) -> None:
     source = exported.source
     task = source.task

@@ -383,6 +383,7 @@ def test_killed_at_any_moment_it_leaves_a_repository_that_is_served(
         assert not list(repository.glob("*/staging-*"))
 
 
+@pytest.mark.rarer
 def test_interrupted_at_any_moment_it_leaves_the_repository_as_it_was(
     exported: Exported, other: Exported, tmp_path: Path
 ) -> None:

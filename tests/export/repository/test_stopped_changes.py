@@ -53,12 +53,12 @@ CHANGES: dict[str, Callable[[Path], object]] = {
         ("activate", "killed", 29),
         ("prune", "killed", 29),
         ("remove", "killed", 29),
-        ("promote", "killed", 83),
+        pytest.param("promote", "killed", 83, marks=pytest.mark.rarer),
         ("activate", "the disk is full", 41),
         ("remove", "it is mounted anew without the right to write", 41),
         ("remove", "removing fails", 17),
         ("prune", "removing fails", 17),
-        ("remove", "renaming fails", 5),
+        pytest.param("remove", "renaming fails", 5, marks=pytest.mark.rarer),
     ],
 )
 def test_whatever_stops_a_change_something_verified_is_active_and_the_same_again_needs_no_repair(

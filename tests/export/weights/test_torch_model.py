@@ -8,13 +8,20 @@ from harness import run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from trainers.architectures import build_several
+from transformers import MarianConfig, MarianModel
 
 from export.checkpoints import open_checkpoint
 from export.errors import CheckpointError, ModelError
 from export.options import ExportRequest
 from export.progress import Progress
 from export.source import load_source
-from export.weights.torch_model import find_input_embedding, load_config, load_model, settle_quantization
+from export.weights.torch_model import (
+    find_input_embedding,
+    find_output_width,
+    load_config,
+    load_model,
+    settle_quantization,
+)
 
 
 @pytest.fixture
@@ -204,3 +211,14 @@ def test_what_is_odd_about_a_checkpoint_is_told_with_what_it_is_served_as(copy: 
     assert "says that the weights are quantized, which they are not" in quantized
     assert "the tokenizer has pad_token_id 0 where config.json says 1; the mask hides the padding" in padding
     assert "the pooling is a guess" in pooling
+
+
+def test_a_model_that_wants_the_beginning_of_another_text_has_no_vectors_of_one() -> None:
+    heads = {
+        f"{half}_{what}": 2 for half in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim", "layers")
+    }
+    model = MarianModel(MarianConfig(vocab_size=8, d_model=16, pad_token_id=0, decoder_start_token_id=0, **heads))
+    with pytest.raises(
+        ModelError, match="MarianModel has no states of a text alone: .* save it with its head and pass"
+    ):
+        find_output_width(model)
