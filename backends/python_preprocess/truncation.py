@@ -33,7 +33,17 @@ class Beginning:
     tokens: int
 
 
-class Shortening:
+class _Truncating:
+    """How a tokenizer truncates, and the same one without that."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._truncation = tokenizer.truncation or {}
+        self._tokens = int(self._truncation["max_length"])
+        self._cuts_end = self._truncation["direction"] == "right"
+        self._tokenizer = _copy_whole(tokenizer)
+
+
+class Shortening(_Truncating):
     """Leaves of a long text no more than decides which tokens the model reads.
 
     Words are tokenised one by one, so the tokens of a text's beginning are those of the whole text up to about the word
@@ -45,10 +55,7 @@ class Shortening:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        truncation = tokenizer.truncation or {}
-        self._tokens = int(truncation["max_length"])
-        self._cuts_end = truncation["direction"] == "right"
-        self._tokenizer = _copy_whole(tokenizer)
+        super().__init__(tokenizer)
         # The cut goes through one word, which may change the one before it, or through an added token, and leaves of
         # that as many words as it has characters at most.
         added = tokenizer.get_added_tokens_decoder().values()
@@ -128,7 +135,7 @@ class Shortening:
         return [len(made) for made in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
 
-class Pairing:
+class Pairing(_Truncating):
     """Encodes two long texts of a pair as the library does, without what is truncated of them.
 
     The library goes on to pair each window of that of the one with each of the other: of two texts of 20,000 characters
@@ -139,12 +146,9 @@ class Pairing:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        truncation = tokenizer.truncation or {}
-        self._tokens = int(truncation["max_length"])
-        self._cuts_end = truncation["direction"] == "right"
+        super().__init__(tokenizer)
         # Of the others, one text stays whole, or there is an error.
-        self._cuts_both = truncation["strategy"] == "longest_first"
-        self._tokenizer = _copy_whole(tokenizer)
+        self._cuts_both = self._truncation["strategy"] == "longest_first"
 
     def is_long(self, text: "str | tuple[str, ...]") -> bool:
         """Tell whether the windows of two texts may be many: a character has some tokens at most."""

@@ -94,6 +94,7 @@ class Follower:
         self._busy: Published | None = None
         # What tritonserver loads now, and since when.
         self._loading: tuple[Published, float] | None = None
+        self._taken: list[Loaded] = []
         # What the repository looked like after the last load; None where nothing was loaded since it was read.
         self._looked: Mapping[str, object] | None = None
         self._seen: Mapping[str, object] | None = None
@@ -214,6 +215,7 @@ class Follower:
         found = read_repository(self._repository, self._sums, self._variant).values()
         for published in (each for each in found if not each.damage):
             taken = take_files(self._repository, published, self._sums)
+            self._watch(taken)
             self._hold(published)
             self._roller.show(taken)
             self._settle(taken)
@@ -253,10 +255,15 @@ class Follower:
             self._waiting = {}
             self._waits.end()
 
+    def _watch(self, taken: Loaded) -> None:
+        """Watch the files of what is about to be loaded; who has no descriptor for it now does so at the next look."""
+        with contextlib.suppress(OSError):
+            self._mapped.open(taken)
+
     def _stop_written(self) -> None:
         """Have nobody answered from weights that were written over, whatever lies in their place by now."""
         try:
-            written = self._mapped.look([*self._served.values()], self._roller.pid)
+            written = self._mapped.look([*self._served.values(), *self._taken], self._roller.pid)
         except OSError:
             return
         is_busy = self._worker is not None and self._worker.is_alive()
@@ -464,7 +471,9 @@ class Follower:
             self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
         self._hold(wanted)
         rest, taken = "", held or take_files(self._repository, wanted, self._sums)
-        self._loading = wanted, start
+        self._loading, self._taken = (wanted, start), [taken]
+        # Before tritonserver reads them.
+        self._watch(taken)
         try:
             if loaded:
                 rest = self._roller.roll(loaded, taken)
@@ -477,7 +486,7 @@ class Follower:
                 self._fail(wanted, exc, held)
             return not isinstance(exc.__cause__, GoneError)
         finally:
-            self._loading, self._looked = None, self._look()
+            self._loading, self._taken, self._looked = None, [], self._look()
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(taken)

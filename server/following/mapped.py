@@ -18,6 +18,9 @@ _SUFFIXES = (".onnx.data", ".bin")
 
 _BLOCK_BYTES = 1 << 20
 
+# In the place of a size and a time of the last change, which no file has.
+_UNREAD = (-1, -1)
+
 
 class _Watched:
     """One file that is held open, whatever names it has.
@@ -59,10 +62,14 @@ class _Watched:
 
     def _read(self) -> None:
         digest, place = hashlib.sha256(), 0
-        with contextlib.suppress(OSError):
+        try:
             while block := os.pread(self._descriptor, _BLOCK_BYTES, place):
                 digest.update(block)
                 place += len(block)
+        except OSError:
+            # It is read again at the next look.
+            self._state = _UNREAD
+        else:
             self.is_other = digest.hexdigest() != self._digest
 
 
@@ -71,28 +78,39 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._watched: dict[tuple[str, Path, int], _Watched] = {}
+        # Held while files are opened: by the thread that looks, and by the one that loads.
+        self._opening = threading.Lock()
+
+    def open(self, loaded: Loaded) -> set[tuple[str, Path, int]]:
+        """Watch the files of what is loaded, or about to be, and return what they are known by.
+
+        A file is taken for what it was before when it is first seen, so that is to be before it is loaded.
+
+        Raises:
+            OSError: This process has no descriptor left to look with.
+        """
+        there = set()
+        for path, digest in loaded.files.items():
+            if path.name.endswith(_SUFFIXES):
+                # It may be away, or be being put in the place of another.
+                with contextlib.suppress(FileNotFoundError), self._opening:
+                    key = loaded.published.name, path, path.stat().st_ino
+                    there.add(key)
+                    if key not in self._watched:
+                        self._watched[key] = _Watched(path, digest)
+        return there
 
     def look(self, served: Iterable[Loaded], pid: int) -> Mapping[str, Path]:
         """Return name → a file of it that a process reads and that has other bytes than those that were loaded.
 
         Args:
-            served: What is loaded. A file is taken for what was loaded when it is first seen.
+            served: What is loaded or being loaded.
             pid: Id of tritonserver's process.
 
         Raises:
             OSError: This process has no descriptor or memory left to look with.
         """
-        there = set[tuple[str, Path, int]]()
-        for loaded in served:
-            name = loaded.published.name
-            for path, digest in loaded.files.items():
-                if path.name.endswith(_SUFFIXES):
-                    # It may be away, or be being put in the place of another.
-                    with contextlib.suppress(FileNotFoundError):
-                        key = name, path, path.stat().st_ino
-                        there.add(key)
-                        if key not in self._watched:
-                            self._watched[key] = _Watched(path, digest)
+        there = {key for loaded in served for key in self.open(loaded)}
         found = {}
         for key, watched in [*self._watched.items()]:
             watched.look()

@@ -33,10 +33,15 @@ def weights(tmp_path: Path) -> Path:
 @pytest.fixture
 def reader(weights: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of this one's that has the weights in its memory, as a model's is of tritonserver's."""
-    with subprocess.Popen([sys.executable, "-c", READER, weights], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "mapped\n"
+    with start_reader(weights) as process:
         yield process
         process.kill()
+
+
+def start_reader(weights: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", READER, weights], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "mapped\n"
+    return process
 
 
 def load(weights: Path) -> Loaded:
@@ -119,3 +124,13 @@ def test_what_nobody_reads_may_become_another(weights: Path) -> None:
     put_right_file(weights)
     assert look(mapped, loaded) == {}
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+
+
+def test_what_is_written_over_while_it_is_loaded_is_found_once_it_is_read(weights: Path) -> None:
+    mapped, loaded = MappedFiles(), load(weights)
+    mapped.open(loaded)
+    write(weights, b"other")
+    assert look(mapped, loaded) == {}
+    with start_reader(weights) as process:
+        assert look(mapped, loaded) == {"tiny": weights}
+        process.kill()
