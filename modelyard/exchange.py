@@ -7,6 +7,7 @@ for ever, and one that floods would have all of its memory. No thread is wanted 
 import functools
 import http.client
 import io
+import select
 import socket
 import time
 import urllib.error
@@ -20,6 +21,25 @@ _PIECE_BYTES = 1 << 16
 
 # Of a refusal.
 _REASON_BYTES = 2000
+
+
+# Between two looks at whether there is still something to wait for.
+_LOOK_S = 0.5
+
+
+class WatchedRequest(urllib.request.Request):
+    """A request that is given up before its time where it has become known that no answer will come.
+
+    Args:
+        url: Where it goes, unencrypted.
+        data: Its body.
+        headers: Its headers.
+        gives_up: Asked twice a second whether there is nothing to wait for; then `fetch` raises a TimeoutError.
+    """
+
+    def __init__(self, url: str, data: bytes, headers: dict[str, str], gives_up: Callable[[], bool]) -> None:
+        super().__init__(url, data=data, headers=headers)
+        self.gives_up = gives_up
 
 
 def fetch(request: str | urllib.request.Request, timeout_s: float) -> bytes:
@@ -41,21 +61,28 @@ def fetch(request: str | urllib.request.Request, timeout_s: float) -> bytes:
         raise urllib.error.HTTPError(exc.url, exc.code, exc.msg, exc.headers, io.BytesIO(reason)) from exc
 
 
-def limit(connection: http.client.HTTPConnection, timeout_s: float) -> None:
-    """Have what is asked next over `connection` answered within `timeout_s`, to the last byte."""
+def limit(connection: http.client.HTTPConnection, timeout_s: float, gives_up: Callable[[], bool] | None = None) -> None:
+    """Have what is asked next over `connection` answered within `timeout_s`, to the last byte, or given up before."""
     connection.timeout = timeout_s
     if connection.sock:
         connection.sock.settimeout(timeout_s)
     end = time.monotonic() + timeout_s
-    connection.response_class = functools.partial(_Answer, end)  # type: ignore[assignment]
+    connection.response_class = functools.partial(_Answer, end, gives_up)  # type: ignore[assignment]
 
 
 class _Answer(http.client.HTTPResponse):
-    """An answer that has to have come by `end`."""
+    """An answer that has to have come by `end`, or until it is given up."""
 
-    def __init__(self, end: float, connection: socket.socket, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        end: float,
+        gives_up: Callable[[], bool] | None,
+        connection: socket.socket,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(connection, *arguments, **options)
-        self.fp = io.BufferedReader(_Source(self.fp.detach(), connection, end))
+        self.fp = io.BufferedReader(_Source(self.fp.detach(), connection, end, gives_up))
 
     def read(self, amt: int | None = None) -> bytes:
         """Return so much of the body, or what is left of it.
@@ -76,8 +103,10 @@ class _Answer(http.client.HTTPResponse):
 class _Source(io.RawIOBase):
     """The bytes that come over a connection: until `end`, and not without end."""
 
-    def __init__(self, raw: io.RawIOBase, connection: socket.socket, end: float) -> None:
-        self._raw, self._connection, self._end = raw, connection, end
+    def __init__(
+        self, raw: io.RawIOBase, connection: socket.socket, end: float, gives_up: Callable[[], bool] | None
+    ) -> None:
+        self._raw, self._connection, self._end, self._gives_up = raw, connection, end, gives_up
         self._count = 0
 
     def readable(self) -> bool:
@@ -88,9 +117,11 @@ class _Source(io.RawIOBase):
         """Read what has come, as `io.RawIOBase` does.
 
         Raises:
-            TimeoutError: It is not whole by now.
+            TimeoutError: It is not whole by now, or given up.
             HTTPException: It is more than anybody would answer.
         """
+        if self._gives_up:
+            self._watch(self._gives_up)
         left_s = self._end - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
@@ -100,6 +131,18 @@ class _Source(io.RawIOBase):
         if self._count > _MAX_BYTES:
             raise http.client.HTTPException(f"an answer of more than {_MAX_BYTES} bytes")
         return count
+
+    def _watch(self, gives_up: Callable[[], bool]) -> None:
+        """Wait until something has come, or there is nothing more to wait for.
+
+        Raises:
+            TimeoutError: It is given up.
+        """
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        while time.monotonic() < self._end and not poll.poll(_LOOK_S * 1000):
+            if gives_up():
+                raise TimeoutError("given up")
 
     def close(self) -> None:
         """Close the connection as well, once nobody else reads it."""
@@ -114,7 +157,7 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def do_open(self, http_class: Callable[..., Any], req: urllib.request.Request, **options: Any) -> Any:
         def connect(*arguments: Any, **settings: Any) -> Any:
             connection = http_class(*arguments, **settings)
-            limit(connection, connection.timeout)
+            limit(connection, connection.timeout, req.gives_up if isinstance(req, WatchedRequest) else None)
             return connection
 
         return super().do_open(connect, req, **options)

@@ -7,6 +7,7 @@ from .announcement import announce
 from .draining import Retirement, drain
 from .errors import AbortedStartError, ControlError, GaveUpError, ShortageError, StartError, fold
 from .following import wishes
+from .following.failures import FIRST_RETRY_S, LOST_RETRY_S
 from .following.follower import Follower
 from .following.overlay import Overlay
 from .following.published import Published
@@ -239,12 +240,13 @@ class Supervisor:
             StartError: None does.
         """
         is_any_touched = self._follower.leave_out_touched()
-        verdicts = judge_models(self._settings, self._control, self._follower.models)
+        verdicts = judge_models(self._settings, self._control, self._follower.published, self._run.server.pid)
         for line in render_verdicts(verdicts):
             self._say(line)
         public = {item.name for item in self._follower.published}
         does_any_answer = any(verdict.answers and verdict.model in public for verdict in verdicts)
-        is_any_tried_again = is_any_touched or self._loads_each or self._run.has_ended_loads
+        lost = {verdict.model for verdict in verdicts if verdict.was_lost}
+        is_any_tried_again = is_any_touched or self._loads_each or self._run.has_ended_loads or bool(lost)
         if not (does_any_answer or is_any_tried_again):
             raise StartError(
                 f"no model of {self._settings.repository} can be served",
@@ -256,7 +258,8 @@ class Supervisor:
         failed = {verdict.model: verdict.text for verdict in verdicts if verdict.model not in answering}
         for published in self._follower.published:
             if reasons := [failed[name] for name in published.configs if name in failed]:
-                self._follower.doubt(published.name, reasons[0].removeprefix(FAILED))
+                delay_s = FIRST_RETRY_S if lost.isdisjoint(published.configs) else LOST_RETRY_S
+                self._follower.doubt(published.name, reasons[0].removeprefix(FAILED), delay_s=delay_s)
         self._count_models()
 
     def _doubt_what_is_missing(self) -> None:

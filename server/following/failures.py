@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import GoneError, RolloutError
+from .health import LostProcessError
 from .model_text import CONFIG_FILE
 from .published import Loaded, Published
 
 # It is tried again after this long, and each time after twice as long.
 FIRST_RETRY_S = 10.0
 _LAST_RETRY_S = 600.0
+
+# The same of one that loads well and whose process was ended while it was asked, by somebody else as a rule.
+LOST_RETRY_S = 1.0
 
 # One in whose loading tritonserver crashed so often is not tried again by itself: every try takes all models down. One
 # crash may be another's doing.
@@ -81,7 +85,8 @@ class Failures(dict[str, Failure]):
         failure = self.get(wanted.name)
         before = failure if failure and _came_of(failure, wanted) else None
         # To look at files costs nothing, and of theirs the configuration alone is watched.
-        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not wanted.damage else FIRST_RETRY_S
+        first = LOST_RETRY_S if isinstance(error.__cause__, LostProcessError) else FIRST_RETRY_S
+        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not wanted.damage else first
         self[wanted.name] = Failure(
             wanted=wanted,
             reason=str(error),

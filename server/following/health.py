@@ -9,12 +9,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelyard.exchange import fetch
+from modelyard.exchange import WatchedRequest, fetch
 
 from ..errors import GoldenError
+from ..tritonserver.backend_processes import EndWatch
 from .recorded import DamagedGoldenError, measure_answer, read_golden
 from .sums import GOLDEN_FILE, hash_file, read_sums
 
@@ -26,6 +28,9 @@ _TIMEOUT_S = 60.0
 _PATIENCE_S = 4.0
 JUDGING_PATIENCE_S = 30.0
 _PAUSE_S = 0.2
+
+# Asks a model with a body and headers.
+_Post = Callable[[str, tuple[bytes, dict[str, str]]], bytes]
 
 # What an answer is compared by.
 _OF_TENSOR = ("name", "shape", "data")
@@ -39,6 +44,10 @@ class LostServerError(ConnectionError):
     """The server listens no more, or hangs up before it has answered."""
 
 
+class LostProcessError(OSError):
+    """A process that was asked has ended."""
+
+
 def check_answer(
     url: str,
     repository: Path,
@@ -47,6 +56,7 @@ def check_answer(
     *,
     served_as: str | None = None,
     patience_s: float = _PATIENCE_S,
+    watch: EndWatch | None = None,
 ) -> float | None:
     """Ask a model for an answer that was recorded when it was verified.
 
@@ -57,12 +67,14 @@ def check_answer(
         version: Which version of it.
         served_as: The name under which the server has it, where that is another.
         patience_s: For how many seconds it is asked again where its queue is full.
+        watch: Tells whether its processes have ended; None where they are not known.
 
     Returns:
         The largest difference to it, as `measure_answer` counts it; None where nothing was recorded.
 
     Raises:
         LostServerError: There is no server any more.
+        LostProcessError: A process of the model has ended instead of answering.
         OSError: The server does not answer, or refuses.
         ValueError: It answers something else than the file promises, or the file is not one of this modelyard.
     """
@@ -71,8 +83,9 @@ def check_answer(
         if not path.exists():
             return None
         golden = read_golden(path)
-        return _compare(f"{url}/v2/models/{served_as or name}/versions/{version}", golden, patience_s)
-    except (_BusyError, LostServerError, GoldenError, DamagedGoldenError):
+        post = partial(_post, f"{url}/v2/models/{served_as or name}/versions/{version}", watch)
+        return _compare(post, golden, patience_s)
+    except (_BusyError, LostServerError, LostProcessError, GoldenError, DamagedGoldenError):
         raise
     # What is recorded may be of another kind than what is answered: any fault may come of it.
     except Exception as exc:
@@ -83,15 +96,15 @@ def check_answer(
         raise kind(f"{told}; what was verified is in {path}") from exc
 
 
-def _compare(url: str, golden: Mapping[str, Any], patience_s: float) -> float:
-    """Return how far a version of a model, at `url`, is from the first of its recorded answers."""
+def _compare(post: _Post, golden: Mapping[str, Any], patience_s: float) -> float:
+    """Return how far a version of a model, asked by `post`, is from the first of its recorded answers."""
     # It is an answer with numbers in it.
     sample = golden["samples"][0]
     ask = _generate if golden.get("decoupled") else _infer
     end = time.monotonic() + patience_s
     while True:
         try:
-            return measure_answer(sample["outputs"], ask(url, sample), golden["tolerances"])
+            return measure_answer(sample["outputs"], ask(post, sample), golden["tolerances"])
         except _BusyError:
             if time.monotonic() >= end:
                 raise
@@ -107,13 +120,13 @@ def _has_changed(path: Path) -> bool:
         return not path.is_file()
 
 
-def _infer(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _infer(post: _Post, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tensors that a sample's request is answered with."""
     outputs = [
         {"name": tensor["name"], **({"parameters": {"binary_data": True}} if tensor["datatype"] == "FP16" else {})}
         for tensor in sample["outputs"]
     ]
-    answer = _post(f"{url}/infer", _build_request(sample["inputs"], outputs))
+    answer = post("infer", _build_request(sample["inputs"], outputs))
     header, binary = _split(answer)
     return _pick(header, lambda told: [_read_tensor(tensor, binary) for tensor in told["outputs"]])
 
@@ -136,14 +149,14 @@ def _read_tensor(tensor: Mapping[str, Any], binary: io.BytesIO) -> dict[str, Any
     return {**{key: tensor[key] for key in _OF_TENSOR if key != "data"}, "data": data}
 
 
-def _generate(url: str, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _generate(post: _Post, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the same of a decoupled model, which tritonserver answers for under another address alone.
 
     There a tensor of one value is that value, under its name.
     """
     asked = {tensor["name"]: tensor["data"][0] for tensor in sample["inputs"]}
     headers = {"Content-Type": "application/json"}
-    answer = _post(f"{url}/generate", (json.dumps(asked).encode(), headers))
+    answer = post("generate", (json.dumps(asked).encode(), headers))
     return _pick(answer, lambda told: [{**tensor, "data": [told.get(tensor["name"])]} for tensor in sample["outputs"]])
 
 
@@ -189,15 +202,19 @@ def _pack(tensor: Mapping[str, Any]) -> bytes | None:
     return b"".join(struct.pack("<I", len(value)) + value for value in values)
 
 
-def _post(url: str, request_parts: tuple[bytes, dict[str, str]]) -> bytes:
+def _post(model_url: str, watch: EndWatch | None, what: str, request_parts: tuple[bytes, dict[str, str]]) -> bytes:
     body, headers = request_parts
-    request = urllib.request.Request(url, data=body, headers=headers)
+    gives_up = watch.has_ended if watch else lambda: False
     try:
-        return fetch(request, _TIMEOUT_S)
+        return fetch(WatchedRequest(f"{model_url}/{what}", body, headers, gives_up), _TIMEOUT_S)
     except urllib.error.HTTPError as exc:
+        if watch and watch.look():
+            raise LostProcessError(watch.end) from exc
         refused = _BusyError if exc.code == http.HTTPStatus.SERVICE_UNAVAILABLE else OSError
         raise refused(f"HTTP {exc.code}: {exc.read(500).decode(errors='replace')}") from exc
     except (http.client.HTTPException, OSError) as exc:
+        if watch and watch.end:
+            raise LostProcessError(watch.end) from exc
         # urllib wraps what it met.
         cause = getattr(exc, "reason", exc)
         if isinstance(cause, (ConnectionError, http.client.IncompleteRead)):

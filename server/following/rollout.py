@@ -25,10 +25,11 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError
+from ..tritonserver.backend_processes import EndWatch
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
 from ..tritonserver.stillness import LoadWatch, describe_still_start
-from .health import JUDGING_PATIENCE_S, LostServerError, check_answer
+from .health import JUDGING_PATIENCE_S, LostProcessError, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Loaded, Published, find_fault, find_missing, list_versions
@@ -432,6 +433,7 @@ class Roller:
                     str(published.version),
                     served_as=name,
                     patience_s=JUDGING_PATIENCE_S,
+                    watch=EndWatch(self._find_pid(), {name, *published.configs}, published.version),
                 )
             except LostServerError as exc:
                 raise GoneError(name, expected="an answer", got=f"the end of tritonserver ('{exc}')") from exc
@@ -475,6 +477,8 @@ def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutEr
     if isinstance(exc, OSError) and exc.errno:
         # What the system refused, such as a write to a full disk, is nobody's fault who published it.
         remedy = "mend that, and it is tried again"
+    elif isinstance(exc, LostProcessError):
+        remedy = "look for what ended it, such as a kernel that was short of memory"
     # Of what nobody has thought of, the kind says more than the words.
     is_told = isinstance(exc, (OSError, ValueError, ControlError))
     got = str(exc) if is_told else f"{type(exc).__name__}: {exc}"

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import fit
+from ..tritonserver.backend_processes import EndWatch
 from ..tritonserver.control import Control, ModelState
 from ..tritonserver.settings import Settings
-from .health import JUDGING_PATIENCE_S, check_answer
+from .health import JUDGING_PATIENCE_S, LostProcessError, check_answer
+from .published import Published
 
 FAILED = "FAILED: "
 
@@ -19,36 +22,40 @@ class Verdict:
         model: Name of the model.
         version: Number of the version; empty where none could be loaded.
         answers: Whether it answers.
+        was_lost: Whether it does not because a process of it was ended as it was asked, so that it may the next time.
         text: The same in words, with the reason where it does not.
     """
 
     model: str
     version: str
     answers: bool
+    was_lost: bool = False
     text: str
 
 
-def judge_models(settings: Settings, control: Control, models: list[str]) -> list[Verdict]:
+def judge_models(settings: Settings, control: Control, published: Iterable[Published], pid: int) -> list[Verdict]:
     """Ask every model for the answer that was recorded when it was verified.
 
     Args:
         settings: Where the server listens, and the repository with the recorded answers.
         control: Control endpoints of the tritonserver that has started.
-        models: Names of the models that it was told to load.
+        published: The models that it was told to load.
+        pid: Id of its process.
 
     Raises:
         ControlError: It does not say what it has loaded.
     """
+    parts = {name: [*each.configs] for each in published for name in each.configs}
     states = [state for state in control.read_states() if state.state != "NOT LOADED"]
     # Of a version that could not be loaded the server gives the reason; of an ensemble over it nothing at all.
     states += [
         ModelState(
             name=name, version="", state="NOT LOADED", reason="its configuration or a step failed; the log says why"
         )
-        for name in models
+        for name in parts
         if name not in {state.name for state in states}
     ]
-    return [_judge(settings, state) for state in states if state.name in models and state.state]
+    return [_judge(settings, state, parts[state.name], pid) for state in states if state.name in parts and state.state]
 
 
 def render_verdicts(verdicts: Iterable[Verdict]) -> list[str]:
@@ -61,14 +68,10 @@ def render_verdicts(verdicts: Iterable[Verdict]) -> list[str]:
     ]
 
 
-def _judge(settings: Settings, state: ModelState) -> Verdict:
-    answers, text = _ask(settings, state)
-    return Verdict(model=state.name, version=state.version, answers=answers, text=text)
-
-
-def _ask(settings: Settings, state: ModelState) -> tuple[bool, str]:
+def _judge(settings: Settings, state: ModelState, parts: list[str], pid: int) -> Verdict:
+    verdict = partial(Verdict, model=state.name, version=state.version)
     if not state.ready:
-        return False, f"{FAILED}{fit(state.reason or state.state)}"
+        return verdict(answers=False, text=f"{FAILED}{fit(state.reason or state.state)}")
     try:
         error = check_answer(
             settings.endpoints.http_url,
@@ -76,7 +79,9 @@ def _ask(settings: Settings, state: ModelState) -> tuple[bool, str]:
             state.name,
             state.version,
             patience_s=JUDGING_PATIENCE_S,
+            watch=EndWatch(pid, parts, int(state.version)),
         )
     except (OSError, ValueError, KeyError) as exc:
-        return False, f"{FAILED}{exc}"
-    return True, "ready" if error is None else f"ready, answers as verified within {error:.1e}"
+        return verdict(answers=False, was_lost=isinstance(exc, LostProcessError), text=f"{FAILED}{exc}")
+    text = "ready" if error is None else f"ready, answers as verified within {error:.1e}"
+    return verdict(answers=True, text=text)

@@ -97,6 +97,10 @@ class ModelHealer:
                 # What it was started for fails, and is tried again or not by whoever asked for it.
                 self._status.count_death(self.model, "died")
                 self._say(f"{self.model}: {stub.describe()} {stub.describe_end()} while it loaded its model")
+            elif stub.is_dead and stub.is_replaced_by(stubs):
+                # It ended before its model was served, and what was loaded then is whole.
+                self._status.count_death(self.model, "died")
+                self._say(f"{self.model}: {stub.describe()} {stub.describe_end()}; another has taken its place")
             elif stub.is_dead:
                 ends.append(f"{stub.describe()} {stub.describe_end()}")
                 self._status.count_death(self.model, "died")

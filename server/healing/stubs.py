@@ -1,10 +1,8 @@
 """The processes in which the Python backend runs its model instances, as /proc shows them."""
 
 import math
-import os
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,6 +143,17 @@ class Stub:
         """Whether it surely has nothing to do."""
         return self.is_dead or (self.look.queue is not None and self.look.queue.is_waited_for)
 
+    def is_replaced_by(self, stubs: "Iterable[Stub]") -> bool:
+        """Tell whether one of `stubs` was started later for the same instance, and has loaded its model."""
+        instance = self.model, self.version, self.instance
+        return any(
+            each.started > self.started
+            and each.has_loaded
+            and not each.is_dead
+            and (each.model, each.version, each.instance) == instance
+            for each in stubs
+        )
+
     def update(self, look: Look) -> None:
         """Take in what was seen now."""
         now = time.monotonic()
@@ -201,11 +210,7 @@ class Stub:
 
     def describe_end(self) -> str:
         """Return how it ended, in words."""
-        status = self.look.stat.exit_status
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            return f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else number}"
-        return f"ended with exit code {os.WEXITSTATUS(status)}"
+        return self.look.stat.describe_end()
 
     def kill(self) -> None:
         """End it at once, unless its pid belongs to another process by now."""

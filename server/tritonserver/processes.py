@@ -41,6 +41,13 @@ class ProcessStat:
         """Whether it runs no more and merely waits to be collected."""
         return self.state in "ZX"
 
+    def describe_end(self) -> str:
+        """Return how it ended, in words."""
+        if os.WIFSIGNALED(self.exit_status):
+            number = os.WTERMSIG(self.exit_status)
+            return f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else number}"
+        return f"ended with exit code {os.WEXITSTATUS(self.exit_status)}"
+
 
 def _read(path: str) -> str:
     """Return what a file of /proc holds.

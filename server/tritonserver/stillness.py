@@ -7,10 +7,10 @@ served, nothing ends, and nothing is said.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 from ..errors import ControlError
-from .processes import kill, list_children, read_arguments, read_bytes_read, read_stat, wants_core
+from .backend_processes import read_model_folder
+from .processes import kill, list_children, read_bytes_read, read_stat, wants_core
 
 # So much on a core between two looks is what the idle threads of a process take that wake once a second.
 _IDLE_TICKS = 1
@@ -128,14 +128,8 @@ class LoadWatch:
         return [*_list_with_children(new)] if self._has_started else [self._pid]
 
     def _list_new(self) -> list[int]:
-        # <repository>/<model>/<version>/<file> is the first argument of a stub (src/stub_launcher.cc).
-        return [
-            child
-            for child in list_children(self._pid)
-            if child not in self._before
-            and len(arguments := read_arguments(child)) > 1
-            and Path(arguments[1]).parent.parent.name == self._model
-        ]
+        new = (child for child in list_children(self._pid) if child not in self._before)
+        return [child for child in new if (folder := read_model_folder(child)) and folder.parent.name == self._model]
 
     def _end(self) -> None:
         for pid in self._list_new():
