@@ -52,11 +52,11 @@ def apply(
 ) -> None:
     """Write what was asked for into the configurations of a version, in place; `check_effect` has let it pass.
 
-    Queues and priorities are those of every step, for a request waits in front of each; copies and resources those of
-    the graph; and what is kept in the cache are the answers of the public model, as clients get them.
+    Queues and priorities are those of every step that bounds its queue, which the last does not; copies and resources
+    those of the graph; and what is kept in the cache are the answers of the public model, as clients get them.
     """
-    for config in configs.values():
-        if config.HasField("dynamic_batching"):
+    for name, config in configs.items():
+        if name != names.postprocess and config.HasField("dynamic_batching"):
             _queue(serving, config.dynamic_batching)
     graph = configs[names.model]
     for name in sorted(engine.parameter_options):

@@ -269,17 +269,17 @@ class Follower:
         is_busy = self._worker is not None and self._worker.is_alive()
         for name, path in written.items():
             loaded = self._served.get(name)
-            if loaded is None:
-                continue
-            what = f"warning: {path} was written into while {loaded.published.title} was answering from it"
-            if not is_busy:
-                self._say(f"{what}; unloaded, and loaded anew once it is right")
+            what = f"warning: {path} was written into while it was being read"
+            is_served = loaded is not None and path in loaded.files
+            if loaded and is_served and not is_busy:
+                self._say(f"{what}; {loaded.published.title} is unloaded, and loaded anew once it is right")
                 self._leave_out(loaded, f"{path} was written into", delay_s=0.0)
             # While something is being loaded, tritonserver takes no other order. What is ended is loaded anew if its
-            # files are right.
+            # files are right. Of a version that is not served any more, or not yet, nothing else is to be ended.
             elif self._mapped.end_readers(path, self._roller.pid):
                 self._say(f"{what}; its processes are ended")
-                self._written.add(name)
+                if is_served:
+                    self._written.add(name)
 
     def _find_changed(self, seen: Mapping[str, object] | None) -> set[str]:
         """Return what is another than when it was looked at last; nothing where that is to be done once more."""

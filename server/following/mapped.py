@@ -11,8 +11,10 @@ import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..tritonserver.backend_processes import read_model_folder
 from ..tritonserver.processes import has_mapped, kill, list_children, read_stat
 from .published import Loaded
+from .rollout import CANDIDATE_SUFFIX
 
 _SUFFIXES = (".onnx.data", ".bin")
 
@@ -33,12 +35,23 @@ class _Watched:
 
     def __init__(self, path: Path, digest: str) -> None:
         self.path = path
-        self.is_other = False
         self._digest = digest
+        # What was read last; nothing where it is as it was when it was first seen.
+        self._read_digest = ""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self.inode = os.fstat(self._descriptor).st_ino
         self._state = self._look()
         self._reader: threading.Thread | None = None
+
+    @property
+    def is_other(self) -> bool:
+        return self._read_digest not in ("", self._digest)
+
+    def expect(self, digest: str) -> None:
+        """Have it hold what is loaded now, which may have been written into it in the place of what was before."""
+        if digest != self._digest:
+            # What was read before may be of any moment.
+            self._digest, self._read_digest, self._state = digest, "", _UNREAD
 
     def look(self) -> None:
         """Begin to read it where it has been written into; a file of some gigabytes takes seconds."""
@@ -70,7 +83,7 @@ class _Watched:
             # It is read again at the next look.
             self._state = _UNREAD
         else:
-            self.is_other = digest.hexdigest() != self._digest
+            self._read_digest = digest.hexdigest()
 
 
 class MappedFiles:
@@ -98,6 +111,7 @@ class MappedFiles:
                     there.add(key)
                     if key not in self._watched:
                         self._watched[key] = _Watched(path, digest)
+                    self._watched[key].expect(digest)
         return there
 
     def look(self, served: Iterable[Loaded], pid: int) -> Mapping[str, Path]:
@@ -140,6 +154,16 @@ class MappedFiles:
 
 
 def find_readers(path: Path, inode: int, pid: int) -> list[int]:
-    """Return which of tritonserver's process and those that it started have a file in their memory."""
+    """Return which of tritonserver's process and those that it started have a file of a model in their memory.
+
+    A process of another model may have it as well, under a name of its own.
+    """
     place = os.path.realpath(path)
-    return [each for each in (pid, *list_children(pid)) if has_mapped(each, place, inode)]
+    readers = [each for each in (pid, *list_children(pid)) if has_mapped(each, place, inode)]
+    return [each for each in readers if (folder := read_model_folder(each)) is None or _is_of(path, folder)]
+
+
+def _is_of(path: Path, folder: Path) -> bool:
+    """Tell whether a file is of the version of a model that is loaded from a folder, perhaps for a trial."""
+    model = folder.parent.name.removesuffix(CANDIDATE_SUFFIX)
+    return (model, folder.name) == (path.parent.parent.name, path.parent.name)

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..tritonserver.backend_processes import STUB
 from ..tritonserver.private_memory import close_region
 from ..tritonserver.processes import TICKS_PER_S, ProcessStat, kill, list_children, read_arguments, read_stat
 from .lost_loads import FIRST_CONTROL_HANDLE, end_lost_load, is_waited_for, list_regions
 from .sampling import Code, find_code
 from .work_queue import WorkQueue, read_queue
-
-_STUB = "triton_python_backend_stub"
 
 # The stub's arguments in the Python backend of 2.51 (src/stub_launcher.cc).
 _MODEL_PATH, _SHM_REGION, _CONTROL_HANDLE, _INSTANCE = 1, 2, 7, 8
@@ -313,7 +312,7 @@ class StubTable:
     def _list_starting(self) -> Iterator[int]:
         """Yield the shells that are about to become stubs, or try out whether one can run, and what these wait for."""
         for pid in self._starting:
-            if any(_STUB in word for word in read_arguments(pid)):
+            if any(STUB in word for word in read_arguments(pid)):
                 yield pid
                 yield from _list_descendants(pid)
 
@@ -389,7 +388,7 @@ def _open_stub(pid: int, stat: ProcessStat) -> Stub | None:
 
 
 def _is_stub(arguments: list[str]) -> bool:
-    return len(arguments) > _INSTANCE and arguments[0].endswith(_STUB)
+    return len(arguments) > _INSTANCE and arguments[0].endswith(STUB)
 
 
 def _read_switches(pid: int) -> int:

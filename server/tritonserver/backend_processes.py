@@ -7,6 +7,8 @@ from pathlib import Path
 
 from .processes import list_children, read_arguments, read_stat
 
+STUB = "triton_python_backend_stub"
+
 # So long tritonserver may take to say itself that a process has ended, which it does of some models and not of others.
 _LAST_WORD_S = 1.5
 
@@ -19,7 +21,7 @@ def read_model_folder(pid: int) -> Path | None:
     """
     arguments = read_arguments(pid)
     # <repository>/<model>/<version>/<file> is the first argument of a stub (src/stub_launcher.cc).
-    return Path(arguments[1]).parent if len(arguments) > 1 else None
+    return Path(arguments[1]).parent if len(arguments) > 1 and arguments[0].endswith(STUB) else None
 
 
 class EndWatch:
