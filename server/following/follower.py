@@ -269,9 +269,12 @@ class Follower:
         is_busy = self._worker is not None and self._worker.is_alive()
         for name, path in written.items():
             loaded = self._served.get(name)
+            if loaded is None:
+                # Nobody is answered by it.
+                continue
             what = f"warning: {path} was written into while it was being read"
-            is_served = loaded is not None and path in loaded.files
-            if loaded and is_served and not is_busy:
+            is_served = path in loaded.files
+            if is_served and not is_busy:
                 self._say(f"{what}; {loaded.published.title} is unloaded, and loaded anew once it is right")
                 self._leave_out(loaded, f"{path} was written into", delay_s=0.0)
             # While something is being loaded, tritonserver takes no other order. What is ended is loaded anew if its

@@ -158,7 +158,10 @@ def find_readers(path: Path, inode: int, pid: int) -> list[int]:
 
     A process of another model may have it as well, under a name of its own.
     """
-    place = os.path.realpath(path)
+    place = ""
+    with contextlib.suppress(OSError):
+        # By its name as well, unless that is another file's by now.
+        place = os.path.realpath(path) if path.stat().st_ino == inode else ""
     readers = [each for each in (pid, *list_children(pid)) if has_mapped(each, place, inode)]
     return [each for each in readers if (folder := read_model_folder(each)) is None or _is_of(path, folder)]
 

@@ -140,6 +140,7 @@ class Roller:
         return self._changing.setdefault(model, threading.RLock())
 
     def _order(self, model: str) -> None:
+        self._await_unloaded(model)
         watch = LoadWatch(self._find_pid(), model)
         try:
             self._control.load(model, watch.has_stopped)
@@ -149,6 +150,20 @@ class Roller:
             if watch.has_ended:
                 raise watch.explain(exc) from exc
             raise
+
+    def _await_unloaded(self, model: str) -> None:
+        """Wait until what was unloaded of a model is gone, for as long as requests on it may take.
+
+        tritonserver 2.51 corrupts its heap where a model is loaded while the processes of one of that name end, and
+        dies of it within seconds.
+        """
+        deadline = time.monotonic() + _FLIGHT_LIMIT_S
+        with contextlib.suppress(ControlError):
+            while time.monotonic() < deadline:
+                states = {state.state for state in self._control.read_states() if state.name == model}
+                if "UNLOADING" not in states or "READY" in states:
+                    return
+                time.sleep(_INTERVAL_S)
 
     def _check_files(self, model: str, marks: Mapping[Path, Identity] | None = None) -> Mapping[Path, Identity]:
         """Refuse to load files that are not as they were published; return marks of them.

@@ -143,7 +143,7 @@ def has_mapped(pid: int, path: str, inode: int) -> bool:
 
     Args:
         pid: The process.
-        path: Without links. Behind that of a file in whose place another was put stands that it is deleted.
+        path: Without links; empty where that is another file's by now. Behind it stands that it is deleted then.
         inode: Its number, which some file systems show otherwise there.
 
     Raises:

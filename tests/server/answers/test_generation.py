@@ -438,6 +438,29 @@ def test_the_check_through_the_server_is_repeated_over_every_transport(writers: 
     assert writers.server.check().code == 0
 
 
+@pytest.mark.rarer
+def test_a_publication_in_the_place_of_another_is_loaded_once_that_is_gone(writers: Writers) -> None:
+    models, others = writers.folder / "models", writers.folder / "others"
+    checkpoint = writers.folder / "other opt"
+    shutil.copytree(writers.folder / "opt", checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    model.save_pretrained(checkpoint)
+    assert main(["run", str(checkpoint), "--name", "opt", "--repository", str(others)]) == 0
+    for number in range(4):
+        before = len(writers.server.lines)
+        (models / "opt").rename(writers.folder / "aside")
+        (others / "opt").rename(models / "opt")
+        (writers.folder / "aside").rename(others / "opt")
+        writers.server.wait_for_line("opt: version 1 is served", 60)
+        # tritonserver had died of it within seconds.
+        time.sleep(3)
+        assert not [line for line in writers.server.lines[before:] if "signal" in line or "chunk" in line], number
+    assert writers.post("gpt2", text_input="Once upon a time", max_tokens=4).get("text_output")
+
+
 def test_weights_that_are_written_over_as_the_model_reads_them_answer_nobody(writers: Writers) -> None:
     weights = writers.folder / "models" / "opt" / "1" / "openvino_model.bin"
     content = weights.read_bytes()
@@ -475,6 +498,6 @@ def test_weights_that_are_written_over_as_the_model_reads_them_answer_nobody(wri
     with weights.open("r+b") as file:
         file.write(content[::-1])
     put.replace(weights)
-    writers.server.wait_for_line(f"{weights} was written into while version 1 of opt was answering from it", 60)
+    writers.server.wait_for_line(f"{weights} was written into while it was being read", 60)
     wait_for(writers.server, lambda models: models["opt"]["state"] == "served" and write() == wanted)
     assert writers.server.check().code == 0

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tritonclient.grpc.aio
 from harness import CHECKOUT, run
 from peft import PeftModel
 from trainers.task_checkpoints import BUILDERS, SENTENCES, TOPICS
@@ -113,6 +114,19 @@ def test_labels_are_the_pipelines(served: Served, name: str, protocol: str) -> N
         assert decode(answers["LABEL"][row]) == [item["label"] for item in wanted]
         assert np.abs(answers["SCORE"][row] - [item["score"] for item in wanted]).max() < TOLERANCE
     assert np.ptp(answers["SCORE"][:, 0]) > 0.05, "the model has learnt something"
+
+
+def test_a_burst_of_requests_is_answered_whole(served: Served) -> None:
+    async def ask_at_once() -> None:
+        async with tritonclient.grpc.aio.InferenceServerClient(served.addresses.grpc) as client:
+            tensor = tritonclient.grpc.InferInput("TEXT", [1, 1], "BYTES")
+            tensor.set_data_from_numpy(np.array([[b"quickly"]], dtype=np.object_))
+            # Nobody asks after them. With a bound on its queue, the last step had answered two a second of most.
+            asked = (client.infer("text-classification", [tensor], client_timeout=20) for _ in range(200))
+            await asyncio.gather(*asked)
+
+    for _ in range(2):
+        asyncio.run(ask_at_once())
 
 
 def test_an_adapter_and_a_new_token_arrive_as_peft_and_transformers_make_them(served: Served) -> None:

@@ -1,5 +1,6 @@
 """Files that are read as a model answers: what is written into them is found, whatever their names name by then."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -134,3 +135,48 @@ def test_what_is_written_over_while_it_is_loaded_is_found_once_it_is_read(weight
     with start_reader(weights) as process:
         assert look(mapped, loaded) == {"tiny": weights}
         process.kill()
+
+
+def test_what_was_written_over_is_right_for_what_is_loaded_from_it_then(
+    weights: Path, reader: subprocess.Popen[str]
+) -> None:
+    mapped, loaded = MappedFiles(), load(weights)
+    assert look(mapped, loaded) == {}
+    write(weights, b"other")
+    assert look(mapped, loaded) == {"tiny": weights}
+    # Another publication has been copied over the first, and is read by the same name at the same place.
+    other = load(weights)
+    mapped.open(other)
+    assert look(mapped, other) == {}
+    write(weights, b"wrong")
+    assert look(mapped, other) == {"tiny": weights}
+
+
+def test_what_another_model_reads_by_another_name_is_not_taken_for_a_reader(weights: Path, tmp_path: Path) -> None:
+    stub = tmp_path / "triton_python_backend_stub"
+    stub.symlink_to(sys.executable)
+    other = tmp_path / "shown" / "other" / "1" / "model.onnx.data"
+    other.parent.mkdir(parents=True)
+    os.link(weights, other)
+    program = tmp_path / "shown" / "{}" / "1" / "model.py"
+    mapped, loaded = MappedFiles(), load(weights)
+    with contextlib.ExitStack() as stack:
+
+        def start(model: str, path: Path) -> subprocess.Popen[str]:
+            script = Path(str(program).format(model))
+            script.parent.mkdir(parents=True, exist_ok=True)
+            script.write_text(READER.replace("sys.argv[1]", repr(str(path))))
+            process = stack.enter_context(subprocess.Popen([stub, script], stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout is not None and process.stdout.readline() == "mapped\n"
+            return process
+
+        start("other", other)
+        assert look(mapped, loaded) == {}
+        write(other, b"other")
+        # Nobody reads it for this model, whose file it is as well.
+        assert look(mapped, loaded) == {}
+        mine = start("tiny.candidate", weights)
+        assert look(mapped, loaded) == {"tiny": weights}
+        assert mapped.end_readers(weights, os.getpid())
+        assert mine.wait(10) < 0
