@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError
-from ..tritonserver.backend_processes import EndWatch
+from ..tritonserver.backend_processes import EndWatch, has_processes
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
 from ..tritonserver.stillness import LoadWatch, describe_still_start
@@ -48,6 +48,11 @@ _FAILED_VERSION = re.compile(r"\bversion (\d+) is at UNAVAILABLE state")
 # How long requests on the old version may take before its steps are unloaded all the same.
 _FLIGHT_LIMIT_S = 60.0
 _INTERVAL_S = 0.05
+
+# So long the processes of what was unloaded may take to answer what they still have, and tritonserver to let go of them
+# once they have ended.
+_UNLOAD_LIMIT_S = 10.0
+_LAST_UNLOAD_S = 0.5
 
 
 class Roller:
@@ -152,16 +157,21 @@ class Roller:
             raise
 
     def _await_unloaded(self, model: str) -> None:
-        """Wait until what was unloaded of a model is gone, for as long as requests on it may take.
+        """Wait until what was unloaded of a model is gone, with its processes.
 
         tritonserver 2.51 corrupts its heap where a model is loaded while the processes of one of that name end, and
-        dies of it within seconds.
+        dies of it within seconds. Of processes that were killed it is said for ever that they are being unloaded.
         """
-        deadline = time.monotonic() + _FLIGHT_LIMIT_S
-        with contextlib.suppress(ControlError):
-            while time.monotonic() < deadline:
+        end = time.monotonic() + _UNLOAD_LIMIT_S
+        last = time.monotonic() + _LAST_UNLOAD_S
+        with contextlib.suppress(ControlError, OSError):
+            while time.monotonic() < end:
                 states = {state.state for state in self._control.read_states() if state.name == model}
                 if "UNLOADING" not in states or "READY" in states:
+                    return
+                if has_processes(self._find_pid(), model):
+                    last = time.monotonic() + _LAST_UNLOAD_S
+                elif time.monotonic() > last:
                     return
                 time.sleep(_INTERVAL_S)
 

@@ -24,6 +24,17 @@ def read_model_folder(pid: int) -> Path | None:
     return Path(arguments[1]).parent if len(arguments) > 1 and arguments[0].endswith(STUB) else None
 
 
+def has_processes(pid: int, model: str) -> bool:
+    """Tell whether a process of tritonserver's runs a version of a model.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    # One that has ended has no command line any more.
+    folders = map(read_model_folder, list_children(pid))
+    return any(folder is not None and folder.parent.name == model for folder in folders)
+
+
 class EndWatch:
     """Whether a process ends that a question has gone to.
 
