@@ -27,13 +27,14 @@ class LastEndModule(HeadModule):
         named = dict(zip(self.input_names, inputs, strict=True))
         ids = named["input_ids"]
         # T5 and its relatives shift the ids in front of their base model, BART and its own within.
-        shift: Any = getattr(self.model, "_shift_right", None)
+        model: Any = self.model
+        shift = getattr(model, "_shift_right", None)
         shifted = {} if shift is None else {"decoder_input_ids": shift(ids)}
-        states = self.model.base_model(**named, **shifted).last_hidden_state  # [batch, seq_len, hidden]
-        is_end = (ids == self.model.config.eos_token_id).to(torch.int64)
+        states = model.base_model(**named, **shifted).last_hidden_state  # [batch, seq_len, hidden]
+        is_end = (ids == model.config.eos_token_id).to(torch.int64)
         last = (is_end * torch.arange(ids.shape[1], device=ids.device)).amax(dim=1)
         state = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1])).squeeze(1)
-        logits: Tensor = self.model.classification_head(state)
+        logits: Tensor = model.classification_head(state)
         return logits
 
 
