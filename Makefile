@@ -147,7 +147,7 @@ test-batch: setup .cache/batch/installed ## Embed 40,000 rows with Ray Data and 
 	@.cache/batch/bin/python -m pip install -qq --disable-pip-version-check --no-deps --force-reinstall .
 	@MODELYARD_BATCH=$(CURDIR)/.cache/batch/bin/python $(BIN)/python -m pytest tests/client/test_batch.py
 
-architectures: setup ## Export and prove all 66 architectures and tasks, and write docs/architectures.md
+architectures: setup ## Export and prove all 67 architectures and tasks, and write docs/architectures.md
 	@MODELYARD_WRITE_TABLE=1 $(BIN)/python -m pytest -m 'architectures or not architectures' tests/export/graph/test_architectures.py
 
 checkpoints: setup $(VENV)/trainers ## Train the rarer variants of ZeRO checkpoints too, and read them bit for bit

@@ -24,7 +24,14 @@ from .repository.contents import check_owners, find_published_config
 from .repository.effect import refuse_idle
 from .repository.names import ModelNames
 from .targets import find_target
-from .tasks.foreseen import check_architecture, check_dense, find_hidden_width, foresee_contract, foresee_tasks
+from .tasks.foreseen import (
+    check_architecture,
+    check_dense,
+    check_pooling,
+    find_hidden_width,
+    foresee_contract,
+    foresee_tasks,
+)
 from .tasks.table import PICTURES, TASKS, TaskEntry, check_task_options
 
 Choice = TypeVar("Choice")
@@ -117,6 +124,7 @@ def _check_task(request: ExportRequest, name: str, directory: Path, config: Mapp
     check_layout(request, name)
     _check_owners(request, has_steps=entry.has_lean)
     if name == "feature-extraction":
+        check_pooling(directory)
         check_dense(directory, find_hidden_width(config))
     public = _foresee_public(request, name, directory, config)
 

@@ -49,6 +49,7 @@ def write_stateful_decoder(model: PreTrainedModel, cache_shapes: Sequence[tuple[
     import openvino as ov
 
     name = type(model).__name__
+    _refuse_alibi(model)
     module = _WithPast(model)
     past = [torch.randn(_BATCH, heads, _PAST, size) for heads, size in cache_shapes for _ in range(2)]
     example = (
@@ -82,6 +83,21 @@ def write_stateful_decoder(model: PreTrainedModel, cache_shapes: Sequence[tuple[
         )
     _keep_state(converted, cache_shapes)
     ov.save_model(converted, path, compress_to_fp16=False)
+
+
+def _refuse_alibi(model: PreTrainedModel) -> None:
+    """Refuse a Falcon that was trained with ALiBi, which is laid out by a mask of another shape.
+
+    Raises:
+        GraphError: It is one.
+    """
+    if getattr(model.config, "alibi", False):
+        raise GraphError(
+            f"{type(model).__name__} with ALiBi cannot be converted for OpenVINO",
+            expected="a decoder that takes positions",
+            got="alibi true in config.json",
+            remedy="pass --engine vllm, or export an architecture that docs/generation.md lists as published",
+        )
 
 
 class _JoinedCache(DynamicCache):

@@ -297,7 +297,7 @@ def _run_arranged(runner: Runner, arrange: Callable[[Feed], Feed], names: Sequen
 def _try_warmups(signature: ModelSignature, runner: Runner, arrange: Callable[[Feed], Feed]) -> str:
     """Return why the graph does not run the rows of zeros that instances are warmed up with; empty where it does.
 
-    Not every graph does: some heads look for the token that ends a text, which zeros need not be.
+    Not every graph does: one may look something up that zeros do not name.
     """
     names = [tensor.name for tensor in signature.outputs]
     for label, sizes in signature.list_warmups().items():

@@ -12,6 +12,7 @@ from ..checkpoints.plain.tokenizer_files import has_tokenizer
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from .table import IMAGES, SOUNDS, TASKS, TEXTS
+from .texts.sentence_settings import read_mode
 
 # The types of models that take texts alone, and whose vectors are as wide as `hidden_size` says.
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra", "albert", "modernbert", "deberta-v2")
@@ -201,6 +202,20 @@ def _foresee_answers(name: str, directory: Path, config: Mapping[str, Any], top_
         return [("REWARD", "FP32", (1,))]
     width = _find_width(directory, config) if name == "feature-extraction" else 0
     return [("EMBEDDING", "FP32", (width,))] if width else []
+
+
+def check_pooling(directory: Path) -> None:
+    """Refuse a `Pooling` that is not exported, before what stands behind it is held against its vectors.
+
+    Args:
+        directory: Folder of the checkpoint.
+
+    Raises:
+        ModelError: There is one.
+    """
+    for module in read_sentence_modules(directory) or ():
+        if module.kind == "Pooling":
+            read_mode(directory, module.folder)
 
 
 def check_dense(directory: Path, width: int) -> None:

@@ -180,6 +180,7 @@ ARCHITECTURES = {
     ),
     "t5 encoder": Architecture("T5ForConditionalGeneration", _T5, "feature-extraction"),
     "t5": Architecture("T5ForConditionalGeneration", _T5),
+    "t5 classification": Architecture("T5ForSequenceClassification", _T5),
     "bart": Architecture("BartForConditionalGeneration", _BART),
     "bart classification": Architecture("BartForSequenceClassification", _BART),
     "marian": Architecture("MarianMTModel", _BART),

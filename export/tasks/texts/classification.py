@@ -24,6 +24,7 @@ from ..base import HeadModule, TaskSource, build_inputs
 from ..foreseen import VALUE_HEAD, is_cross_encoder
 from ..labels import LABEL, SCORE, choose_function, count_labels, read_labels
 from .encoding import Question
+from .last_end import LastEndModule, check_end, reads_last_end
 from .sentence_settings import RECORD_FILE, read_settings
 from .text import Answer, TextTask
 
@@ -43,7 +44,7 @@ class TextClassification(TextTask):
         self.function = choose_function(source.config, read_settings(source.directory / RECORD_FILE))
         self.top_k = min(source.options.get("top_k") or len(self.labels), len(self.labels))
         inputs = build_inputs(self.tokenizer, model)
-        self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
+        self.module = _build_module(model, self.tokenizer, inputs).eval()
         dims = (BATCH, self.top_k)
         self.signature = self.build_signature(
             inputs,
@@ -106,9 +107,10 @@ class Reward(TextTask):
             _check_one_label(source.config)
             check_padding(model, self.tokenizer)
         inputs = build_inputs(self.tokenizer, model)
-        names = tuple(tensor.name for tensor in inputs)
-        module: nn.Module = ValueModule(model, head, names) if has_value_head else HeadModule(model, names)
-        self.module = module.eval()
+        if has_value_head:
+            self.module = ValueModule(model, head, tuple(tensor.name for tensor in inputs)).eval()
+        else:
+            self.module = _build_module(model, self.tokenizer, inputs).eval()
         dims = (BATCH, 1)
         self.signature = self.build_signature(
             inputs,
@@ -153,6 +155,16 @@ class ValueModule(nn.Module):
         is_last = mask * (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
         rewards: Tensor = (values * is_last.unsqueeze(-1)).sum(dim=1)
         return rewards
+
+
+def _build_module(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: tuple[TensorSignature, ...]
+) -> nn.Module:
+    names = tuple(tensor.name for tensor in inputs)
+    if not reads_last_end(model):
+        return HeadModule(model, names)
+    check_end(model, tokenizer)
+    return LastEndModule(model, names)
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:

@@ -1,14 +1,15 @@
-"""What Sentence-Transformers wrote beside each of its modules, as far as it changes a text's vector."""
+"""What Sentence-Transformers wrote beside each of its modules, as far as it changes a text's vector. Needs no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_transformer_settings
 from ...checkpoints.storage.paths import read_json_if_any
 from ...errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # What it records of the whole model.
 RECORD_FILE = "config_sentence_transformers.json"
@@ -86,7 +87,7 @@ def _check_prompts(directory: Path, pooling: Mapping[str, Any]) -> None:
     )
 
 
-def check_transformer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_transformer(directory: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Refuse a `Transformer` that makes something else than the last layer's vectors of the text as it is.
 
     Raises:

@@ -163,7 +163,7 @@ class TextTask(Task):
 
     def check_files(self, files: Artefacts) -> int:
         """See `Task`."""
-        questions = self._build_all_questions()
+        questions = [*self._build_all_questions(), *self._build_literal_questions()]
         self.encoder.check_agrees(Tokenizer.from_file(str(files.find(TOKENIZER_FILE))), questions)
         return len(questions)
 
@@ -202,6 +202,8 @@ class TextTask(Task):
             row = self._to_row(max(windows, key=len))
             yield Case(name="windows of one text", rows=[row], batch_size=1, is_real=True)
         yield from self._build_random_cases(ids)
+        rows = [self._to_row(self.encoder.encode(question)) for question in self._build_literal_questions()]
+        yield Case(name="special tokens in texts", rows=rows, batch_size=len(rows))
         for token in self.added_tokens:
             texts = [token, f"{token} at the start", f"in the {token} middle, in a longer one"]
             rows = [self._to_row(self.encoder.encode(question)) for question in self.build_questions(texts)]
@@ -258,10 +260,13 @@ class TextTask(Task):
 
     def _build_window(self, ids: list[int]) -> TokenRow:
         # Some heads look for the token that ends a sequence, and there must be one of them (transformers,
-        # modeling_bart.py, BartForSequenceClassification).
-        end = self.encoder.encode(self.build_questions(["a"])[0])[0]["input_ids"][-1]
-        is_end = end in (self.tokenizer.sep_token_id, self.tokenizer.eos_token_id)
-        ids = [*ids[:-1], end] if is_end else ids
+        # modeling_bart.py, BartForSequenceClassification). mBART puts a language behind it.
+        whole = self.encoder.encode(self.build_questions(["a"])[0])[0]["input_ids"]
+        ends = (self.tokenizer.sep_token_id, self.tokenizer.eos_token_id)
+        place = max((index for index, token_id in enumerate(whole) if token_id in ends), default=0)
+        # One in front of the text ends none.
+        tail = whole[place:][: len(ids)] if place else []
+        ids = [*ids[: len(ids) - len(tail)], *tail]
         return {"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
 
     def _to_row(self, windows: Sequence[TokenRow]) -> Row:
@@ -275,6 +280,20 @@ class TextTask(Task):
                 values[index, : len(window[tensor.name])] = window[tensor.name]
             row[tensor.name] = values if WINDOWS in tensor.dims else values[0]
         return row
+
+    def _build_literal_questions(self) -> list[Question]:
+        """Return questions whose texts hold the tokenizer's own tokens, among others without.
+
+        A head that looks for one of them finds more than one in some rows; nowhere as many as in all rows together
+        would make equal parts.
+        """
+        tokenizer = self.tokenizer
+        around = (tokenizer.bos_token, tokenizer.cls_token, tokenizer.sep_token, tokenizer.eos_token)
+        own = (*around, tokenizer.mask_token, tokenizer.unk_token, tokenizer.pad_token)
+        first, second, *_ = read_verification_texts()
+        end = tokenizer.eos_token or tokenizer.sep_token or ""
+        every = " ".join(dict.fromkeys(token for token in own if token))
+        return self.build_questions([first, f"ended {end} too early", f"all of {every} and again {every}", second])
 
     def _build_all_questions(self) -> list[Question]:
         texts = [f"{token} between words {token}" for token in self.added_tokens]

@@ -8,16 +8,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from harness import Exported, needs_newest, run, verify_files
+from harness import Exported, needs_newest, verify_files
 from onnx import numpy_helper
 from tokenizers import Tokenizer
-from trainers.architectures import ARCHITECTURES, save_model
 
 from export.artefacts import Artefacts, hash_file
 from export.errors import GraphError, VerificationError
 from export.graph.onnx_export import check_graph, export_onnx
 from export.proof.verify import CaseResult, VerificationReport, verify
-from export.repository.config_file import parse_config
 from export.stages import write_files
 from export.targets import DEFAULT_TARGET, find_target
 from export.tasks.comparison import compare_embeddings
@@ -42,6 +40,7 @@ def test_an_exact_export_passes_every_case(exported: Exported) -> None:
         "5 of 7 tokens, seed 1",
         "padded right, seed 1",
         "padded left, seed 1",
+        "special tokens in texts",
         "new token [NEW]",
     ]
 
@@ -212,25 +211,6 @@ def test_vectors_of_another_length_or_without_one_are_far_from_equal() -> None:
     assert compare_embeddings(one, 2 * one)["max_relative_length_error"] == pytest.approx(1.0)
     assert np.isnan(compare_embeddings(one, 0 * one)["max_abs_error"])
     assert compare_embeddings(one, one[:, :1])["max_abs_error"] == np.inf
-
-
-@pytest.mark.rarer
-def test_a_graph_that_zeros_break_is_published_without_a_warmup(tmp_path: Path) -> None:
-    # Its head looks for the token that ends a text, and zeros have none.
-    save_model(ARCHITECTURES["bart classification"], tmp_path / "bart")
-    models = tmp_path / "models"
-    command = ["-m", "export", "run", str(tmp_path / "bart"), "--repository", str(models), "--json", "--name"]
-    refused = run(*command, "bart", "--warmup", "16")
-    assert refused.code == 1 and "leave out --warmup 16" in refused.err
-    assert not (models / "bart").exists()
-    done = run(*command, "bart")
-    assert done.code == 0, done.err
-    (note,) = json.loads(done.out)["notes"]
-    assert note.startswith("served without a warmup, ")
-    assert not parse_config((models / "bart_model" / "config.pbtxt").read_text()).model_warmup
-    lean = run(*command, "lean", "--steps", "lean")
-    # It warms itself up, with texts.
-    assert lean.code == 0 and json.loads(lean.out)["notes"] == []
 
 
 def test_a_graph_that_runs_zeros_is_warmed_up_with_them(exported: Exported) -> None:

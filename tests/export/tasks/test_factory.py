@@ -40,6 +40,17 @@ class Centred(nn.Module):
         return values - values.mean(0)
 
 
+class Third(nn.Module):
+    """A table of ids from 3 on."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, 4)
+
+    def forward(self, ids):
+        return self.table(ids - 3)
+
+
 class Shared(nn.Module):
     """All rows are weighed alike."""
 
@@ -341,6 +352,24 @@ def test_outputs_may_bear_any_name_and_be_the_same_value(
     assert done.code == 0, done.err
     assert json.loads(done.out)["notes"] == []
     assert [tensor.name for tensor in config.output] == ["same", "add", "val_0", "mul"]
+
+
+@pytest.mark.rarer
+def test_a_graph_that_zeros_break_is_published_without_a_warmup(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    spec = {
+        "inputs": {"ids": {"dtype": "int64", "shape": ["batch", 4], "values": {"integers": [3, 5]}}},
+        "outputs": ["rows"],
+    }
+    refused, _ = publish(export_cli, module_file, "Third", spec, "--warmup", "16")
+    assert refused.code == 1
+    assert not (module_file.parent / "models" / "mine").exists()
+    done, config = publish(export_cli, module_file, "Third", spec)
+    assert done.code == 0, done.err
+    (note,) = json.loads(done.out)["notes"]
+    assert note.startswith("served without a warmup, ")
+    assert not config.model_warmup
 
 
 def test_real_samples_are_tried_as_well(export_cli: Callable[..., Finished], module_file: Path) -> None:

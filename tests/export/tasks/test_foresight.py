@@ -75,6 +75,8 @@ def here(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     save("BertForSequenceClassification", folder / "classifier", tiny_checkpoint)
     save_writer("gpt2", folder / "writer")
     save_sentence_model(folder / "misfit", tiny_checkpoint)
+    shutil.copytree(folder / "misfit", folder / "joined")
+    (folder / "joined" / "1_Pooling" / "config.json").write_text('{"pooling_mode": ["cls", "mean"]}')
     (folder / "model.py").write_text(FACTORY)
     (folder / "inputs.json").write_text(json.dumps(INPUTS))
     (folder / "recipe.json").write_text('{"mode": "exact", "size": [8, 8], "sharpness": 2}')
@@ -151,6 +153,11 @@ REFUSED = {
         "--name x",
         "3_Dense does not fit the vectors that it is given: expected in_features 8, as wide as they are, got "
         "in_features 9; copy the folder again",
+    ),
+    "pooling in front of a dense": (
+        "joined",
+        "--name x",
+        "expected one of mean, cls, lasttoken, got cls, mean; export",
     ),
     "lean": ("writer", "--name x --steps lean", "--steps lean has no effect on text-generation"),
     "lengths": ("writer", "--name x --lengths 8 16", "--lengths has no effect on text-generation"),

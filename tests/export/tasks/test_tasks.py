@@ -27,7 +27,8 @@ from export.artefacts import Artefacts
 from export.checkpoints import TensorSpec, open_checkpoint
 from export.commands.summary import _describe_text
 from export.consolidation.consolidate import consolidate
-from export.errors import CheckpointError, ModelError, VerificationError, VocabularyError
+from export.errors import CheckpointError, GraphError, ModelError, VerificationError, VocabularyError
+from export.graph.stateful_decoder import write_stateful_decoder
 from export.options import ExportRequest
 from export.progress import Progress
 from export.source import load_source
@@ -686,6 +687,15 @@ def test_a_checkpoint_that_draws_does_so_from_as_many_as_in_transformers(
         torch.tensor([[1]]), max_new_tokens=1, pad_token_id=0, output_scores=True, return_dict_in_generate=True
     )
     assert int(made.scores[0].isfinite().sum()) == (top_k or 99)
+
+
+def test_a_falcon_with_alibi_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    config = transformers.FalconConfig(
+        vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, alibi=True
+    )
+    model = transformers.FalconForCausalLM(config)
+    with pytest.raises(GraphError, match="FalconForCausalLM with ALiBi cannot be converted for OpenVINO: expected"):
+        write_stateful_decoder(model, [(1, 4)], tmp_path / "model.xml")
 
 
 def test_a_decoder_without_keys_and_values_is_refused_in_a_sentence() -> None:
