@@ -9,11 +9,14 @@ from typing import Any
 from ..errors import EngineError, ModelError, RuntimeFailure, VerificationError
 from ..tasks.base import RunGraph, Task
 from ..tasks.comparison import Bound, choose_worse, is_bounded_below
-from ..tasks.golden import list_others, measure_sample
+from ..tasks.golden import is_float, list_others, measure_sample
 from .tolerances import Tolerances
 
 # How much further off than in any case a server may be, whose batches are others.
 _MARGIN = 1.5
+
+# Of answers that are more than scores, in parts of the largest value: in a small picture another box is near as well.
+_WIDEST_PART = 0.05
 
 # What the summary says where the file answers nothing as the checkpoint does.
 _OWN_ANSWERS = (
@@ -96,7 +99,7 @@ def record_answers(task: Task, judged: Tolerances, seen: Seen, run: RunGraph) ->
     ]
     is_exact = _is_exact(task, judged)
     if not is_exact:
-        pairs = [pair for pair in pairs if pair.error <= task.widest_answer and math.isfinite(pair.error)]
+        pairs = [pair for pair in pairs if math.isfinite(pair.error) and pair.error <= _limit(task, pair)]
         pairs = [pair for pair in pairs if pair.is_same] or pairs
     moved = 0.0 if is_exact else max((pair.error for pair in pairs), default=0.0)
     bounds = _widen(task, judged, seen, golden["tolerances"], moved)
@@ -154,6 +157,14 @@ def _compare(sample: Mapping[str, Any], own: Sequence[Mapping[str, Any]], usual:
     outputs = [tensor for tensor in sample["outputs"] if tensor["name"] not in differing]
     error = measure_sample(outputs, own, usual) if outputs else math.inf
     return _Pair(sample={**sample, "outputs": outputs}, error=error, is_same=False, left_out=tuple(differing))
+
+
+def _limit(task: Task, pair: _Pair) -> float:
+    """Return how far an answer may be moved and still be the same one."""
+    if math.isinf(task.widest_answer):
+        return math.inf
+    values = [abs(value) for tensor in pair.sample["outputs"] if is_float(tensor) for value in tensor["data"]]
+    return min(task.widest_answer, _WIDEST_PART * max(values, default=0.0))
 
 
 def _find_bound(bounds: Mapping[str, float]) -> float:

@@ -28,7 +28,7 @@ from ..tasks.comparison import (
     is_within,
     measure_outputs,
 )
-from .recording import Seen, record_answers
+from .recording import Recording, Seen, record_answers
 from .tolerances import Tolerances
 
 # The module's answers are kept for the next case with the same row, up to this size.
@@ -72,7 +72,8 @@ class VerificationReport:
     Attributes:
         sha256: File name → hash of the bytes that were verified.
         cases: Everything that was tried.
-        golden: Inputs and answers, the checkpoint's own wherever the file gives them, for a running server's check.
+        golden: Inputs and answers, the checkpoint's own wherever the file gives them, for a running server's check;
+            empty where a case failed.
         tolerances: Error → bound that every case must keep.
         texts_tokenized: Texts whose ids were equal in transformers and in the server's tokenizer.
         target: The Triton release.
@@ -189,9 +190,11 @@ def verify(
             results.append(_run_case(case, reference, run, bounds, applied, distribution))
             if applied:
                 kept.append(results[-1])
-        recording = record_answers(
-            task, judged, _find_seen(task, bounds, kept), partial(_run_arranged, runner, arrange)
-        )
+        recording = Recording(golden={})
+        # What is refused is not asked of a server.
+        if all(case.passed for case in results):
+            seen = _find_seen(task, bounds, kept)
+            recording = record_answers(task, judged, seen, partial(_run_arranged, runner, arrange))
         peak_bytes = runner.peak_bytes
         # The last thing it is asked for: it may abort.
         refused_warmup = _try_warmups(task.signature, runner, arrange)

@@ -62,13 +62,13 @@ def measure_sample(
     """
     wanted, given = [*wanted], {tensor["name"]: tensor for tensor in had}
     is_relative = "max_relative_error" in tolerances
-    has_scores = any(_is_float(tensor) for tensor in wanted)
+    has_scores = any(is_float(tensor) for tensor in wanted)
     worst = [0.0]
     for tensor in wanted:
         answer = given[tensor["name"]]
         if answer["shape"] != tensor["shape"]:
             return math.inf
-        if not is_relative and not _is_float(tensor):
+        if not is_relative and not is_float(tensor):
             worst.append(0.0 if has_scores or answer["data"] == tensor["data"] else math.inf)
             continue
         want, have = (np.array(each["data"], dtype=np.float64) for each in (tensor, answer))
@@ -85,10 +85,11 @@ def measure_sample(
 
 def list_others(outputs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return name → values of the recorded outputs that have no distance: labels, ids, counts."""
-    return {tensor["name"]: tensor["data"] for tensor in outputs if not _is_float(tensor)}
+    return {tensor["name"]: tensor["data"] for tensor in outputs if not is_float(tensor)}
 
 
-def _is_float(tensor: Mapping[str, Any]) -> bool:
+def is_float(tensor: Mapping[str, Any]) -> bool:
+    """Tell whether the values of a recorded tensor have a distance."""
     return bool(tensor["datatype"].startswith("FP"))
 
 
