@@ -136,7 +136,8 @@ def run_export(request: ExportRequest, progress: Progress, on_report: OnReport) 
         proven = next(each for each in every if choice is None or each.engine.name == choice.chosen)
         engine, draft = proven.engine, proven.draft
         report = replace(proven.report, engines=choice.to_json() if choice else None)
-        notes = (*draft.notes, *_judge_warmup(request, task, report))
+        recording = [report.recording] if report.recording else []
+        notes = (*draft.notes, *_judge_warmup(request, task, report), *recording)
         source.refuse_late_save()
         lock = _build_lock(request, sources, target, report)
         publication = _publish(request, source, target, engine, draft, report, lock, progress)

@@ -21,7 +21,6 @@ from ..tasks.base import Task
 from ..tasks.cases import Array, Batch, Case, Outputs, Row, join_rows, read_sizes
 from ..tasks.comparison import (
     Distribution,
-    choose_worse,
     describe_bounds,
     describe_errors,
     is_bounded_below,
@@ -29,10 +28,8 @@ from ..tasks.comparison import (
     is_within,
     measure_outputs,
 )
+from .recording import Recording, Seen, record_answers
 from .tolerances import Tolerances
-
-# How much further off than in any case a server may be, whose batches are others.
-_MARGIN = 1.5
 
 # The module's answers are kept for the next case with the same row, up to this size.
 _KEPT_BYTES = 1 << 20
@@ -46,6 +43,7 @@ class CaseResult:
         errors: The worst among the rows, by the names of the task's tolerances.
         passed: Whether every error is within its tolerance; NaN is not.
         outputs: Output → how far it is off, by every measure that has a meaning for it.
+        scores: How far scores are off that are made of the outputs; None where none are made one by one.
     """
 
     name: str
@@ -54,6 +52,7 @@ class CaseResult:
     errors: Mapping[str, float]
     passed: bool
     outputs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    scores: float | None = None
 
     @property
     def error(self) -> float:
@@ -73,7 +72,8 @@ class VerificationReport:
     Attributes:
         sha256: File name → hash of the bytes that were verified.
         cases: Everything that was tried.
-        golden: Inputs and the checkpoint's own answers, for the same check through a running server.
+        golden: Inputs and answers, the checkpoint's own wherever the file gives them, for a running server's check;
+            empty where a case failed.
         tolerances: Error → bound that every case must keep.
         texts_tokenized: Texts whose ids were equal in transformers and in the server's tokenizer.
         target: The Triton release.
@@ -85,6 +85,7 @@ class VerificationReport:
         engines: How fast the engines were that could be chosen, where one was.
         refused_warmup: Why the graph does not run a row of zeros, with which instances would be warmed up; empty where
             it does.
+        recording: What the golden answers leave out, or hold in place of the checkpoint's; empty where they do not.
     """
 
     sha256: dict[str, str]
@@ -100,6 +101,7 @@ class VerificationReport:
     runtime_peak_bytes: int = 0
     engines: Mapping[str, Any] | None = None
     refused_warmup: str = ""
+    recording: str = ""
 
     @property
     def passed(self) -> bool:
@@ -188,13 +190,18 @@ def verify(
             results.append(_run_case(case, reference, run, bounds, applied, distribution))
             if applied:
                 kept.append(results[-1])
+        recording = Recording(golden={})
+        # What is refused is not asked of a server.
+        if all(case.passed for case in results):
+            seen = _find_seen(task, bounds, kept)
+            recording = record_answers(task, judged, seen, partial(_run_arranged, runner, arrange))
         peak_bytes = runner.peak_bytes
         # The last thing it is asked for: it may abort.
         refused_warmup = _try_warmups(task.signature, runner, arrange)
     return VerificationReport(
         sha256={path.name: hash_file(path) for path in sorted(files.all)},
         cases=results,
-        golden=_widen_golden(task, judged, kept),
+        golden=recording.golden,
         tolerances=bounds,
         texts_tokenized=texts_tokenized,
         target=target.release,
@@ -204,6 +211,7 @@ def verify(
         accepted_worse=judged.accepted,
         runtime_peak_bytes=peak_bytes,
         refused_warmup=refused_warmup,
+        recording=recording.note,
     )
 
 
@@ -232,33 +240,27 @@ def require_passed(report: VerificationReport) -> None:
         )
 
 
-def _widen_golden(task: Task, judged: Tolerances, kept: Sequence[CaseResult]) -> Mapping[str, Any]:
-    """Return the golden answers with tolerances that a server which runs these very files keeps.
-
-    It is asked for the checkpoint's own answers, which a lossy precision, or a bound that was accepted, misses by more
-    than fp32 would: by up to what was found in the cases that were judged, and somewhat more in other batches. What a
-    GPU computes in another precision than the proof may be off by all that is allowed: all-MiniLM-L6-v2 in fp16 by
-    9e-5 on a CPU, by 3.8e-4 on an H200.
-    """
-    golden = task.build_golden()
-    # Ids have no distance: where they differ, their difference says nothing of the scores.
-    numeric = [tensor.name for tensor in task.signature.outputs if tensor.torch_dtype.is_floating_point]
-
-    def find_worst(key: str) -> float:
-        return max(
-            float(values.get(key, 0.0))
-            for case in kept
-            for values in [case.errors, *(case.outputs[name] for name in numeric)]
-        )
-
-    def widen(key: str, usual: float) -> float:
-        bound = judged.bounds.get(key, usual)
-        if is_bounded_below(key):
-            return choose_worse(key, usual, bound)
-        seen = choose_worse(key, usual, _MARGIN * find_worst(key))
-        return choose_worse(key, seen, bound) if judged.is_for_gpus else seen
-
-    return {**golden, "tolerances": {key: widen(key, usual) for key, usual in golden["tolerances"].items()}}
+def _find_seen(task: Task, bounds: Mapping[str, float], kept: Sequence[CaseResult]) -> Seen:
+    """Return how far a file was off in the cases that were judged, in the unit of the answers where that is known."""
+    contract = task.signature.contract
+    keys = [key for key in (*task.tolerances, "max_abs_error") if not is_bounded_below(key)]
+    errors = [case.error for case in kept if math.isfinite(case.error)]
+    main = next(key for key in task.tolerances if not is_bounded_below(key))
+    room = bounds[main] / max(errors) if main in bounds and errors and max(errors) > 0 else 1.0
+    if "max_relative_length_error" in task.tolerances:
+        # Vectors are compared at length 1, as they are in the cases.
+        answers = {key: max((case.errors[key] for case in kept), default=0.0) for key in keys}
+    elif contract is None or contract.postprocess is None:
+        # Integers have no distance: where they differ, their difference says nothing of the scores.
+        numeric = [tensor.name for tensor in task.signature.outputs if tensor.torch_dtype.is_floating_point]
+        answers = {
+            key: max((float(case.outputs[name].get(key, 0.0)) for case in kept for name in numeric), default=0.0)
+            for key in keys
+        }
+    else:
+        scores = [case.scores for case in kept if case.scores is not None]
+        answers = {"max_abs_error": max(scores)} if scores else {}
+    return Seen(answers=answers, room=max(1.0, room))
 
 
 class Reference:
@@ -348,6 +350,7 @@ def _run_case(
         errors=errors,
         passed=is_finite and is_within(errors, applied),
         outputs=per_output,
+        scores=task.measure_scores(expected, got),
     )
 
 

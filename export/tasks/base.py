@@ -1,12 +1,15 @@
 """What every task has: the module around the model, its signature, what it is tried on, and how far is too far."""
 
+import contextlib
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,7 +19,10 @@ from ..artefacts import Artefacts
 from ..checkpoints import StateDict, TensorSpec
 from ..errors import ModelError
 from ..signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
-from .cases import Case, Outputs
+from .cases import Array, Case, Outputs
+
+# Names of a graph's outputs and its inputs to those outputs, in that order.
+RunGraph = Callable[[Sequence[str], Mapping[str, Array]], Sequence[Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,8 @@ class Task(ABC):
         cache_shapes: The heads of each layer's keys and values, and the size of one, where an engine keeps them.
         context: How many tokens prompt and answer may have together, where an engine writes the answer; else 0.
         source_warnings: What is odd about the checkpoint itself, whatever it is served as.
+        widest_answer: How far a recorded answer of another precision may be missed, in its own unit, and still tell
+            something.
     """
 
     tolerances: ClassVar[Mapping[str, float]]
@@ -77,6 +85,7 @@ class Task(ABC):
     cache_shapes: Sequence[tuple[int, int]] = ()
     context: int = 0
     source_warnings: tuple[str, ...] = ()
+    widest_answer: float = math.inf
 
     @classmethod
     def recognises(cls, directory: Path, config: PretrainedConfig, specs: Mapping[str, TensorSpec]) -> bool:
@@ -134,6 +143,23 @@ class Task(ABC):
             bounds: Error → what it may be.
         """
 
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float | None:
+        """Return how far the scores lie apart that are made of these outputs, each by itself.
+
+        None where the outputs are the answers, or where these are more than scores.
+        """
+        return None
+
+    @contextlib.contextmanager
+    def answered_by(self, run: RunGraph) -> Iterator[None]:
+        """Have answers made of what a graph returns, in place of the module, while the context lasts."""
+        module = self.module
+        self.module = GraphModule(self.signature, run)
+        try:
+            yield
+        finally:
+            self.module = module
+
     def check_files(self, files: Artefacts) -> int:
         """Check what was written beside the graph, and return how many texts were tokenized for that.
 
@@ -145,6 +171,25 @@ class Task(ABC):
     @abstractmethod
     def build_example(self) -> tuple[Tensor, ...]:
         """Return the inputs that are traced: a batch of 2, the other sizes distinct and none of them 1."""
+
+
+class GraphModule(nn.Module):
+    """A graph where its module would be: tensors in, the graph's outputs out."""
+
+    def __init__(self, signature: ModelSignature, run: RunGraph) -> None:
+        super().__init__()
+        self.signature = signature
+        self.run = run
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the outputs, one tensor or several, as the module does."""
+        feeds = {
+            tensor.name: np.ascontiguousarray(values.numpy())
+            for tensor, values in zip(self.signature.inputs, inputs, strict=True)
+        }
+        made = self.run([tensor.name for tensor in self.signature.outputs], feeds)
+        outputs = tuple(torch.from_numpy(np.array(array)) for array in made)
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class HeadModule(nn.Module):

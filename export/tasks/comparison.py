@@ -167,6 +167,14 @@ def compare_logits(
     return {"max_abs_error": float(np.max(worst)), "min_label_agreement": agreeing / choices}
 
 
+def measure_apart(expected: Sequence[FloatArray], got: Sequence[FloatArray]) -> float:
+    """Return the largest difference of two values at the same place; infinite where shapes differ."""
+    if [array.shape for array in expected] != [array.shape for array in got]:
+        return math.inf
+    apart = [float(np.abs(want - have).max()) for want, have in zip(expected, got, strict=True) if want.size]
+    return float(np.max([0.0, *apart]))
+
+
 def compare_rankings(
     expected: Sequence[tuple[FloatArray, npt.NDArray[np.int64]]],
     got: Sequence[tuple[FloatArray, npt.NDArray[np.int64]]],

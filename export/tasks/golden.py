@@ -46,6 +46,53 @@ def build_sample(
     }
 
 
+def measure_sample(
+    wanted: Iterable[Mapping[str, Any]], had: Iterable[Mapping[str, Any]], tolerances: Mapping[str, float]
+) -> float:
+    """Return how far an answer is from a recorded one, as a server that starts measures it.
+
+    Args:
+        wanted: The outputs that are recorded.
+        had: The outputs of the answer, in any order; there may be more.
+        tolerances: Of the `golden.json`; their names tell how errors are counted.
+
+    Returns:
+        The largest difference, in parts of the largest value where `max_relative_error` is bounded; infinite where no
+        bound would do.
+    """
+    wanted, given = [*wanted], {tensor["name"]: tensor for tensor in had}
+    is_relative = "max_relative_error" in tolerances
+    has_scores = any(is_float(tensor) for tensor in wanted)
+    worst = [0.0]
+    for tensor in wanted:
+        answer = given[tensor["name"]]
+        if answer["shape"] != tensor["shape"]:
+            return math.inf
+        if not is_relative and not is_float(tensor):
+            worst.append(0.0 if has_scores or answer["data"] == tensor["data"] else math.inf)
+            continue
+        want, have = (np.array(each["data"], dtype=np.float64) for each in (tensor, answer))
+        if is_relative:
+            largest = np.abs(want).max(initial=0.0) or 1.0
+            want, have = want / largest, have / largest
+        elif "min_cosine" in tolerances:
+            want, have = (each / (np.linalg.norm(each) or math.nan) for each in (want, have))
+        worst.append(float(np.abs(want - have).max(initial=0.0)))
+    # np.max keeps a NaN, which Python's max may lose.
+    found = float(np.max(worst))
+    return math.inf if math.isnan(found) else found
+
+
+def list_others(outputs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return name → values of the recorded outputs that have no distance: labels, ids, counts."""
+    return {tensor["name"]: tensor["data"] for tensor in outputs if not is_float(tensor)}
+
+
+def is_float(tensor: Mapping[str, Any]) -> bool:
+    """Tell whether the values of a recorded tensor have a distance."""
+    return bool(tensor["datatype"].startswith("FP"))
+
+
 def _describe(tensors: Iterable[TensorSignature], values: Mapping[str, Any]) -> list[dict[str, Any]]:
     described = []
     for tensor in tensors:

@@ -1,12 +1,14 @@
 """Labels of texts, pictures and sounds: their names, and what makes scores of logits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from ..errors import ModelError
+from .cases import Outputs
+from .comparison import measure_apart
 
 LABEL = "LABEL"
 SCORE = "SCORE"
@@ -16,6 +18,12 @@ FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "none": lambda logits: logits,
 }
+
+
+def measure_function(function: str, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float:
+    """Return how far scores lie apart that a function makes of logits, the first output of each row."""
+    wanted, had = ([FUNCTIONS[function](torch.from_numpy(row[0])).numpy() for row in rows] for rows in (expected, got))
+    return measure_apart(wanted, had)
 
 
 def read_labels(config: PretrainedConfig, *, must_differ: bool = True) -> list[str]:

@@ -1,5 +1,6 @@
 """What clients are told of a picture, made of the graph's outputs."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from ..comparison import (
     compare_logits,
     compare_tensors,
 )
-from ..labels import FUNCTIONS, LABEL, SCORE, count_labels
+from ..labels import FUNCTIONS, LABEL, SCORE, count_labels, measure_function
 from .recipe import Geometry
 
 LABELS_FILE = "labels.txt"
@@ -38,6 +39,7 @@ class Answers(ABC):
         postprocess: What `postprocess.json` tells that step; None where the outputs are the answers.
         tolerances: Error → bound for what the ensemble answers.
         graph_tolerances: Error → bound for the graph's outputs in fp32, with the keys of `compare`.
+        widest: See `Task.widest_answer`.
     """
 
     outputs: tuple[TensorSignature, ...]
@@ -45,6 +47,7 @@ class Answers(ABC):
     postprocess: Mapping[str, Any] | None = None
     tolerances: Mapping[str, float] = ANSWER_TOLERANCES
     graph_tolerances: Mapping[str, float] = TENSOR_TOLERANCES
+    widest: float = math.inf
 
     @property
     @abstractmethod
@@ -82,6 +85,10 @@ class Answers(ABC):
     ) -> dict[str, float]:
         """Return the worst errors of the graph's outputs, see `Task.compare`."""
         return compare_tensors(expected, got)
+
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float | None:
+        """See `Task.measure_scores`."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -141,3 +148,7 @@ class LabelAnswers(Answers):
         """See `Answers`."""
         wanted, had = [outputs[0] for outputs in expected], [outputs[0] for outputs in got]
         return compare_logits(wanted, had, bounds.get("max_abs_error", MAX_LOGIT_ERROR))
+
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float:
+        """See `Answers`."""
+        return measure_function(self.function, expected, got)

@@ -33,6 +33,9 @@ _MOST_BOXES = 100
 # Of a place in the picture, in widths of a pixel.
 BOX_TOLERANCES = {"max_abs_error": 0.05}
 
+# The same in another precision than fp32: a box that lies further off is another one, or stands in another's place.
+WIDEST_PLACE = 5.0
+
 # Two scores that differ by no more may change places. Logits of whole models were seen to be off by 1e-5 of the largest
 # at most, see `TENSOR_TOLERANCES`, and a score moves by at most a quarter of what its logit does.
 APART = 2e-5
@@ -53,6 +56,7 @@ class BestBoxes(Answers):
 
     carried = GEOMETRY
     tolerances = BOX_TOLERANCES
+    widest = WIDEST_PLACE
 
     @property
     def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]

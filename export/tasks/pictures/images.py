@@ -164,6 +164,15 @@ class PictureTask(TensorTask):
         """See `Task`."""
         return self.answers.compare(expected, got, bounds)
 
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float | None:
+        """See `Task`."""
+        return self.answers.measure_scores(expected, got)
+
+    @property
+    def widest_answer(self) -> float:  # type: ignore[override]
+        """See `Task`."""
+        return self.answers.widest
+
     def answer(self, content: bytes) -> Mapping[str, Any]:
         """Return what the checkpoint answers to an encoded picture."""
         return self.answers.answer(self._ask(content), self.preparation.find_geometry(content))

@@ -27,6 +27,7 @@ from ..labels import FUNCTIONS, LABEL, SCORE
 from ..own_module import FactoryTask, InputSpec
 from ..tensors import SizeRange
 from .answers import GEOMETRY, TOP_K, Answers, LabelAnswers
+from .detection import WIDEST_PLACE
 from .images import PictureTask
 from .own_boxes import make_boxes
 from .preparation import Preparation
@@ -75,6 +76,7 @@ class KeypointAnswers(Answers):
 
     carried = GEOMETRY
     tolerances = _KEYPOINT_TOLERANCES
+    widest = WIDEST_PLACE
 
     @property
     def outputs(self) -> tuple[TensorSignature, ...]:  # type: ignore[override]

@@ -102,3 +102,7 @@ class AudioLabels(SignalTask):
         """See `Task`."""
         wanted, had = [outputs[0] for outputs in expected], [outputs[0] for outputs in got]
         return compare_logits(wanted, had, bounds.get("max_abs_error", MAX_LOGIT_ERROR))
+
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float:
+        """See `Task`."""
+        return self.answers.measure_scores(expected, got)

@@ -1,6 +1,7 @@
 """text-classification, text-pair-classification and reward: a label, or a score, for a text or a pair of texts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from ...errors import ModelError, VocabularyError
 from ...signature import BATCH, STRING, TensorSignature
 from ...weights.torch_model import find_output_width, load_model
 from ...weights.transforms import SelectPrefix
-from ..base import HeadModule, TaskSource, build_inputs
+from ..base import HeadModule, RunGraph, TaskSource, build_inputs
+from ..cases import Outputs
 from ..foreseen import VALUE_HEAD, is_cross_encoder
-from ..labels import LABEL, SCORE, choose_function, count_labels, read_labels
+from ..labels import LABEL, SCORE, choose_function, count_labels, measure_function, read_labels
 from .encoding import Question
 from .last_end import LastEndModule, check_end, reads_last_end
 from .sentence_settings import RECORD_FILE, read_settings
-from .text import Answer, TextTask
+from .text import Answer, TextTask, replace_model
 
 REWARD = "REWARD"
 
@@ -75,6 +77,16 @@ class TextClassification(TextTask):
             [asked], top_k=self.top_k, function_to_apply=self.function, truncation=True, max_length=self.max_length
         )
         return {LABEL: [item["label"] for item in found[0]], SCORE: [item["score"] for item in found[0]]}
+
+    @contextmanager
+    def answered_by(self, run: RunGraph) -> Iterator[None]:
+        """See `Task`."""
+        with super().answered_by(run), replace_model(self.model, self.module, self.signature):
+            yield
+
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float:
+        """See `Task`."""
+        return measure_function(self.function, expected, got)
 
 
 class TextPairClassification(TextClassification):

@@ -1,8 +1,10 @@
 """fill-mask: the likeliest tokens in place of each mask."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, FillMaskPipeline, PreTrainedModel
@@ -10,12 +12,12 @@ from transformers import AutoModelForMaskedLM, FillMaskPipeline, PreTrainedModel
 from ...errors import ModelError
 from ...signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
 from ...weights.torch_model import load_model
-from ..base import TaskSource, build_inputs
+from ..base import RunGraph, TaskSource, build_inputs
 from ..cases import Outputs
-from ..comparison import MAX_LOGIT_ERROR, compare_rankings
+from ..comparison import MAX_LOGIT_ERROR, compare_rankings, measure_apart
 from ..labels import SCORE
 from .encoding import Question
-from .text import Answer, TextTask
+from .text import Answer, TextTask, replace_model
 
 TOKEN = "TOKEN"
 
@@ -92,6 +94,22 @@ class FillMask(TextTask):
                 return masked
             place //= 2
 
+    @contextmanager
+    def answered_by(self, run: RunGraph) -> Iterator[None]:
+        """See `Task`."""
+        model = self._pipeline.model
+        with (
+            super().answered_by(run),
+            replace_model(
+                model, self.module, self.signature, lambda made: _spread(made[0], made[1], model.config.vocab_size)
+            ),
+        ):
+            yield
+
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float:
+        """See `Task`. Rank by rank: which tokens they are of is compared by itself."""
+        return measure_apart(*([np.exp(_rank(row)[0]) for row in rows] for rows in (expected, got)))
+
     def answer(self, question: Question) -> Answer:
         """See `Task`."""
         options = {"truncation": True, "max_length": self.max_length}
@@ -136,6 +154,13 @@ class MaskModule(nn.Module):
         log_probabilities = best - torch.logsumexp(logits, dim=-1, keepdim=True)
         is_mask = (named["input_ids"] == self.mask_id).unsqueeze(-1)
         return log_probabilities, torch.where(is_mask, ids, torch.full_like(ids, -1))
+
+
+def _spread(best: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+    """Return log-probabilities of a whole vocabulary, of those of the best: what they leave is shared by the others."""
+    left = (1 - best.exp().sum(dim=-1, keepdim=True)).clamp(min=1e-30) / max(1, vocabulary - best.shape[-1])
+    whole = left.log().expand(*best.shape[:-1], vocabulary).clone()
+    return whole.scatter(-1, ids.clamp(min=0), best)
 
 
 def _rank(row: Outputs) -> tuple[Any, Any]:

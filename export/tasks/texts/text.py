@@ -2,14 +2,18 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.generic import ModelOutput
 
 from ...artefacts import LEAN, POSTPROCESS, PREPROCESS, Artefacts
 from ...errors import CheckpointError
@@ -298,6 +302,34 @@ class TextTask(Task):
     def _build_all_questions(self) -> list[Question]:
         texts = [f"{token} between words {token}" for token in self.added_tokens]
         return self.build_questions(read_verification_texts() + texts)
+
+
+@contextmanager
+def replace_model(
+    model: PreTrainedModel,
+    module: nn.Module,
+    signature: ModelSignature,
+    read_logits: Callable[[Any], Tensor] = lambda outputs: outputs,
+) -> Iterator[None]:
+    """Have transformers' own pipeline take its logits from another module, while the context lasts.
+
+    Args:
+        model: The pipeline's.
+        module: What is asked in its place, of tensors in the order of the signature.
+        signature: Tensors of the module.
+        read_logits: Makes the logits of a text of what the module returns.
+    """
+
+    def forward(input_ids: Tensor, **others: Any) -> ModelOutput:
+        given = {"attention_mask": torch.ones_like(input_ids), **others, "input_ids": input_ids}
+        return ModelOutput(logits=read_logits(module(*(given[tensor.name] for tensor in signature.inputs))))
+
+    # Beside the class's own, which is back as soon as this one is gone.
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
 
 
 def _check_room(tokenizer: PreTrainedTokenizerBase, source: TaskSource, *, takes_pairs: bool) -> None:

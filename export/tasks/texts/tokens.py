@@ -1,6 +1,7 @@
 """token-classification: labels for tokens, words or entities, with their places in the text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ from transformers import AutoModelForTokenClassification, TokenClassificationPip
 
 from ...signature import ANSWERS, BATCH, SEQ_LEN, STRING, TensorSignature
 from ...weights.torch_model import load_model
-from ..base import HeadModule, TaskSource, build_inputs
-from ..labels import LABEL, SCORE, count_labels, read_labels
+from ..base import HeadModule, RunGraph, TaskSource, build_inputs
+from ..cases import Outputs
+from ..labels import LABEL, SCORE, count_labels, measure_function, read_labels
 from .encoding import Question
-from .text import Answer, TextTask
+from .text import Answer, TextTask, replace_model
 
 START = "START"
 END = "END"
@@ -65,6 +67,16 @@ class TokenClassification(TextTask):
             "aggregation": self.aggregation,
             "ignored": _IGNORED_LABELS,
         }
+
+    @contextmanager
+    def answered_by(self, run: RunGraph) -> Iterator[None]:
+        """See `Task`."""
+        with super().answered_by(run), replace_model(self._pipeline.model, self.module, self.signature):
+            yield
+
+    def measure_scores(self, expected: Sequence[Outputs], got: Sequence[Outputs]) -> float:
+        """See `Task`. Those of each token, of which an entity's are made."""
+        return measure_function("softmax", expected, got)
 
     def answer(self, question: Question) -> Answer:
         """See `Task`. A text without entities is answered with one that has no label, score 0 and no place."""
