@@ -60,7 +60,7 @@ class _Watched:
         state = self._look()
         if state != self._state:
             self._state = state
-            self._reader = threading.Thread(target=self._read, daemon=True)
+            self._reader = threading.Thread(target=self._read, args=(state,), daemon=True)
             self._reader.start()
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class _Watched:
         stat = os.fstat(self._descriptor)
         return stat.st_size, stat.st_mtime_ns
 
-    def _read(self) -> None:
+    def _read(self, state: tuple[int, int]) -> None:
         digest, place = hashlib.sha256(), 0
         try:
             while block := os.pread(self._descriptor, _BLOCK_BYTES, place):
@@ -83,7 +83,9 @@ class _Watched:
             # It is read again at the next look.
             self._state = _UNREAD
         else:
-            self._read_digest = digest.hexdigest()
+            # Else it is to be read once more: something else is expected of it since.
+            if self._state == state:
+                self._read_digest = digest.hexdigest()
 
 
 class MappedFiles:

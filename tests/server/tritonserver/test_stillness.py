@@ -17,6 +17,7 @@ from harness import Published
 from launcher import Running, running
 
 from server.tritonserver import stillness
+from server.tritonserver.backend_processes import STUB
 from server.tritonserver.processes import is_handling, list_children, read_stat
 from server.tritonserver.stillness import STILL_LOOKS, LoadWatch, Stillness, list_server
 
@@ -109,10 +110,12 @@ def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
     code = tmp_path / "slow" / "1" / "model.py"
     code.parent.mkdir(parents=True)
     code.write_text(does)
+    stub = tmp_path / STUB
+    stub.symlink_to(sys.executable)
     # What was there before does what it does, and so does what comes for another model.
     with child_that(COMPUTES):
         watch = LoadWatch(os.getpid(), "slow")
-        with child_that(COMPUTES), subprocess.Popen([sys.executable, code]) as loading:
+        with child_that(COMPUTES), subprocess.Popen([stub, code]) as loading:
             looks = 0
             while not (stopped := watch.has_stopped()) and looks < (20_000 if stops else 400):
                 looks += 1
