@@ -106,7 +106,8 @@ def record_answers(task: Task, judged: Tolerances, seen: Seen, run: RunGraph) ->
     kept = [pair for pair in pairs if pair.error <= _find_bound(bounds)]
     if kept:
         samples = [pair.sample for pair in kept]
-        note = "" if is_exact else _describe_left_out(kept, len(golden["samples"]))
+        why = "which the file misses" if is_exact else "which this precision moves"
+        note = _describe_left_out(kept, len(golden["samples"]), why)
         return Recording(golden={**golden, "tolerances": bounds, "samples": samples}, note=note)
     if is_exact or not own:
         raise VerificationError(
@@ -133,6 +134,7 @@ def _ask_file(task: Task, run: RunGraph) -> Sequence[Mapping[str, Any]]:
     except (RuntimeFailure, EngineError) as exc:
         raise VerificationError(
             "the graph fails on what a server is asked for when it starts",
+            expected="an answer",
             got=str(exc).rstrip("."),
             remedy="where a shape is named, the model's own code probably fixed a dimension",
         ) from exc
@@ -196,10 +198,10 @@ def _widen(task: Task, judged: Tolerances, seen: Seen, usual: Mapping[str, float
     return {key: widen(key, least) for key, least in usual.items()}
 
 
-def _describe_left_out(kept: Sequence[_Pair], whole: int) -> str:
+def _describe_left_out(kept: Sequence[_Pair], whole: int, why: str) -> str:
     names = sorted({name for pair in kept for name in pair.left_out})
     parts = [f"{whole - len(kept)} of {whole} answers"] if len(kept) < whole else []
     parts += [f"the values of {', '.join(names)}"] if names else []
     if not parts:
         return ""
-    return f"recorded for the check of a server are not {' and '.join(parts)}, which this precision moves"
+    return f"recorded for the check of a server are not {' and '.join(parts)}, {why}"
