@@ -5,11 +5,13 @@ Written here and nowhere else; `docs/contracts.md` describes the file, and the s
 
 import base64
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from modelyard.recorded_answers import measure_answer
 
 from ..signature import BATCH, STRING, Contract, ModelSignature, TensorSignature
 
@@ -47,7 +49,7 @@ def build_sample(
 
 
 def measure_sample(
-    wanted: Iterable[Mapping[str, Any]], had: Iterable[Mapping[str, Any]], tolerances: Mapping[str, float]
+    wanted: Sequence[Mapping[str, Any]], had: Sequence[Mapping[str, Any]], tolerances: Mapping[str, float]
 ) -> float:
     """Return how far an answer is from a recorded one, as a server that starts measures it.
 
@@ -60,27 +62,11 @@ def measure_sample(
         The largest difference, in parts of the largest value where `max_relative_error` is bounded; infinite where no
         bound would do.
     """
-    wanted, given = [*wanted], {tensor["name"]: tensor for tensor in had}
-    is_relative = "max_relative_error" in tolerances
-    has_scores = any(is_float(tensor) for tensor in wanted)
-    worst = [0.0]
-    for tensor in wanted:
-        answer = given[tensor["name"]]
-        if answer["shape"] != tensor["shape"]:
-            return math.inf
-        if not is_relative and not is_float(tensor):
-            worst.append(0.0 if has_scores or answer["data"] == tensor["data"] else math.inf)
-            continue
-        want, have = (np.array(each["data"], dtype=np.float64) for each in (tensor, answer))
-        if is_relative:
-            largest = np.abs(want).max(initial=0.0) or 1.0
-            want, have = want / largest, have / largest
-        elif "min_cosine" in tolerances:
-            want, have = (each / (np.linalg.norm(each) or math.nan) for each in (want, have))
-        worst.append(float(np.abs(want - have).max(initial=0.0)))
-    # np.max keeps a NaN, which Python's max may lose.
-    found = float(np.max(worst))
-    return math.inf if math.isnan(found) else found
+    bounds = {**tolerances, "max_relative_error" if "max_relative_error" in tolerances else "max_abs_error": math.inf}
+    try:
+        return measure_answer(wanted, had, bounds)
+    except ValueError:
+        return math.inf
 
 
 def list_others(outputs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.exchange import WatchedRequest, fetch
+from modelyard.recorded_answers import measure_answer
 
 from ..errors import GoldenError
 from ..tritonserver.backend_processes import EndWatch
-from .recorded import DamagedGoldenError, measure_answer, read_golden
+from .recorded import DamagedGoldenError, read_golden
 from .sums import GOLDEN_FILE, hash_file, read_sums
 
 # A first inference may have to wait for a warmup or a cold disk.

@@ -25,10 +25,10 @@ from launcher import find_ports, install_as_in_containers, running, write_older_
 from tritonclient.utils import InferenceServerException
 
 from demo.serving import Addresses
+from modelyard.recorded_answers import measure_answer
 from server.errors import CheckError, NotFoundError
 from server.following.check import check_ensembles
 from server.following.models import list_models
-from server.following.recorded import measure_answer
 from server.tritonserver.installation import check_libpython, find_installation
 from server.tritonserver.orphans import PREFIX, own
 from server.tritonserver.processes import list_children

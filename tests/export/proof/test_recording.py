@@ -22,7 +22,7 @@ from export.tasks.own_module import FactoryTask, read_spec
 from export.tasks.pictures.own import FactoryPictures
 from export.tasks.pictures.preparation import read_preparation
 from export.tasks.pictures.recipe import Recipe
-from server.following.recorded import measure_answer
+from modelyard.recorded_answers import measure_answer
 
 Outputs = Sequence[np.ndarray[Any, Any]]
 Move = Callable[[Outputs], Outputs]
