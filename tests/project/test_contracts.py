@@ -39,6 +39,7 @@ from export.tasks.sounds.recipe import SoundRecipe
 from export.tasks.steps import POSTPROCESS_BACKEND, POSTPROCESS_FILE, PREPROCESS_BACKEND
 from export.tasks.table import TASKS
 from export.tasks.texts.text import TOKENIZER_FILE
+from modelyard.recorded_answers import measure_answer
 from server.following import model_text, recorded, rollout
 from server.following import published as repository_reader
 from server.following import sums as sums_reader
@@ -319,7 +320,7 @@ def test_the_server_and_the_client_read_the_example_of_golden_json(tmp_path: Pat
     path = tmp_path / GOLDEN_FILE
     path.write_text(json.dumps(example))
     outputs = example["samples"][0]["outputs"]
-    assert recorded.measure_answer(outputs, outputs, recorded.read_golden(path)["tolerances"]) == 0.0
+    assert measure_answer(outputs, outputs, recorded.read_golden(path)["tolerances"]) == 0.0
     (sample,) = parity.read_golden(path).samples
     assert sample.inputs["TEXT"].tolist() == [[b"A cat sleeps."]]
     assert sample.outputs["EMBEDDING"].shape == (1, 3)
