@@ -438,37 +438,59 @@ class Follower:
     def _try(self, wanted: Published) -> bool:
         """Do the same, and leave it among those that are replaced."""
         loaded = self._served.get(wanted.name)
-        old = loaded.published if loaded else None
-        failure = self._failures.get(wanted.name)
-        # What could not be loaded once more is held against what it was before.
-        known, held = loaded or (failure.known if failure else None), None
-        if (
-            known
-            and known.published.version == wanted.version
-            and (held := compare(self._repository, self._sums, known, wanted, asks=wanted.name in self._served))
-        ):
+        if held := self._compare(wanted, loaded):
             wanted = held.published
-        if old and held and not wanted.damage and old.configs == wanted.configs:
+        if held and loaded and not wanted.damage and loaded.published.configs == wanted.configs:
             self._settle(held)
-            return True
-        if self._failures.is_waiting(wanted):
-            return True
-        start = time.monotonic()
-        if old and old.version == wanted.version and not held and not wanted.damage:
-            # Side by side the two would answer with each other.
-            self._replaced.add(wanted.name)
-            self._tell(wanted.name, Following(active=wanted.version, served=0, state="rolling"))
-            self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
-            self._forget(old)
-            loaded = old = None
+        elif self._failures.is_waiting(wanted):
+            pass
+        elif wanted.damage:
+            self._refuse(wanted, loaded, held)
+        else:
+            start = time.monotonic()
+            if loaded and loaded.published.version == wanted.version and not held:
+                self._unload_other(loaded.published, wanted)
+                loaded = None
+            return self._load(wanted, loaded, held, start)
+        return True
+
+    def _compare(self, wanted: Published, loaded: Loaded | None) -> Loaded | None:
+        """Return what was read before of the version that is wanted, with what became of it; None where it is another.
+
+        What could not be loaded once more is held against what it was before.
+        """
+        failure = self._failures.get(wanted.name)
+        known = loaded or (failure.known if failure else None)
+        if known is None or known.published.version != wanted.version:
+            return None
+        return compare(self._repository, self._sums, known, wanted, asks=loaded is not None)
+
+    def _refuse(self, wanted: Published, loaded: Loaded | None, held: Loaded | None) -> None:
+        """Leave what is damaged where it is, and what is served before it, if its answers are worth anything."""
+        if loaded and self._answers_from_changed(loaded):
+            self._forget(loaded.published)
+            loaded = None
+        self._fail(wanted, refuse_damaged(wanted, loaded.published if loaded else None), held)
+
+    def _unload_other(self, old: Published, wanted: Published) -> None:
+        """Unload another publication of the same number: side by side the two would answer with each other."""
+        self._replaced.add(wanted.name)
+        self._tell(wanted.name, Following(active=wanted.version, served=0, state="rolling"))
+        self._say(f"warning: {wanted.title} is another publication than before; unloaded, and loaded anew")
+        self._forget(old)
+
+    def _load(self, wanted: Published, loaded: Loaded | None, held: Loaded | None, start: float) -> bool:
+        """Have a model loaded and asked; return False if there is no tritonserver any more.
+
+        Args:
+            wanted: Of which no file is damaged.
+            loaded: What is served until then.
+            held: What was read of the same version before.
+            start: When its turn began, by the monotonic clock.
+        """
+        old = loaded.published if loaded else None
         served = old.version if old else 0
-        if wanted.damage:
-            if loaded and self._answers_from_changed(loaded):
-                # Nobody is told what its answers are worth.
-                self._forget(loaded.published)
-                old = None
-            self._fail(wanted, refuse_damaged(wanted, old), held)
-            return True
+        failure = self._failures.get(wanted.name)
         # One that is tried again has failed until it is served, which a check that comes meanwhile is to know.
         if failure is None or failure.wanted != wanted or failure.is_untried:
             self._tell(wanted.name, Following(active=wanted.version, served=served, state="rolling"))
@@ -493,15 +515,19 @@ class Follower:
         if old and served != wanted.version:
             self._holdings.release(old)
         self._settle(taken)
-        if rest and not self._ended:
+        self._say_served(wanted, served, "" if self._ended else rest, time.monotonic() - start)
+        return True
+
+    def _say_served(self, wanted: Published, served: int, rest: str, seconds: float) -> None:
+        """Log what a client gets now, and what could not be unloaded of the version before it."""
+        if rest:
             self._say(
                 f"warning: version {served} of {wanted.name} stays loaded beside version {wanted.version}, which is "
                 f"served: expected it to be unloaded, got {rest.rstrip('.')}; its memory is free after a restart."
             )
         before = f", version {served} before" if served and served != wanted.version else ""
         what = f"version {wanted.version} is served" if wanted.version else "is served"
-        self._say(f"{wanted.name}: {what}{before}, {time.monotonic() - start:.1f} s")
-        return True
+        self._say(f"{wanted.name}: {what}{before}, {seconds:.1f} s")
 
     def _answers_from_changed(self, loaded: Loaded) -> bool:
         """Tell whether a file that is read as the model answers has other bytes than it was loaded with."""
