@@ -2,6 +2,7 @@
 
 Sends the requests in a version's `golden.json` and compares the answers with those recorded from the checkpoint itself,
 over HTTP with JSON tensors, HTTP with binary tensors, and gRPC; each of them alone, and all of one shape in one batch.
+Pictures of which the model makes tensors of several sizes are in one batch as far as it takes them together.
 """
 
 from .command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
@@ -25,7 +26,7 @@ from tritonclient.utils import triton_to_np_dtype
 
 from .command.connection import GRPC_WORDS, HTTP_WORDS, Connection
 from .command.parser import Parser
-from .errors import ClientError, ModelError
+from .errors import ClientError, ModelError, RefusedError
 from .locations import name_command
 from .model import Model
 from .options import DEFAULT_URLS
@@ -80,6 +81,7 @@ class ParityResult:
 
     Attributes:
         transport: How the answers came.
+        version: Of the model that answered.
         texts: How many rows were asked for, alone and in a batch.
         max_abs_error: Largest error of a value; for tensors in parts of the largest value.
         min_cosine: Smallest cosine of vectors and tensors; None for other answers.
@@ -88,6 +90,7 @@ class ParityResult:
     """
 
     transport: str
+    version: str
     texts: int
     max_abs_error: float
     min_cosine: float | None
@@ -109,6 +112,7 @@ def main() -> int:
     if arguments.json:
         answer(json.dumps([asdict(result) for result in results]))
     else:
+        answer(f"{model}, version {results[0].version}")
         answer("\n".join(_to_table(results)))
     return 0 if all(result.passed for result in results) else 1
 
@@ -188,11 +192,12 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
     """
     http = Connection(http_url, "http", 60.0, words=HTTP_WORDS)
     grpc = Connection(grpc_url, "grpc", 60.0, words=GRPC_WORDS)
-    _check_kind(golden, http.describe_model(model_name))
+    model = http.describe_model(model_name)
+    _check_kind(golden, model)
     if golden.is_decoupled:
         written = (("HTTP", http, False), ("HTTP events", http, True), ("gRPC stream", grpc, True))
         return [
-            _compare(transport, _write_all(golden.samples, model_name, server, is_streamed), golden)
+            _compare(transport, model, _write_all(golden.samples, model_name, server, is_streamed), golden)
             for transport, server, is_streamed in written
         ]
     transports = [("HTTP JSON", http, False), ("HTTP binary", http, True), ("gRPC", grpc, True)]
@@ -202,16 +207,38 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
         model = server.describe_model(model_name)
         pairs = []
         for batch in _build_batches(golden.samples, model.max_batch_size):
-            inputs = {name: np.concatenate([sample.inputs[name] for sample in batch]) for name in batch[0].inputs}
-            answers = server.infer_tensors(model, inputs, binary=binary)
-            # A graph without a batch dimension has one sample in each of its "batches", and no row to be cut out.
-            rows = [slice(index, index + 1) if len(batch) > 1 else slice(None) for index in range(len(batch))]
-            pairs += [
-                (sample, {name: values[row] for name, values in answers.items()})
-                for sample, row in zip(batch, rows, strict=True)
-            ]
-        results.append(_compare(transport, pairs, golden))
+            pairs += _ask(server, model, batch, binary=binary, may_split=not golden.is_text)
+        results.append(_compare(transport, model, pairs, golden))
     return results
+
+
+def _ask(
+    server: Connection, model: Model, batch: list[Sample], *, binary: bool, may_split: bool
+) -> list[tuple[Sample, dict[str, npt.NDArray[Any]]]]:
+    """Return each sample with its row of the answer.
+
+    Args:
+        server: Who is asked.
+        model: What is asked.
+        batch: What goes into one request.
+        binary: Whether tensors go and come in bytes.
+        may_split: Whether its halves may be asked where it is refused for what it holds: of pictures alone the model
+            says which become one tensor.
+    """
+    inputs = {name: np.concatenate([sample.inputs[name] for sample in batch]) for name in batch[0].inputs}
+    try:
+        answers = server.infer_tensors(model, inputs, binary=binary)
+    except RefusedError as exc:
+        if len(batch) == 1 or not (may_split and exc.is_content):
+            raise
+        halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
+        return [pair for half in halves for pair in _ask(server, model, half, binary=binary, may_split=True)]
+    # A graph without a batch dimension has one sample in each of its "batches", and no row to be cut out.
+    rows = [slice(index, index + 1) if len(batch) > 1 else slice(None) for index in range(len(batch))]
+    return [
+        (sample, {name: values[row] for name, values in answers.items()})
+        for sample, row in zip(batch, rows, strict=True)
+    ]
 
 
 def _check_kind(golden: Golden, model: Model) -> None:
@@ -251,7 +278,9 @@ def _build_batches(samples: list[Sample], largest: int) -> list[list[Sample]]:
     return [*([sample] for sample in samples), *(batch for batch in batches if len(batch) > 1)]
 
 
-def _compare(transport: str, pairs: list[tuple[Sample, dict[str, npt.NDArray[Any]]]], golden: Golden) -> ParityResult:
+def _compare(
+    transport: str, model: Model, pairs: list[tuple[Sample, dict[str, npt.NDArray[Any]]]], golden: Golden
+) -> ParityResult:
     bounds = golden.tolerances
     bound = bounds["max_relative_error" if golden.is_relative else "max_abs_error"]
     errors, cosines, different = [], [], 0
@@ -269,6 +298,7 @@ def _compare(transport: str, pairs: list[tuple[Sample, dict[str, npt.NDArray[Any
     worst_cosine = float(np.min(cosines, initial=1.0)) if "min_cosine" in bounds else None
     return ParityResult(
         transport=transport,
+        version=model.version,
         texts=len(pairs),
         max_abs_error=error,
         min_cosine=worst_cosine,

@@ -158,6 +158,19 @@ def test_pictures_of_two_shapes_are_refused_in_one_request_of_the_steps(
         served.ask(name, photographs[0], photographs[2])
 
 
+@pytest.mark.parametrize("name", OF_EVERY_SHAPE)
+def test_parity_asks_together_only_pictures_of_one_shape(name: str, served: Served) -> None:
+    golden = served.folder / "models" / name / "1" / "golden.json"
+    count = len(json.loads(golden.read_text())["samples"])
+    addresses = ["--url", served.url, "--grpc-url", served.grpc_url]
+    done = run("-m", "client.parity", "--golden", str(golden), *addresses, "--json")
+    assert done.code == 0, done.out + done.err
+    for result in json.loads(done.out):
+        assert (result["texts"], result["version"], result["passed"]) == (2 * count, "1", True)
+    done = run("-m", "client.parity", "--golden", str(golden), *addresses)
+    assert done.out.startswith(f"{name}, version 1\n")
+
+
 @pytest.fixture
 def narrow() -> bytes:
     """Return a picture of which hardly anything is left on one edge."""
