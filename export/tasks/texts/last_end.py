@@ -26,16 +26,28 @@ class LastEndModule(HeadModule):
             return super().forward(*inputs)
         named = dict(zip(self.input_names, inputs, strict=True))
         ids = named["input_ids"]
-        # T5 and its relatives shift the ids in front of their base model, BART and its own within.
         model: Any = self.model
-        shift = getattr(model, "_shift_right", None)
-        shifted = {} if shift is None else {"decoder_input_ids": shift(ids)}
-        states = model.base_model(**named, **shifted).last_hidden_state  # [batch, seq_len, hidden]
+        states = model.base_model(**named, **_shift(model, ids)).last_hidden_state  # [batch, seq_len, hidden]
         is_end = (ids == model.config.eos_token_id).to(torch.int64)
         last = (is_end * torch.arange(ids.shape[1], device=ids.device)).amax(dim=1)
         state = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1])).squeeze(1)
         logits: Tensor = model.classification_head(state)
         return logits
+
+
+def _shift(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Return what the decoder is given, where the base model does not make it of the ids by itself, as BART's does.
+
+    MBart and PLBart do (transformers 5.23, modeling_mbart.py, `shift_tokens_right`), but by a squeeze that leaves a
+    batch of one without a batch, of which no graph for any number of rows is made.
+    """
+    if model.config.model_type in ("mbart", "plbart"):
+        # The last token of a text names its language, and comes first.
+        last = ids.ne(model.config.pad_token_id).sum(dim=1, keepdim=True) - 1
+        return {"decoder_input_ids": torch.cat([ids.gather(1, last), ids[:, :-1]], dim=1)}
+    # T5 and its relatives shift them in front of their base model.
+    shift = getattr(model, "_shift_right", None)
+    return {} if shift is None else {"decoder_input_ids": shift(ids)}
 
 
 def reads_last_end(model: PreTrainedModel) -> bool:

@@ -1,6 +1,5 @@
 """Classifiers that read the state at a text's last end token: no text changes the answer to another."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,16 +24,22 @@ from export.weights.tokenizer import load_tokenizer
 from export.weights.torch_model import load_config
 from export.weights.transforms import CastToFloat32
 
+_LIKE_BART = {"encoder_layers": 1, "decoder_layers": 1}
 SMALL = {
-    "bart classification": {"encoder_layers": 1, "decoder_layers": 1},
-    "t5 classification": {"num_layers": 1, "num_decoder_layers": 1},
+    "bart": ("bart classification", _LIKE_BART),
+    "mbart": ("bart classification", _LIKE_BART),
+    "plbart": ("bart classification", _LIKE_BART),
+    "t5": ("t5 classification", {"num_layers": 1, "num_decoder_layers": 1}),
 }
+MODELS = {"mbart": "MBartForSequenceClassification", "plbart": "PLBartForSequenceClassification"}
 # With one end, two and three: as many in all as would make equal parts.
 TEXTS = ("the cat sleeps", "a kitten [SEP] naps", "[SEP] by the [SEP] window")
 
 
-def build(name: str, options: Mapping[str, object], directory: Path) -> TextTask:
-    architecture = replace(ARCHITECTURES[name], options={**ARCHITECTURES[name].options, **options})
+def build(name: str, directory: Path) -> TextTask:
+    like, options = SMALL.get(name, (name, {}))
+    known = ARCHITECTURES[like]
+    architecture = replace(known, model=MODELS.get(name, known.model), options={**known.options, **options})
     save_model(architecture, directory)
     source = TaskSource(
         directory=directory,
@@ -51,7 +56,7 @@ def build(name: str, options: Mapping[str, object], directory: Path) -> TextTask
 
 @pytest.mark.parametrize("name", [*SMALL])
 def test_a_text_with_end_tokens_changes_no_answer_beside_it(name: str, tmp_path: Path) -> None:
-    task = build(name, SMALL[name], tmp_path / "model")
+    task = build(name, tmp_path / "model")
     assert isinstance(task.module, LastEndModule)
     files = write_files(task, tmp_path / "files", DEFAULT_TARGET)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
@@ -70,7 +75,7 @@ def test_a_text_with_end_tokens_changes_no_answer_beside_it(name: str, tmp_path:
 
 @pytest.mark.rarer
 def test_a_graph_that_cuts_the_states_at_all_ends_into_equal_parts_is_found_wrong(tmp_path: Path) -> None:
-    task = build("bart classification", SMALL["bart classification"], tmp_path / "model")
+    task = build("bart", tmp_path / "model")
     assert isinstance(task.module, LastEndModule)
     task.module = HeadModule(task.module.model, task.module.input_names)
     files = write_files(task, tmp_path / "files", DEFAULT_TARGET)
@@ -90,7 +95,7 @@ def test_a_tokenizer_that_ends_no_text_with_the_token_that_is_read_is_refused(ch
 
 
 def test_rows_that_are_tried_end_as_texts_do_where_a_language_stands_behind_the_end(tmp_path: Path) -> None:
-    task = build("bert classification", {}, tmp_path / "model")
+    task = build("bert classification", tmp_path / "model")
     end, language = task.tokenizer.sep_token_id, task.tokenizer.mask_token_id
     task.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A [SEP] [MASK]", special_tokens=[("[SEP]", end), ("[MASK]", language)]
