@@ -2,7 +2,8 @@
 
 Sends the requests in a version's `golden.json` and compares the answers with those recorded from the checkpoint itself,
 over HTTP with JSON tensors, HTTP with binary tensors, and gRPC; each of them alone, and all of one shape in one batch.
-Pictures of which the model makes tensors of several sizes are in one batch as far as it takes them together.
+Pictures of which the model makes tensors of several sizes are in one batch as far as it takes them together, and a file
+in int8 that scales its activations by the largest of a batch is asked for each alone.
 """
 
 from .command.ending import EXIT_UNANSWERED, answer, begin, end_quietly
@@ -62,12 +63,14 @@ class Golden:
         tolerances: Error → its bound.
         is_text: Whether the strings of all requests are texts.
         is_decoupled: Whether answers come in pieces, from a model that generates text.
+        is_alone: Whether the answers are those to rows that are asked alone: in a batch the file gives others.
     """
 
     samples: list[Sample]
     tolerances: dict[str, float]
     is_text: bool
     is_decoupled: bool = False
+    is_alone: bool = False
 
     @property
     def is_relative(self) -> bool:
@@ -82,7 +85,7 @@ class ParityResult:
     Attributes:
         transport: How the answers came.
         version: Of the model that answered.
-        texts: How many rows were asked for, alone and in a batch.
+        texts: How many rows were asked for, alone and, where the file answers alike there, in a batch.
         max_abs_error: Largest error of a value; for tensors in parts of the largest value.
         min_cosine: Smallest cosine of vectors and tensors; None for other answers.
         different: Samples whose labels, answers or places are others than the recorded ones.
@@ -140,6 +143,7 @@ def read_golden(path: Path) -> Golden:
             ],
             tolerances=tolerances,
             is_decoupled=bool(content.get("decoupled")),
+            is_alone=bool(content.get("alone")),
             is_text=not any("parameters" in tensor for sample in samples for tensor in sample["inputs"]),
         )
     except KeyError as exc:
@@ -206,7 +210,7 @@ def check_parity(golden: Golden, model_name: str, http_url: str, grpc_url: str) 
     for transport, server, binary in transports if golden.is_text else transports[1:]:
         model = server.describe_model(model_name)
         pairs = []
-        for batch in _build_batches(golden.samples, model.max_batch_size):
+        for batch in _build_batches(golden.samples, 1 if golden.is_alone else model.max_batch_size):
             pairs += _ask(server, model, batch, binary=binary, may_split=not golden.is_text)
         results.append(_compare(transport, model, pairs, golden))
     return results

@@ -30,6 +30,7 @@ class Precision:
         writing: Error → bound of a model that writes texts, as its engine runs it; empty where none does.
         real_inputs_only: Whether only inputs such as users send are judged, and not ids that no text has.
         is_for_gpus: Whether a GPU computes in it where a CPU, and so the proof, computes in fp32 and is less far off.
+        shares_scales: Whether activations are scaled by the largest in a batch, so that its rows move each other.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Precision:
     writing: Mapping[str, float] = field(default_factory=dict)
     real_inputs_only: bool = False
     is_for_gpus: bool = False
+    shares_scales: bool = False
 
     @property
     def converts(self) -> bool:
@@ -81,6 +83,7 @@ PRECISIONS: Mapping[str, Precision] = {
             error_factor=None,
             writing={"max_relative_error": 0.1, "min_label_agreement": 0.95, PERPLEXITY_RISE: 0.05},
             real_inputs_only=True,
+            shares_scales=True,
         ),
     )
 }

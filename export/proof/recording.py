@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import EngineError, ModelError, RuntimeFailure, VerificationError
@@ -49,6 +49,10 @@ class Recording:
 
     golden: Mapping[str, Any]
     note: str = ""
+
+    def asked_alone(self) -> "Recording":
+        """Return the same of a file that answers otherwise in a batch."""
+        return replace(self, golden={**self.golden, "alone": True})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,14 @@ class Tolerances:
         bounds: Error → what it may be.
         real_inputs_only: Whether only inputs such as users send are judged.
         is_for_gpus: Whether a server may be off by all that is allowed, though the proof was not: see `Precision`.
+        shares_scales: Whether the rows of a batch move each other in a graph of the precision: see `Precision`.
         accepted: Why bounds are wider than the default ones, and which; None where they are not.
     """
 
     bounds: Mapping[str, float]
     real_inputs_only: bool = False
     is_for_gpus: bool = False
+    shares_scales: bool = False
     accepted: Mapping[str, Any] | None = None
 
 
@@ -70,6 +72,7 @@ def choose_tolerances(
         bounds=usual | dict(requested),
         real_inputs_only=_is_of_real_inputs(exact, precision),
         is_for_gpus=precision.is_for_gpus,
+        shares_scales=precision.shares_scales,
         accepted=accepted if wider else None,
     )
 
@@ -80,6 +83,7 @@ def list_tolerances(exact: Mapping[str, float], precision: Precision) -> Toleran
         bounds=scale_tolerances(exact, precision),
         real_inputs_only=_is_of_real_inputs(exact, precision),
         is_for_gpus=precision.is_for_gpus,
+        shares_scales=precision.shares_scales,
     )
 
 

@@ -195,6 +195,9 @@ def verify(
         if all(case.passed for case in results):
             seen = _find_seen(task, bounds, kept)
             recording = record_answers(task, judged, seen, partial(_run_arranged, runner, arrange))
+            # What an engine builds has scales of its own, which were measured before.
+            if judged.shares_scales and not engine.builds:
+                recording = recording.asked_alone()
         peak_bytes = runner.peak_bytes
         # The last thing it is asked for: it may abort.
         refused_warmup = _try_warmups(task.signature, runner, arrange)

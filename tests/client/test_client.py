@@ -278,6 +278,9 @@ def test_parity_holds_over_every_transport_and_fails_on_another_answer(
     assert [result["transport"] for result in results] == ["HTTP JSON", "HTTP binary", "gRPC"]
     assert all(result["passed"] and result["max_abs_error"] <= 1e-5 and result["texts"] == 32 for result in results)
     content = json.loads(golden.read_text())
+    (tmp_path / "golden.json").write_text(json.dumps({**content, "alone": True}))
+    done = run(*command, "--golden", str(tmp_path / "golden.json"), "--json")
+    assert [result["texts"] for result in json.loads(done.out)] == [16] * 3, "a batch is answered otherwise"
     content["samples"][3]["outputs"][0]["data"][0] += 1e-3
     (tmp_path / "golden.json").write_text(json.dumps(content))
     done = run(*command, "--golden", str(tmp_path / "golden.json"))
