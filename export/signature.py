@@ -86,6 +86,7 @@ class Contract:
         is_lean: Whether one process does what the steps of an ensemble would do.
         has_files: Whether `inputs` are whole files: megabytes, which take milliseconds to decode.
         lengths: What the preprocess step pads a request to, the smallest first, so that it can be joined with others.
+        unknown_id: Id of a token that begins a word wherever it stands, -1 for none; None where no step asks.
     """
 
     inputs: tuple[TensorSignature, ...]
@@ -96,6 +97,7 @@ class Contract:
     is_lean: bool = False
     has_files: bool = False
     lengths: tuple[int, ...] = ()
+    unknown_id: int | None = None
 
     @property
     def passed(self) -> tuple[TensorSignature, ...]:

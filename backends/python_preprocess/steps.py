@@ -38,12 +38,18 @@ class TextStep:
         self, path: Path, config: Mapping[str, Any], tensor_names: Sequence[str], described: Mapping[str, Any]
     ) -> None:
         from texts import RequestTexts
-        from tokenization import TextTokenizer, read_lengths
+        from tokenization import TextTokenizer, read_lengths, read_unknown_id
         from truncation import TextError
 
         self.refusal = TextError
         has_windows = described["has_windows"]
-        tokenizer = TextTokenizer(path, tensor_names, has_windows=has_windows, lengths=read_lengths(config))
+        tokenizer = TextTokenizer(
+            path,
+            tensor_names,
+            has_windows=has_windows,
+            lengths=read_lengths(config),
+            unknown_id=read_unknown_id(config),
+        )
         texts = RequestTexts(config, has_windows=has_windows)
         self.encode, self.stack, self.read_rows = tokenizer.encode, tokenizer.stack, texts.read_rows
         self._input_names = texts.names

@@ -1,5 +1,6 @@
 """From texts to token ids: decoding, truncation and padding, without a word about Triton."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ Int64Array = npt.NDArray[np.int64]
 # Lengths in tokens that a request is padded to, separated by commas: the dynamic batcher joins requests of one length.
 LENGTHS_PARAMETER = "modelyard_lengths"
 
+# The id of a token that begins a word wherever it stands, as transformers' tokenizer of the checkpoint has it for what
+# the model does not know; -1 where it has none.
+UNKNOWN_PARAMETER = "modelyard_unknown_id"
 
 # Of a tokenizer that puts no token of its own around a text, as GPT-2's.
 NO_TOKEN = "TEXT holds no token: expected at least one, got an empty sequence; leave out texts that are empty"
@@ -29,9 +33,10 @@ class TextTokenizer:
         has_windows: Whether what is truncated follows in windows of its own, as many as it takes.
         lengths: What a request is padded to, the smallest first: the first that holds its longest sequence. Where
             none does, and where there are none, it is padded to that sequence.
+        unknown_id: Id of a token that begins a word wherever it stands; None to take the one that the file names.
 
     Attributes:
-        unknown_id: Id that stands for what the model has no token for; None where it has none.
+        unknown_id: The same; -1 where there is none.
         marks_continuation: Whether tokens that continue a word begin with a mark.
 
     Raises:
@@ -39,7 +44,13 @@ class TextTokenizer:
     """
 
     def __init__(
-        self, path: Path, tensor_names: Sequence[str], *, has_windows: bool = False, lengths: Sequence[int] = ()
+        self,
+        path: Path,
+        tensor_names: Sequence[str],
+        *,
+        has_windows: bool = False,
+        lengths: Sequence[int] = (),
+        unknown_id: "int | None" = None,
     ) -> None:
         unknown = sorted(set(tensor_names) - TENSORS.keys())
         if unknown:
@@ -56,7 +67,9 @@ class TextTokenizer:
         self._tensor_names = list(tensor_names)
         self._has_windows = has_windows
         self._lengths = lengths
-        self.unknown_id = find_unknown_id(self._tokenizer)
+        if unknown_id is None:
+            unknown_id = find_unknown_id(self._tokenizer) if "continues_word" in tensor_names else -1
+        self.unknown_id = unknown_id
         self.marks_continuation = bool(getattr(self._tokenizer.model, "continuing_subword_prefix", None))
 
     def encode(self, rows: Sequence[tuple[str, ...]]) -> "list[TokenizedRow | TextError]":
@@ -153,10 +166,13 @@ class TokenizedRow:
         self.windows = windows
 
 
-def find_unknown_id(tokenizer: Tokenizer) -> "int | None":
-    """Return the id that stands for what the model has no token for, if it has one."""
-    unknown = getattr(tokenizer.model, "unk_token", None)
-    return tokenizer.token_to_id(unknown) if unknown else getattr(tokenizer.model, "unk_id", None)
+def find_unknown_id(tokenizer: Tokenizer) -> int:
+    """Return the id that stands for what the model has no token for; -1 where it has none."""
+    # A Unigram model does not tell in Python (tokenizers 0.23), but writes it.
+    model = json.loads(tokenizer.to_str())["model"]
+    unknown = model.get("unk_token")
+    found = tokenizer.token_to_id(unknown) if unknown else model.get("unk_id")
+    return -1 if found is None else int(found)
 
 
 def token_spans(encoding: Encoding) -> Int64Array:
@@ -166,7 +182,7 @@ def token_spans(encoding: Encoding) -> Int64Array:
     return spans
 
 
-def continues_word(encoding: Encoding, text: str, unknown_id: "int | None", *, marks_continuation: bool) -> Int64Array:
+def continues_word(encoding: Encoding, text: str, unknown_id: int, *, marks_continuation: bool) -> Int64Array:
     """Return 1 for each token that belongs to the word of the token before it, [seq_len].
 
     As transformers' `TokenClassificationPipeline` tells: where the tokenizer marks such tokens, by a token that is
@@ -236,6 +252,21 @@ def read_lengths(config: Mapping[str, Any]) -> list[int]:
     if not all(word.isdecimal() and int(word) for word in words):
         raise ValueError(f"the parameter {LENGTHS_PARAMETER} is wrong: expected numbers as in 32,64,128, got {text!r}")
     return sorted(map(int, words))
+
+
+def read_unknown_id(config: Mapping[str, Any]) -> "int | None":
+    """Return the id of a token that begins a word wherever it stands, -1 for none; None where nothing is said of it.
+
+    Args:
+        config: Configuration of the model.
+
+    Raises:
+        ValueError: The parameter holds something else than an id or -1.
+    """
+    text = config.get("parameters", {}).get(UNKNOWN_PARAMETER, {}).get("string_value", "")
+    if text not in ("", "-1") and not text.isdecimal():
+        raise ValueError(f"the parameter {UNKNOWN_PARAMETER} is wrong: expected a token's id, or -1, got {text!r}")
+    return int(text) if text else None
 
 
 def decode_text(value: "bytes | str", row: int, name: str = "TEXT") -> str:

@@ -31,6 +31,7 @@ PREPROCESS_QUEUE_DELAY_MICROSECONDS = 200
 
 # What the preprocess step pads requests to; the dynamic batcher joins those of one length.
 LENGTHS_PARAMETER = "modelyard_lengths"
+UNKNOWN_PARAMETER = "modelyard_unknown_id"
 
 # Nothing asked for.
 DEFAULT_SERVING = ServingOptions()
@@ -118,7 +119,13 @@ def _build_preprocess(name: str, signature: ModelSignature, contract: Contract, 
     )
     if contract.lengths:
         config.parameters[LENGTHS_PARAMETER].string_value = ",".join(map(str, contract.lengths))
+    _set_unknown(config, contract)
     return config
+
+
+def _set_unknown(config: pb.ModelConfig, contract: Contract) -> None:
+    if contract.unknown_id is not None:
+        config.parameters[UNKNOWN_PARAMETER].string_value = str(contract.unknown_id)
 
 
 def _build_postprocess(name: str, signature: ModelSignature, contract: Contract, served: list[int]) -> pb.ModelConfig:
@@ -185,6 +192,7 @@ def _build_lean(name: str, contract: Contract, served: list[int], engine: Engine
         dynamic_batching=_one_by_one(),
     )
     config.parameters[LEAN_THREADS_PARAMETER].string_value = str(INTRA_OP_THREADS)
+    _set_unknown(config, contract)
     return config
 
 

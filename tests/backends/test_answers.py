@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 from harness import load_backend
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from trainers.task_checkpoints import SENTENCES, build_entity_finder
-from transformers import AutoTokenizer, BertForTokenClassification, TokenClassificationPipeline
+from transformers import (
+    AutoTokenizer,
+    BertForTokenClassification,
+    PreTrainedTokenizerFast,
+    TokenClassificationPipeline,
+)
 
 from export.tasks.texts.encoding import QuestionEncoder
 
@@ -21,6 +27,9 @@ TEXTS = [
     "😀 Ada Lovelace 😀 Paris 今日は London",
     "Ada " * 100,
     "x",
+    # What hardly a tokenizer knows, within words, and what some call it.
+    "Paris\nin 北in London\tAda in北 北 Zürich",
+    "Ada<unk>Lovelace <unk> in<unk> London",
 ]
 
 
@@ -29,22 +38,53 @@ def entity_finder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return build_entity_finder(tmp_path_factory.mktemp("answers") / "model", checkpoint)
 
 
+def build_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Return one that knows hardly more than the letters of this module's sentences.
+
+    Args:
+        kind: `unigram` has a token for what it does not know, and its tokens of a word bear no mark; `bytes` knows
+            everything, and what it calls unknown comes of a text that spells it out.
+    """
+    if kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        learn: Any = trainers.UnigramTrainer(vocab_size=80, special_tokens=["<pad>", "<unk>"], unk_token="<unk>")
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        learn = trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<pad>", "<unk>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+    tokenizer.train_from_iterator([word for text in SENTENCES for word in text.split()], learn)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_max_length=64, padding_side="right"
+    )
+
+
 @pytest.mark.parametrize("aggregation", ["none", "simple", "first", "average", "max"])
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bytes"])
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 def test_entities_are_the_pipelines_for_every_aggregation(
-    aggregation: str, entity_finder: Path, tmp_path: Path
+    kind: str, aggregation: str, entity_finder: Path, tmp_path: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(entity_finder, model_max_length=64)
-    model = BertForTokenClassification.from_pretrained(entity_finder).eval()
-    # Untrained at the output, so that the tokens of a word disagree.
+    own = AutoTokenizer.from_pretrained(entity_finder, model_max_length=64)
+    tokenizer: Any = own if kind == "wordpiece" else build_tokenizer(kind)
     torch.manual_seed(9)
+    model = BertForTokenClassification.from_pretrained(entity_finder).eval()
+    model.resize_token_embeddings(len(tokenizer))
+    # Untrained at the output, so that the tokens of a word disagree.
     torch.nn.init.normal_(model.classifier.weight)
     find: Any = TokenClassificationPipeline(
         model=model, tokenizer=tokenizer, device=torch.device("cpu"), aggregation_strategy=aggregation
     )
     QuestionEncoder(tokenizer, 64).build_server_tokenizer().save(str(tmp_path / "tokenizer.json"))
     names = ["input_ids", "attention_mask", "token_spans", "continues_word"]
-    served = tokenization.TextTokenizer(tmp_path / "tokenizer.json", names)
+    served = tokenization.TextTokenizer(tmp_path / "tokenizer.json", names, unknown_id=tokenizer.unk_token_id)
     tensors = dict(served.stack(served.encode([(text,) for text in TEXTS])))
+    assert (tensors["input_ids"] == tokenizer.unk_token_id).any()
     with torch.no_grad():
         logits = model(torch.tensor(tensors["input_ids"]), torch.tensor(tensors["attention_mask"])).logits
     labels = [model.config.id2label[index] for index in range(5)]
@@ -59,6 +99,23 @@ def test_entities_are_the_pipelines_for_every_aggregation(
         assert got["END"][row, :count].tolist() == [w["end"] for w in wanted]
         assert np.allclose(got["SCORE"][row, :count], [w["score"] for w in wanted], atol=1e-5)
     assert got["LABEL"].shape[1] > 5
+
+
+def test_the_file_of_a_tokenizer_names_what_it_does_not_know_where_its_model_has_it(
+    entity_finder: Path, tmp_path: Path
+) -> None:
+    """A version of an older modelyard says nothing else."""
+    path = tmp_path / "tokenizer.json"
+    own = AutoTokenizer.from_pretrained(entity_finder, model_max_length=64)
+    for tokenizer, found in ((own, own.unk_token_id), (build_tokenizer("unigram"), 1), (build_tokenizer("bytes"), -1)):
+        QuestionEncoder(tokenizer, 64).build_server_tokenizer().save(str(path))
+        assert tokenization.TextTokenizer(path, ["input_ids", "continues_word"]).unknown_id == found
+    parameters = {"parameters": {"modelyard_unknown_id": {"string_value": "x"}}}
+    with pytest.raises(ValueError, match="modelyard_unknown_id is wrong: expected a token's id, or -1, got 'x'"):
+        tokenization.read_unknown_id(parameters)
+    for text, found in (("-1", -1), ("3", 3)):
+        assert tokenization.read_unknown_id({"parameters": {"modelyard_unknown_id": {"string_value": text}}}) == found
+    assert tokenization.read_unknown_id({}) is None
 
 
 def test_a_text_without_any_entity_is_answered_with_an_absent_one() -> None:

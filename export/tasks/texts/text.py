@@ -124,6 +124,7 @@ class TextTask(Task):
         *,
         carried: tuple[TensorSignature, ...] = (),
         has_postprocess: bool = True,
+        unknown_id: int | None = None,
     ) -> ModelSignature:
         """Return the signature of the module and of the ensemble around it.
 
@@ -133,6 +134,7 @@ class TextTask(Task):
             answers: What clients get.
             carried: Tensors of the tokenizer that only the postprocess step takes.
             has_postprocess: Whether the answers are made of the outputs by `postprocess`, not equal to them.
+            unknown_id: See `Contract`.
         """
         names = (TEXT, TEXT_PAIR) if self.takes_pairs else (TEXT,)
         return ModelSignature(
@@ -145,6 +147,7 @@ class TextTask(Task):
                 preprocess=PREPROCESS_BACKEND,
                 postprocess=POSTPROCESS_BACKEND if has_postprocess else None,
                 carried=carried,
+                unknown_id=unknown_id,
             ),
         )
 

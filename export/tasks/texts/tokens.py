@@ -33,6 +33,8 @@ class TokenClassification(TextTask):
         model, self.unused_tensors = load_model(source.config, source.weights, AutoModelForTokenClassification)
         self.labels = read_labels(source.config)
         self.aggregation = source.options.get("aggregation") or DEFAULT_AGGREGATION
+        tokenizer: Any = self.tokenizer
+        unknown: int | None = tokenizer.unk_token_id
         inputs = build_inputs(self.tokenizer, model)
         self.module = HeadModule(model, tuple(tensor.name for tensor in inputs)).eval()
         answers = [(LABEL, STRING), (SCORE, torch.float32), (START, torch.int64), (END, torch.int64)]
@@ -44,8 +46,8 @@ class TokenClassification(TextTask):
                 TensorSignature(name="token_spans", dtype=torch.int64, dims=(BATCH, SEQ_LEN, 2)),
                 TensorSignature(name="continues_word", dtype=torch.int64, dims=(BATCH, SEQ_LEN)),
             ),
+            unknown_id=-1 if unknown is None else unknown,
         )
-        tokenizer: Any = self.tokenizer
         self._pipeline = TokenClassificationPipeline(
             model=model,
             tokenizer=tokenizer,
