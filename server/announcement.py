@@ -30,10 +30,11 @@ _OPTIONS = {"TEXT": "--text", "TEXT_PAIR": "--pair"}
 def announce(endpoints: Endpoints, repository: Path, models: Sequence[Published]) -> str:
     """Return two lines: the addresses, and a command that asks one of `models`, whose files lie in `repository`."""
     command, own_file = _name_next(endpoints, repository, models)
+    host = endpoints.bracketed_host
     aside = f"with a file of yours as {own_file}; " if own_file else ""
     return (
-        f"serving HTTP on {endpoints.host}:{endpoints.http_port}, gRPC on {endpoints.host}:{endpoints.grpc_port}, "
-        f"metrics on {endpoints.host}:{endpoints.metrics_port}, status on {endpoints.host}:{endpoints.status_port}\n"
+        f"serving HTTP on {host}:{endpoints.http_port}, gRPC on {host}:{endpoints.grpc_port}, "
+        f"metrics on {host}:{endpoints.metrics_port}, status on {host}:{endpoints.status_port}\n"
         f"Next: {command}    ({aside}Ctrl-C here stops the server)"
     )
 
@@ -47,7 +48,7 @@ def _name_next(endpoints: Endpoints, repository: Path, models: Sequence[Publishe
     samples = {model.name: _read_sample(repository, model) for model in models}
     if samples and not any(samples.values()):
         # Written by hand: nobody knows what they should answer, and tritonserver what they take.
-        return f"curl localhost:{endpoints.http_port}/v2/models/{shlex.quote(models[0].name)}", ""
+        return f"curl {shlex.quote(endpoints.told_url)}/v2/models/{shlex.quote(models[0].name)}", ""
     for model in models:
         sample = samples[model.name]
         inputs = _find_inputs(model)
@@ -60,7 +61,7 @@ def _name_next(endpoints: Endpoints, repository: Path, models: Sequence[Publishe
         return name_command("check", "--repository", repository, *ports), ""
     wants_file, _, _, name, question = min(found)
     named = ("--model", name) if len(models) > 1 else ()
-    command = f"{name_command('infer', '--url', f'localhost:{endpoints.http_port}', *named)} {question}"
+    command = f"{name_command('infer', '--url', endpoints.told_url, *named)} {question}"
     return command, question.split()[-1] if wants_file else ""
 
 

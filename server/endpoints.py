@@ -46,6 +46,22 @@ class Endpoints:
         }
 
     @property
+    def bracketed_host(self) -> str:
+        """The host as URLs and gRPC write it, where a port follows."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
+    def libevent_host(self) -> str:
+        """The host as tritonserver's HTTP and metrics ports take it: libevhtp tells an address of IPv6 by a prefix."""
+        return f"ipv6:{self.host}" if ":" in self.host else self.host
+
+    @property
+    def told_url(self) -> str:
+        """Host and HTTP port as a person on this machine would write them."""
+        host = "localhost" if self.host in ("127.0.0.1", "0.0.0.0") else self._local_host
+        return f"{host}:{self.http_port}"
+
+    @property
     def http_url(self) -> str:
         """The URL under which a program on this machine reaches the HTTP port."""
         return f"http://{self._local_host}:{self.http_port}"

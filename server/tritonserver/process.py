@@ -210,9 +210,9 @@ def _build_command(settings: Settings, models: list[str]) -> list[str]:
         "--disable-auto-complete-config",
         # One broken model does not keep its neighbours from being served.
         "--exit-on-error=false",
-        f"--http-address={endpoints.host}",
-        f"--grpc-address={endpoints.host}",
-        f"--metrics-address={endpoints.host}",
+        f"--http-address={endpoints.libevent_host}",
+        f"--grpc-address={endpoints.bracketed_host}",
+        f"--metrics-address={endpoints.libevent_host}",
         f"--http-port={endpoints.http_port}",
         f"--grpc-port={endpoints.grpc_port}",
         f"--metrics-port={endpoints.metrics_port}",

@@ -435,3 +435,30 @@ def test_it_listens_on_this_machine_alone_unless_told_otherwise(published: Publi
             addresses = {entry.split(":")[0] for entry in listening if entry.endswith(f":{port:04X}")}
             assert addresses and addresses <= set(loopback)
         assert server.stop() == 0
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="needs a kernel with IPv6")
+def test_it_listens_on_an_address_of_ipv6(published: Published) -> None:
+    with running(published.repository, "--host", "::1") as server:
+        server.read_until("Next: ")
+        *_, where, following = server.lines
+        assert where.startswith(f"serving HTTP on [::1]:{server.http}, gRPC on [::1]:{server.grpc}, ")
+        assert f"infer.py --url '[::1]:{server.http}' --text" in following
+        server.follow()
+        for port, protocol in ((server.http, "http"), (server.grpc, "grpc")):
+            done = run(
+                "-m",
+                "client.infer",
+                "--url",
+                f"[::1]:{port}",
+                "--protocol",
+                protocol,
+                "--text",
+                "A cat sleeps.",
+                "--json",
+            )
+            assert done.code == 0, done.err
+        for port, path in ((server.metrics, "metrics"), (server.status, "ready")):
+            with urllib.request.urlopen(f"http://[::1]:{port}/{path}") as answer:
+                assert answer.status == 200
+        assert server.stop() == 0
