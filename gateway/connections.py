@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import resource
+import socket
 import sys
 import termios
 from typing import Any, ClassVar
@@ -40,6 +41,9 @@ _MOST_BEGUN = 64 << 20
 
 # Bytes of an answer that wait for the system to take them, so that a short one goes in one packet.
 _BUFFER = 16 * 1024
+
+# States of a connection that its caller has closed, by a reset or in order (tcp_states.h).
+_CLOSED = (7, 8)
 
 # Descriptors for all else: the server, files of versions that are read, the log.
 _OTHERS = 128
@@ -87,7 +91,10 @@ class BoundedProtocol(HttpToolsProtocol):
             next(idle)._abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, unless what has come was refused."""
+        """Read on, unless what has come was refused or its caller is gone: the system holds megabytes of each."""
+        if self._has_left():
+            self._abort()
+            return
         self._fed += len(data)
         if self._is_over:
             if self._fed > _MOST_REFUSED:
@@ -192,6 +199,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._leave()
         self._begin(0)
         super().connection_lost(exc)
+
+    def _has_left(self) -> bool:
+        """Tell whether the caller has closed the connection, which is read only behind all that it has sent."""
+        try:
+            state = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        # Of a connection that is lost, or of none of TCP's.
+        except OSError:
+            return False
+        return bool(state[0] in _CLOSED)
 
     def _feed(self, data: bytes) -> None:
         """Parse; a wish for another protocol is passed over, with which the parser would take no body."""

@@ -108,8 +108,10 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         raise VocabularyError(
             f"the tokenizer in {directory} cannot run in the server",
             expected="one with a tokenizer.json",
-            got=type(tokenizer).__name__,
-            remedy="convert it with transformers and save it beside the weights",
+            got=f"{type(tokenizer).__name__}, which transformers converts to none",
+            # Of what it converts, such as a SentencePiece file alone, the converted one was loaded.
+            remedy="write one that gives the same ids with the library tokenizers, or, for a task of tensors, take the "
+            "tokenizer's files out of the folder",
         )
     # transformers takes these values as they are; the first may be 1e30.
     length, names = tokenizer.model_max_length, tokenizer.model_input_names

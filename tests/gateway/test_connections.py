@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ class Application:
     def __init__(self) -> None:
         self.has_left = threading.Event()
         self.headers: list[tuple[bytes, bytes]] = []
+        self.paths: list[str] = []
+        self.may_go_on = threading.Event()
 
     async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         body, more = b"", True
@@ -32,6 +35,10 @@ class Application:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.headers = scope["headers"]
+        self.paths.append(scope["path"])
+        if scope["path"] == "/busy":
+            # In which nobody is read.
+            self.may_go_on.wait(30)
         body = body or b"x" * (LENGTH if scope["path"] == "/long" else 1)
         leaving = asyncio.ensure_future(receive())
         head = [(b"content-length", str(len(body)).encode())]
@@ -151,6 +158,24 @@ def test_who_asks_ahead_and_leaves_or_asks_too_much_ahead_is_no_failure(
         assert served.application.has_left.wait(30)
         served.application.has_left.clear()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("how", ["reset", "in order"])
+def test_what_was_sent_by_who_has_left_is_not_looked_at(served: Served, how: str) -> None:
+    application = served.application
+    with served.connect() as busy:
+        busy.sendall(b"GET /busy HTTP/1.1\r\nHost: x\r\n\r\n")
+        while "/busy" not in application.paths:
+            time.sleep(0.01)
+        with served.connect() as leaving:
+            leaving.sendall(b"POST /left HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello")
+            if how == "reset":
+                leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with served.connect() as connection:
+            connection.sendall(b"GET /next HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            application.may_go_on.set()
+            assert read_all(connection).startswith(b"HTTP/1.1 200")
+    assert application.paths == ["/busy", "/next"]
 
 
 BEGUN = b"POST / HTTP/1.1\r\nX: " + b"y" * 30_000
