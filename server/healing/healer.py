@@ -60,9 +60,9 @@ class ModelHealer:
         self.is_reviving = False
         # Why it could not be loaded anew when that was last tried; empty where it could.
         self.fault = ""
-        # Whether it cannot be loaded for want of shared memory, and how often it was loaded anew before.
+        # Whether it cannot be loaded for want of shared memory, and what those had of it that were replaced before.
         self.lacks_shared_memory = False
-        self.revivals = 0
+        self.replaced_regions = set[str]()
         self._ended = False
         status.mark_given_up(model, False)
         self._control = control
@@ -225,7 +225,7 @@ class ModelHealer:
                 self._status.mark_given_up(self.model, False)
             self.is_reviving = self.is_resting = self.lacks_shared_memory = False
             self.fault = ""
-            self.revivals += 1
+            self.replaced_regions |= {stub.region.name for stub, _ in self._replaced}
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
@@ -319,13 +319,19 @@ class Healer:
         return {name: healer.fault for name, healer in self._models.items() if healer.fault}
 
     def find_exhaustion(self) -> str:
-        """Return why this tritonserver cannot be healed any more, or nothing: what the dead held is used up."""
-        revivals = sum(healer.revivals for healer in self._models.values())
+        """Return why this tritonserver cannot be healed any more, or nothing: what the dead held is used up.
+
+        Where others have taken the memory, its end would give nothing back, and its other models answer.
+        """
         lacking = [name for name, healer in self._models.items() if healer.lacks_shared_memory]
-        if not lacking or not revivals:
+        if not lacking:
+            return ""
+        replaced = set().union(*(healer.replaced_regions for healer in self._models.values()))
+        kept = self.table.count_regions(replaced)
+        if not kept:
             return ""
         return (
-            f"keeps the shared memory of backend processes that were replaced {revivals} times, and has none left to "
+            f"keeps the shared memory of backend processes that were replaced, {kept} of them, and has none left to "
             f"load {lacking[0]} with"
         )
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -345,6 +345,14 @@ class StubTable:
             # One that is no stub yet may be about to become the one that is waited for.
             if all(_is_stub(arguments) and region.name not in arguments for arguments in living):
                 end_lost_load(region, FIRST_CONTROL_HANDLE)
+
+    def count_regions(self, names: Collection[str]) -> int:
+        """Return how many of these files of shared memory tritonserver has, though they may be deleted."""
+        try:
+            regions = list_regions(self._tritonserver_pid)
+        except OSError:
+            return 0
+        return len({*names} & {region.name.removesuffix(" (deleted)") for region in regions})
 
     def clear_away(self) -> None:
         """End what a dead tritonserver left: stubs that do not notice, and shared memory that nobody frees."""
