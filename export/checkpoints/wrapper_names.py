@@ -62,6 +62,20 @@ def strip_wrappers(names: Collection[str], source: Path) -> tuple[dict[str, str]
     return stripped, ", without " + " and ".join(removed) if removed else ""
 
 
+def find_holder(wanted: Collection[str], names: Collection[str]) -> str:
+    """Return what stands in front of every name that is wanted, as a LightningModule's `net.`; empty for nothing."""
+    if not wanted:
+        return ""
+    first, there = min(wanted), set(names)
+    fronts = sorted({name.removesuffix(first) for name in there if name.endswith(f".{first}")})
+    return next((front for front in fronts if all(f"{front}{name}" in there for name in wanted)), "")
+
+
+def name_holder(front: str) -> str:
+    """Return what to do about a model whose names all begin so."""
+    return f"save the model that the trained module holds, as by torch.save(module.{front}state_dict(), 'model.pt')"
+
+
 def _find_common(keys: Iterable[list[str]], index: int) -> str | None:
     """Return the key that every name has at `index`, if it is the last of none."""
     found = {parts[index] if len(parts) > index + 1 else None for parts in keys}

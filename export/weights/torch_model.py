@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..checkpoints import StateDict, TensorSpec
 from ..checkpoints.storage.paths import has_file, read_json_beside, refuse_spoiled_texts
+from ..checkpoints.wrapper_names import find_holder, name_holder
 from ..errors import CheckpointError, ModelError, list_some
 from .several_models import refuse_for_texts
 
@@ -383,11 +384,14 @@ def _check_loading_info(model: PreTrainedModel, info: Mapping[str, Any], without
     # The pooler of a model without a head is not part of what is served.
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
+        front = find_holder(missing, info["unexpected_keys"])
         raise ModelError(
             f"the checkpoint lacks weights of {architecture}",
             expected="every parameter",
             got=f"none for {list_some(missing)}",
-            remedy="use the config.json that it was trained with, pass the --task it was trained for, or save it again "
+            remedy=name_holder(front)
+            if front
+            else "use the config.json that it was trained with, pass the --task it was trained for, or save it again "
             "with every parameter, frozen ones as well",
         )
     unplaced = [name for name in info["unexpected_keys"] if not _may_be_left_out(name, model.base_model_prefix)]

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError, list_some
+from ..wrapper_names import find_holder, name_holder
 from .model_shapes import (
     ALL_INPUT_EMBEDDINGS,
     build_described,
@@ -133,12 +134,16 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
         again = None if resized is None else _match(resized, shapes, tied, conversions)
         if again is not None and not again.describe():
             return _name_heads(model, again, sizes)
+    remedy = "pass the folder of the model that the checkpoint was trained from with --base"
+    if front := find_holder(match.missing, shapes):
+        remedy = name_holder(front)
+    elif match.lacks_only:
+        remedy += _SAVE_ALL
     raise CheckpointError(
         f"{directory / 'config.json'} does not describe the weights",
         expected=f"the names and shapes of {type(model).__name__} as it describes it",
         got=said,
-        remedy="pass the folder of the model that the checkpoint was trained from with --base"
-        + (_SAVE_ALL if match.lacks_only else ""),
+        remedy=remedy,
     )
 
 

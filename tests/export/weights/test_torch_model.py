@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from trainers.architectures import build_several
 from transformers import MarianConfig, MarianModel
 
 from export.checkpoints import open_checkpoint
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError, ModelError
 from export.options import ExportRequest
 from export.progress import Progress
@@ -56,6 +58,25 @@ def test_a_missing_weight_is_refused_by_name(copy: Path) -> None:
     change_weights(copy, lambda weights: weights.pop("encoder.layer.1.output.dense.weight"))
     with pytest.raises(ModelError, match=r"lacks weights of BertModel: .*encoder\.layer\.1\.output\.dense\.weight"):
         load(copy)
+
+
+def test_a_model_under_a_name_of_its_modules_own_is_refused_with_what_to_save(copy: Path, tmp_path: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    held = {f"net.{name}": tensor for name, tensor in weights.items()} | {"temperature": torch.ones(1)}
+    change_weights(copy, lambda there: (there.clear(), there.update(held)))
+    remedy = re.escape("save the model that the trained module holds, as by torch.save(module.net.state_dict(), ")
+    with pytest.raises(ModelError, match=f"lacks weights of BertModel: .*; {remedy}"):
+        load(copy)
+    with pytest.raises(CheckpointError, match=f"config.json does not describe the weights: .*; {remedy}"):
+        consolidate(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # As the sentence says.
+    kept = [path for path in copy.iterdir() if path.suffix == ".json"]
+    (tmp_path / "saved").mkdir()
+    for path in kept:
+        shutil.copy(path, tmp_path / "saved")
+    torch.save(weights, tmp_path / "saved" / "model.pt")
+    assert load(tmp_path / "saved")[1] == []
 
 
 def test_a_checkpoint_with_more_layers_than_its_config_is_refused(copy: Path) -> None:
