@@ -184,6 +184,11 @@ def _warn_of_model(directory: Path, match: ConfigMatch) -> tuple[str, ...]:
             f"config.json of {directory} was not compared with the weights: transformers cannot build the "
             f"{match.unbuilt} that it describes.",
         )
+    if match.names_none:
+        return (
+            f"config.json of {directory} was not compared with the weights: it names no class of model under "
+            "architectures, as the config.json of a whole saved model does.",
+        )
     if not match.untrained:
         return ()
     unused = f"; it has no place for {list_some(match.unused, 4)}" if match.unused else ""

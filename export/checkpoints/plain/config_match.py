@@ -22,6 +22,7 @@ from .model_shapes import (
     find_class_name,
     list_conversions,
     load_described,
+    names_no_class,
     rename_as_built,
 )
 
@@ -57,6 +58,7 @@ class ConfigMatch:
         untrained: Names of that model's head that the weights do not have.
         unused: Names in the weights that it has no place for.
         unbuilt: The model that it describes, where transformers has it and cannot build it: nothing was compared.
+        names_none: Whether it names a type of model and no class of it, so that nothing was compared either.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class ConfigMatch:
     untrained: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     unbuilt: str = ""
+    names_none: bool = False
 
 
 # Trainers can leave out what was not trained, such as torch with `ignore_frozen_params`.
@@ -118,7 +121,7 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
     config = load_described(directory)
     model = None if config is None else build_described(config)
     if model is None:
-        return ConfigMatch(unbuilt=find_class_name(directory))
+        return ConfigMatch(unbuilt=find_class_name(directory), names_none=names_no_class(directory))
     sizes, conversions = _find_sizes(config, model, shapes), list_conversions(model)
     if conversions is None:
         return ConfigMatch(sizes=sizes)

@@ -74,6 +74,12 @@ def find_class_name(directory: Path) -> str:
     return name if name is not None and _find_class(name) else ""
 
 
+def names_no_class(directory: Path) -> bool:
+    """Tell whether the configuration in `directory` says which type a model is of, and of no class that it has one."""
+    content = read_json_beside(directory / "config.json")
+    return bool(content.get("model_type")) and not content.get("architectures")
+
+
 def _read_class_name(directory: Path) -> str | None:
     architectures = read_json_beside(directory / "config.json").get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):

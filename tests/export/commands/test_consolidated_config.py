@@ -145,6 +145,17 @@ def test_a_configuration_of_which_no_model_can_be_built_is_told(heads: object, t
     )
 
 
+def test_a_configuration_that_names_no_class_is_told(tmp_path: Path) -> None:
+    """As `config.save_pretrained` writes one; a model's names may then begin with anything."""
+    model = GPT2LMHeadModel(GPT2)
+    run_folder = save_run(tmp_path / "run", model)
+    described = save_base(tmp_path / "base", model, architectures=None)
+    assert consolidate(run_folder, tmp_path / "out", base=described).warnings == (
+        f"config.json of {described} was not compared with the weights: it names no class of model under "
+        "architectures, as the config.json of a whole saved model does.",
+    )
+
+
 @pytest.mark.parametrize(
     ("trained", "described", "said"),
     [
