@@ -60,9 +60,10 @@ class ModelHealer:
         self.is_reviving = False
         # Why it could not be loaded anew when that was last tried; empty where it could.
         self.fault = ""
-        # Whether it cannot be loaded for want of shared memory, and what those had of it that were replaced before.
+        # Whether it cannot be loaded for want of shared memory, and what those had of it that were replaced before, by
+        # the moment of that.
         self.lacks_shared_memory = False
-        self.replaced_regions = set[str]()
+        self.replaced_regions: dict[str, float] = {}
         self._ended = False
         status.mark_given_up(model, False)
         self._control = control
@@ -225,7 +226,8 @@ class ModelHealer:
                 self._status.mark_given_up(self.model, False)
             self.is_reviving = self.is_resting = self.lacks_shared_memory = False
             self.fault = ""
-            self.replaced_regions |= {stub.region.name for stub, _ in self._replaced}
+            now = time.monotonic()
+            self.replaced_regions = {stub.region.name: now for stub, _ in self._replaced} | self.replaced_regions
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
@@ -326,8 +328,10 @@ class Healer:
         lacking = [name for name, healer in self._models.items() if healer.lacks_shared_memory]
         if not lacking:
             return ""
-        replaced = set().union(*(healer.replaced_regions for healer in self._models.values()))
-        kept = self.table.count_regions(replaced)
+        # What was replaced just now is given back a moment later.
+        until = time.monotonic() - _RETIREMENT_S
+        replaced = [healer.replaced_regions for healer in self._models.values()]
+        kept = self.table.count_regions([name for each in replaced for name, at in [*each.items()] if at < until])
         if not kept:
             return ""
         return (

@@ -5,10 +5,12 @@
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import shutil
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -295,6 +297,56 @@ def test_shared_memory_that_the_dead_have_used_up_is_given_back(repository: Path
             small.wait_for_line("tritonserver answers again", BACK_WITHIN_S)
             load.wait_for_answer(time.monotonic(), BACK_WITHIN_S)
         load.assert_sound()
+
+
+@mounts
+def test_shared_memory_that_another_program_has_filled_ends_no_tritonserver(repository: Path) -> None:
+    """Its end would give nothing back: what was replaced before had no request, and so left nothing."""
+    script = 'mount -t tmpfs -o size=40m tmpfs /dev/shm && exec "$@"'
+    with running(repository, under=("unshare", "--mount", "sh", "-c", script, "sh")) as small:
+        small.read_until("serving HTTP")
+        small.follow()
+        step, model = "sentence_embedding_preprocess", STEPS[1]
+        small.find_stubs(model)[0].kill()
+        small.wait_for_line(f"{model}: answers again", BACK_WITHIN_S)
+        tritonserver = small.tritonserver
+        memory = Path(f"/proc/{small.process.pid}/root/dev/shm")
+        with filling(memory):
+            small.find_stubs(step)[0].kill()
+            small.wait_for_line(f"{step}: cannot be loaded anew", BACK_WITHIN_S)
+            # Longer than it takes to look at what was replaced.
+            time.sleep(10)
+            assert small.tritonserver == tritonserver
+        small.wait_for_line(f"{step}: answers again", 60)
+        assert not any("starting it anew" in line for line in small.lines)
+
+
+@contextlib.contextmanager
+def filling(memory: Path) -> Iterator[None]:
+    """Take all of a file system, and whatever becomes free of it."""
+    ended = threading.Event()
+
+    def fill() -> None:
+        for number in itertools.count():
+            with contextlib.suppress(OSError), (memory / f"fill{number}").open("wb", buffering=0) as file:
+                while not ended.wait(0.001):
+                    file.write(bytes(1 << 16))
+            if ended.wait(0.01):
+                return
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        deadline = time.monotonic() + BACK_WITHIN_S
+        while os.statvfs(memory).f_bavail:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for path in memory.glob("fill*"):
+            path.unlink()
 
 
 def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
