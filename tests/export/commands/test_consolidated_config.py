@@ -133,26 +133,29 @@ def test_weights_of_another_width_than_their_own_configuration_are_refused(is_sh
     assert not (tmp_path / "out").exists()
 
 
-# No number of heads that the width can be divided by, and none that transformers reads.
-@pytest.mark.parametrize("heads", [GPT2.n_embd - 1, "two"])
-def test_a_configuration_of_which_no_model_can_be_built_is_told(heads: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        # No number of heads that the width can be divided by, and none that transformers reads.
+        *(
+            ({"n_head": heads}, "transformers cannot build the GPT2LMHeadModel that it describes")
+            for heads in (11, "two")
+        ),
+        # As `config.save_pretrained` writes one; a model's names may then begin with anything.
+        (
+            {"architectures": None},
+            "it names no class of model under architectures, as the config.json of a whole saved model does",
+        ),
+    ],
+)
+def test_a_configuration_that_nothing_is_compared_with_is_told(
+    changes: dict[str, object], why: str, tmp_path: Path
+) -> None:
     model = GPT2LMHeadModel(GPT2)
     run_folder = save_run(tmp_path / "run", model)
-    described = save_base(tmp_path / "base", model, n_head=heads)
+    described = save_base(tmp_path / "base", model, **changes)
     assert consolidate(run_folder, tmp_path / "out", base=described).warnings == (
-        f"config.json of {described} was not compared with the weights: transformers cannot build the GPT2LMHeadModel "
-        "that it describes.",
-    )
-
-
-def test_a_configuration_that_names_no_class_is_told(tmp_path: Path) -> None:
-    """As `config.save_pretrained` writes one; a model's names may then begin with anything."""
-    model = GPT2LMHeadModel(GPT2)
-    run_folder = save_run(tmp_path / "run", model)
-    described = save_base(tmp_path / "base", model, architectures=None)
-    assert consolidate(run_folder, tmp_path / "out", base=described).warnings == (
-        f"config.json of {described} was not compared with the weights: it names no class of model under "
-        "architectures, as the config.json of a whole saved model does.",
+        f"config.json of {described} was not compared with the weights: {why}.",
     )
 
 
