@@ -108,6 +108,7 @@ def export_module(code: Path, folder: Path, *options: str) -> dict:
     return json.loads(run_export(code, "run", *what, "--repository", str(folder / "models"), "--json", *options))
 
 
+@pytest.mark.rarer
 def test_a_precision_is_one_module_and_its_entry_in_a_table(copied: Path, tmp_path: Path) -> None:
     graph = copied / "export" / "graph"
     module, entry = read_code("A precision")
@@ -189,6 +190,7 @@ def test_a_task_is_one_class_and_its_entry_in_a_table_and_is_served(
         assert len(check_parity(tmp_path / "models" / "norm" / "1" / "golden.json", server)) == 3
 
 
+@pytest.mark.rarer
 def test_a_modality_is_a_task_a_backend_and_an_entry_in_a_table_and_is_served(copied: Path, tmp_path: Path) -> None:
     task, backend, _ = read_code("A modality")
     (copied / "export" / "tasks" / "pictures" / "ppm.py").write_text(task, encoding="utf-8")

@@ -62,11 +62,11 @@ def test_what_an_encoding_lacks_is_written_as_an_escape_that_json_reads(
             assert str(repository) in str(json.loads(text)) if more else shown in text
 
 
-@pytest.mark.parametrize("is_unbuffered", [True, False])
+@pytest.mark.parametrize("is_unbuffered", [True, pytest.param(False, marks=pytest.mark.rarer)])
 @pytest.mark.parametrize(
     "words",
     [("modelyard",), ("export", "run"), ("export", "versions", "list"), ("server", "serve"), ("client.infer",),
-     ("client.parity",), ("client.bench",), ("gateway",)],
+     *(pytest.param((name,), marks=pytest.mark.rarer) for name in ("client.parity", "client.bench", "gateway"))],
 )  # fmt: skip
 def test_the_exit_code_tells_which_of_the_streams_took_nothing(words: tuple[str, ...], is_unbuffered: bool) -> None:
     environment = os.environ | {"PYTHONUNBUFFERED": "1" if is_unbuffered else ""}

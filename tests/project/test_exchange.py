@@ -37,11 +37,11 @@ def test_an_answer_that_drips_is_waited_for_no_longer_than_asked(beginning: byte
 @pytest.mark.parametrize(
     ("beginning", "drop"),
     [
-        (b"HTTP/1.1 200 OK\r\n\r\n", bytes(1 << 20)),
+        pytest.param(b"HTTP/1.1 200 OK\r\n\r\n", bytes(1 << 20), marks=pytest.mark.rarer),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + bytes(1 << 20) + b"\r\n"),
         # All there is, as http.client reads it.
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", bytes(1 << 20)),
-        (b"HTTP/1.1 302 Found\r\nLocation: /other\r\n\r\n", bytes(1 << 20)),
+        pytest.param(b"HTTP/1.1 302 Found\r\nLocation: /other\r\n\r\n", bytes(1 << 20), marks=pytest.mark.rarer),
     ],
 )
 def test_an_answer_without_end_is_not_read_on(beginning: bytes, drop: bytes) -> None:

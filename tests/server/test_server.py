@@ -61,7 +61,14 @@ def test_a_taken_port_is_refused_with_its_option(published: Published) -> None:
     )
 
 
-@pytest.mark.parametrize(("port", "code"), [("http", 200), ("http", 404), ("metrics", 200)])
+@pytest.mark.parametrize(
+    ("port", "code"),
+    [
+        ("http", 200),
+        pytest.param("http", 404, marks=pytest.mark.rarer),
+        pytest.param("metrics", 200, marks=pytest.mark.rarer),
+    ],
+)
 def test_a_port_that_is_taken_while_models_are_loaded_ends_the_start_in_a_sentence(
     published: Published, port: str, code: int
 ) -> None:

@@ -208,7 +208,7 @@ def test_an_openvino_json_without_lengths_is_served_as_before(exported: Exported
     "first",
     [
         pytest.param("import export.graph.stateful_decoder", marks=pytest.mark.rarer),
-        "import export.engines.openvino_generation",
+        pytest.param("import export.engines.openvino_generation", marks=pytest.mark.rarer),
         "sys.path.insert(0, 'backends/python_openvino'); import compiled",
         # Which tritonserver alone has; it is only imported here.
         "sys.modules['triton_python_backend_utils'] = mock.MagicMock();"

@@ -39,7 +39,6 @@ EVERY = [(name, LOGITS if name in WITH_PAST else architecture.task) for name, ar
 # One of each kind that no other test exports; the others are run by `make architectures`.
 IN_EVERY_RUN = {
     ("llama", LOGITS),
-    ("qwen3-moe", LOGITS),
     ("bart", None),
     ("wav2vec2 speech", None),
 }

@@ -121,6 +121,7 @@ def test_a_running_server_is_not_moved_to_another_batching_and_says_why(
         assert f"{NAME}" in server.lines[-1] and "version 2" in server.lines[-1]
 
 
+@pytest.mark.rarer
 def test_a_model_that_computes_its_own_attention_pads_and_says_why(
     tiny_checkpoint: Path, tmp_path: Path, export_cli: Cli
 ) -> None:

@@ -494,8 +494,8 @@ _TOWER = ARCHITECTURES["clip vision features"].options
     ("name", "output"),
     [
         ("CLIPVisionModelWithProjection", "image_embeds"),
-        ("MetaClip2VisionModelWithProjection", "image_embeds"),
-        ("CLIPVisionModel", "pooler_output"),
+        pytest.param("MetaClip2VisionModelWithProjection", "image_embeds", marks=pytest.mark.rarer),
+        pytest.param("CLIPVisionModel", "pooler_output", marks=pytest.mark.rarer),
         ("SiglipVisionModel", "pooler_output"),
     ],
 )

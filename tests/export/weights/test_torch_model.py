@@ -142,7 +142,7 @@ OWN_TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.O
     ("verb", "file", "changes"),
     [
         ("run", "config.json", {"model_type": "own", **OWN_MODEL}),
-        ("consolidate", "config.json", OWN_MODEL),
+        pytest.param("consolidate", "config.json", OWN_MODEL, marks=pytest.mark.rarer),
         pytest.param("run", "tokenizer_config.json", OWN_TOKENIZER, marks=pytest.mark.rarer),
     ],
 )

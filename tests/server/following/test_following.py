@@ -117,7 +117,15 @@ def test_processes_that_serve_are_left_alone_and_those_of_the_new_version_are_st
     assert len([version for version in seen.values() if version == "2"]) == len(old)
 
 
-@pytest.mark.parametrize("fault", ["another answer", "a damaged file", "no file", "too much memory"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "another answer",
+        pytest.param("a damaged file", marks=pytest.mark.rarer),
+        "no file",
+        pytest.param("too much memory", marks=pytest.mark.rarer),
+    ],
+)
 def test_a_version_that_cannot_be_served_leaves_the_one_before_it_serving(
     fault: str, served: tuple[Running, Path]
 ) -> None:
@@ -287,6 +295,7 @@ def load_until(go: Path, server: Running, repository: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.rarer
 def test_what_changes_while_a_model_is_loaded_for_long_is_told_and_brought_after_it(
     served: tuple[Running, Path], tmp_path: Path
 ) -> None:

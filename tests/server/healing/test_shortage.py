@@ -289,6 +289,7 @@ def test_a_launcher_that_was_stopped_takes_its_own_absence_for_nobodys(published
         assert not [line for line in server.lines if "anew" in line or "warning" in line]
 
 
+@pytest.mark.rarer
 def test_a_log_that_nobody_reads_holds_up_nothing(published: Published) -> None:
     # Everything that tritonserver says, several lines a request, into a pipe of 64 KiB.
     with running(published.repository, "--verbose", "--", "--log-verbose=1") as server:
