@@ -49,6 +49,9 @@ _MORE_FILES = (
 # Tokens from which on a tokenizer has no limit of its own: transformers writes 1e30.
 _UNLIMITED = 1e9
 
+# Characters that few vocabularies have, of several kinds, for some are normalised away.
+_RARE_TEXT = "\U0001202f \ua566 \u224b \ue000"
+
 # The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
 _SENTENCEPIECE = "sentencepiece==0.2.1"
 _PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
@@ -136,6 +139,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         )
     if is_bare_vocabulary(directory):
         _refuse_wrong_case(directory, tokenizer)
+    _refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer
 
 
@@ -200,6 +204,25 @@ def _refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> N
             got="the vocabulary alone, whose tokenizer takes them off by default",
             remedy=_PASS_BASE,
         )
+
+
+def _refuse_without_unknown(directory: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that fails at a character which it does not know, for want of an unknown token.
+
+    Raises:
+        VocabularyError: It does.
+    """
+    try:
+        tokenizer.encode(_RARE_TEXT)
+    # The library's own errors are bare ones.
+    except Exception as exc:
+        raise VocabularyError(
+            f"the tokenizer in {directory} fails at a text with characters that it does not know",
+            expected="an unknown token, which tokenizer.json names under model, and which its vocabulary has",
+            got=" ".join(str(exc).split())[:200].rstrip(".:;"),
+            remedy="set unk_id, of a Unigram model its place in the vocabulary, or else unk_token, to the token that "
+            "the model was trained with for them",
+        ) from exc
 
 
 @contextlib.contextmanager

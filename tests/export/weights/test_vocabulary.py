@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
-from tokenizers.models import BPE, WordPiece
+from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from trainers.writers import BYTES, write_bpe
 from transformers import BertConfig, GPT2Tokenizer, OPTConfig, OPTForCausalLM
 
@@ -318,6 +318,31 @@ def test_special_tokens_alone_are_no_tokenizer(checkpoint: Path, tmp_path: Path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no vocabulary|cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "token"),
+    [
+        (Unigram([("<pad>", 0.0), ("a", -1.0)]), "unk_id", 0),
+        (WordLevel({"<pad>": 0, "a": 1}, unk_token="<unk>"), "unk_token", "<pad>"),
+        (WordPiece({"<pad>": 0, "a": 1}, unk_token="[UNK]"), "unk_token", "<pad>"),
+    ],
+    ids=["Unigram", "WordLevel", "WordPiece"],
+)
+def test_a_tokenizer_that_fails_at_what_it_does_not_know_is_refused(
+    model: Model, key: str, token: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(model).save(str(path))
+    with pytest.raises(
+        VocabularyError, match=r"fails at a text with characters that it does not .* set unk_id, of a Uni"
+    ):
+        load_tokenizer(tmp_path)
+    # As the refusal says.
+    content = json.loads(path.read_text())
+    content["model"][key] = token
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path)(["b"])["input_ids"] == [[0]]
 
 
 @pytest.mark.parametrize(
