@@ -26,7 +26,7 @@ from .repository.names import ModelNames
 from .targets import find_target
 from .tasks.foreseen import (
     check_architecture,
-    check_dense,
+    check_layers,
     check_pooling,
     find_hidden_width,
     foresee_contract,
@@ -125,7 +125,7 @@ def _check_task(request: ExportRequest, name: str, directory: Path, config: Mapp
     _check_owners(request, has_steps=entry.has_lean)
     if name == "feature-extraction":
         check_pooling(directory)
-        check_dense(directory, find_hidden_width(config))
+        check_layers(directory, find_hidden_width(config))
     public = _foresee_public(request, name, directory, config)
 
     def check(engine: Engine) -> None:

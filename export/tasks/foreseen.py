@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.plain.sentence_modules import find_sentence_home, read_sentence_modules
+from ..checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_sentence_modules
 from ..checkpoints.plain.tokenizer_files import has_tokenizer
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from .table import IMAGES, SOUNDS, TASKS, TEXTS
-from .texts.sentence_settings import read_mode
+from .texts.sentence_settings import read_mode, read_settings
 
 # The types of models that take texts alone, and whose vectors are as wide as `hidden_size` says.
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "mpnet", "electra", "albert", "modernbert", "deberta-v2")
@@ -62,6 +62,9 @@ WRITER_OUTPUTS: tuple[Described, ...] = (
     ("num_input_tokens", "UINT32", (1,)),
     ("num_output_tokens", "UINT32", (-1,)),
 )
+
+# Class of a layer behind the pooling → where its configuration says how wide a vector it takes and makes.
+_WIDTHS = {"Dense": ("in_features", "out_features"), "LayerNorm": ("dimension", "dimension")}
 
 # DeepSpeed-Chat, reward_model.py: the head beside the base model.
 VALUE_HEAD = "v_head.weight"
@@ -218,8 +221,8 @@ def check_pooling(directory: Path) -> None:
             read_mode(directory, module.folder)
 
 
-def check_dense(directory: Path, width: int) -> None:
-    """Refuse a `Dense` that takes vectors of another width than it is given.
+def check_layers(directory: Path, width: int) -> None:
+    """Refuse a layer behind the pooling that takes vectors of another width than it is given.
 
     Args:
         directory: Folder of the checkpoint.
@@ -228,15 +231,15 @@ def check_dense(directory: Path, width: int) -> None:
     Raises:
         ModelError: There is one.
     """
-    for folder in _list_dense(directory):
-        settings = read_json_if_any(folder / "config.json")
-        said = settings if isinstance(settings, Mapping) else {}
-        taken, made = said.get("in_features"), said.get("out_features")
+    for module in _list_layers(directory):
+        said = read_settings(module.folder / "config.json")
+        takes, makes = _WIDTHS[module.kind]
+        taken, made = said.get(takes), said.get(makes)
         if width and isinstance(taken, int) and taken != width:
             raise ModelError(
-                f"{folder} does not fit the vectors that it is given",
-                expected=f"in_features {width}, as wide as they are",
-                got=f"in_features {taken}",
+                f"{module.folder} does not fit the vectors that it is given",
+                expected=f"{takes} {width}, as wide as they are",
+                got=f"{takes} {taken}",
                 remedy="copy the folder again with all its modules, or train this one for the model",
             )
         width = made if isinstance(made, int) else 0
@@ -248,8 +251,8 @@ def find_hidden_width(config: Mapping[str, Any]) -> int:
     return width if isinstance(width, int) else 0
 
 
-def _list_dense(directory: Path) -> list[Path]:
-    return [module.folder for module in read_sentence_modules(directory) or () if module.kind == "Dense"]
+def _list_layers(directory: Path) -> list[SentenceModule]:
+    return [module for module in read_sentence_modules(directory) or () if module.kind in _WIDTHS]
 
 
 def _count_labels(config: Mapping[str, Any]) -> int:
@@ -262,9 +265,8 @@ def _count_labels(config: Mapping[str, Any]) -> int:
 
 def _find_width(directory: Path, config: Mapping[str, Any]) -> int:
     """Return how wide a text's vector is; 0 where that is not certain."""
-    dense = _list_dense(directory)
-    if not dense:
+    layers = _list_layers(directory)
+    if not layers:
         return find_hidden_width(config)
-    settings = read_json_if_any(dense[-1] / "config.json")
-    width = settings.get("out_features") if isinstance(settings, Mapping) else None
+    width = read_settings(layers[-1].folder / "config.json").get(_WIDTHS[layers[-1].kind][1])
     return width if isinstance(width, int) else 0

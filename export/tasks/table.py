@@ -45,7 +45,7 @@ AGGREGATION = Option(
 POOLING = Option(
     name="pooling",
     kind=TEXT,
-    choices=("mean", "cls", "last"),
+    choices=("mean", "cls", "last", "max", "mean_sqrt_len_tokens", "weightedmean"),
     help="how token vectors become one (default: as recorded)",
 )
 NORMALIZE = Option(name="normalize", kind=SWITCH, help="scale vectors to length 1 (default: as recorded)")

@@ -1,6 +1,7 @@
 """feature-extraction: one vector a text, pooled as Sentence-Transformers recorded it."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from ...checkpoints import TensorSpec, open_checkpoint
-from ...checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
+from ...checkpoints.plain.sentence_modules import MODULES_FILE, SentenceModule, read_sentence_modules
 from ...checkpoints.storage.paths import read_json_if_any
 from ...errors import ModelError
 from ...signature import BATCH, TensorSignature
@@ -19,7 +20,7 @@ from ...weights.torch_model import find_output_width, load_model
 from ..base import TaskSource, build_inputs
 from ..cases import Outputs
 from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
-from ..foreseen import check_dense, is_sentence_model
+from ..foreseen import check_layers, is_sentence_model
 from ..towers import find_encoder
 from .encoding import Question
 from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
@@ -65,13 +66,10 @@ class FeatureExtraction(TextTask):
         model, self.unused_tensors = load_model(source.config, source.weights, encoder or AutoModel, without)
         inputs = build_inputs(self.tokenizer, model)
         width = find_output_width(model)
-        check_dense(source.directory, width)
-        blocks = [load_dense(path) for path in self.pooling.dense]
-        self.module = SentenceEmbedding(
-            model, self.pooling, tuple(tensor.name for tensor in inputs), nn.Sequential(*blocks)
-        ).eval()
-        size = blocks[-1].get_parameter("0.weight").shape[0] if blocks else width
-        dims = (BATCH, size)
+        check_layers(source.directory, width)
+        layers = build_layers(self.pooling)
+        self.module = SentenceEmbedding(model, self.pooling, tuple(tensor.name for tensor in inputs), layers).eval()
+        dims = (BATCH, layers(torch.zeros(1, width)).shape[1])
         self.signature = self.build_signature(
             inputs,
             (TensorSignature(name="sentence_embedding", dtype=torch.float32, dims=dims),),
@@ -125,29 +123,31 @@ class PoolingSettings:
     """How token vectors become one sentence vector.
 
     Attributes:
-        mode: `mean` over the tokens that are not padding, `cls`, the first token, or `last`, the last one.
+        mode: Of the tokens that are not padding `mean`; `cls`, the first; `last`; `max`, the largest of each number;
+            `mean_sqrt_len_tokens`, their sum divided by the root of their count; or `weightedmean`, in which the first
+            counts once, the second twice, and so on.
         normalize: Whether the vector is scaled to length 1.
         source: Where this was read, for the summary.
-        dense: Folders of the linear layers between pooling and normalising, in their order.
+        layers: What the vector goes through between pooling and that, in this order.
         is_default: Whether nothing recorded it and nobody asked for it.
     """
 
     mode: str
     normalize: bool
     source: str
-    dense: tuple[Path, ...] = ()
+    layers: tuple[SentenceModule, ...] = ()
     is_default: bool = False
 
     def __str__(self) -> str:
-        layers = f", {len(self.dense)} dense" if self.dense else ""
+        counts = Counter(module.kind for module in self.layers)
+        layers = "".join(f", {count} {_TOLD[kind]}" for kind, count in counts.items())
         return f"{self.mode}{layers}{', normalised' if self.normalize else ''} ({self.source})"
 
 
 class SentenceEmbedding(nn.Module):
     """Token ids in, one vector a row out.
 
-    Mean pooling divides by the number of real tokens, as Sentence-Transformers' `Pooling` does; the clamps keep a row
-    without tokens finite.
+    It pools as Sentence-Transformers' `Pooling` does; the vector of a row without tokens is zero.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class SentenceEmbedding(nn.Module):
         model: PreTrainedModel,
         pooling: PoolingSettings,
         input_names: tuple[str, ...],
-        dense: nn.Module | None = None,
+        layers: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.dense = dense if dense is not None else nn.Sequential()
+        self.layers = layers if layers is not None else nn.Sequential()
         self.model = model
         self.pooling = pooling
         self.input_names = input_names
@@ -172,15 +172,35 @@ class SentenceEmbedding(nn.Module):
         named = dict(zip(self.input_names, inputs, strict=True))
         hidden_states = self.model(**named).last_hidden_state  # [batch, seq_len, hidden]
         mask = named["attention_mask"].to(hidden_states.dtype)  # [batch, seq_len]
-        if self.pooling.mode == "cls":
-            # The first token that is not padding, wherever padding stands.
-            weights = mask * (mask.cumsum(dim=1) == 1)
-        elif self.pooling.mode == "last":
-            weights = mask * (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+        if self.pooling.mode == "max":
+            embedding = _pool_max(hidden_states, mask)
         else:
-            weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1e-9)
-        embedding = self.dense((hidden_states * weights.unsqueeze(-1)).sum(dim=1))
+            weights = _WEIGHTS[self.pooling.mode](mask)
+            embedding = (hidden_states * weights.unsqueeze(-1)).sum(dim=1)
+        embedding = self.layers(embedding)
         return nn.functional.normalize(embedding, p=2.0, dim=1) if self.pooling.normalize else embedding
+
+
+def _weigh_positions(mask: Tensor) -> Tensor:
+    weights = mask * mask.cumsum(dim=1)
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
+
+
+# Mode → what each token of a row counts, [batch, seq_len], of its mask. Padding may stand in front of tokens as well.
+_WEIGHTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda mask: mask / mask.sum(dim=1, keepdim=True).clamp(min=1e-9),
+    "cls": lambda mask: mask * (mask.cumsum(dim=1) == 1),
+    "last": lambda mask: mask * (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True)),
+    "mean_sqrt_len_tokens": lambda mask: mask / mask.sum(dim=1, keepdim=True).clamp(min=1e-9).sqrt(),
+    "weightedmean": _weigh_positions,
+}
+
+
+def _pool_max(hidden_states: Tensor, mask: Tensor) -> Tensor:
+    # A row without tokens has no largest number; it is given zeros.
+    lowest = torch.finfo(hidden_states.dtype).min
+    largest = hidden_states.masked_fill(mask.unsqueeze(-1) == 0, lowest).amax(dim=1)
+    return largest * mask.amax(dim=1, keepdim=True)
 
 
 def read_pooling(directory: Path) -> PoolingSettings:
@@ -195,25 +215,22 @@ def read_pooling(directory: Path) -> PoolingSettings:
     if modules is None:
         return PoolingSettings(mode="mean", normalize=True, source=_UNRECORDED, is_default=True)
     kinds = [module.kind for module in modules]
-    rest = kinds[2:]
-    dense = [module.folder for module in modules if module.kind == "Dense"]
-    if kinds[:2] != ["Transformer", "Pooling"] or rest not in (
-        ["Dense"] * len(dense),
-        ["Dense"] * len(dense) + ["Normalize"],
-    ):
+    layers = modules[2:]
+    if kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2:]} <= _LAYERS.keys():
         raise ModelError(
             f"{directory / MODULES_FILE} describes a model that is not exported",
-            expected="Transformer, Pooling, any number of Dense and at most one Normalize, in this order",
+            expected=f"Transformer, Pooling, and any number of {', '.join(_LAYERS)} behind them",
             got=", ".join(kinds),
             remedy="export a checkpoint made of these modules",
         )
-    for module in modules[2:]:
+    for module in layers:
         check_vector_module(module)
+    is_normalised = kinds[-1] == "Normalize"
     return PoolingSettings(
         mode=read_mode(directory, modules[1].folder),
-        normalize="Normalize" in kinds,
+        normalize=is_normalised,
         source=MODULES_FILE,
-        dense=tuple(dense),
+        layers=layers[:-1] if is_normalised else layers,
     )
 
 
@@ -226,6 +243,16 @@ def override_pooling(recorded: PoolingSettings, mode: str | None, normalize: boo
         source="as asked for",
         is_default=False,
     )
+
+
+def build_layers(pooling: PoolingSettings) -> nn.Sequential:
+    """Return what vectors, [batch, hidden], go through between pooling and normalising, with its weights.
+
+    Raises:
+        CheckpointError: Weights cannot be read.
+        ModelError: A layer is not exported as it is configured, or has other weights than that.
+    """
+    return nn.Sequential(*(_LAYERS[module.kind](module.folder) for module in pooling.layers))
 
 
 def load_dense(directory: Path) -> nn.Sequential:
@@ -244,16 +271,66 @@ def load_dense(directory: Path) -> nn.Sequential:
             got=activation,
             remedy="export a checkpoint with one of these",
         )
+    weights = _read_weights(directory, "linear", (settings.get("out_features"), settings.get("in_features")))
+    made, taken = weights["weight"].shape
+    layer = nn.Linear(taken, made, bias="bias" in weights)
+    layer.load_state_dict(weights)
+    return nn.Sequential(layer, _ACTIVATIONS[activation]()).requires_grad_(False)
+
+
+def load_layer_norm(directory: Path) -> nn.LayerNorm:
+    """Return what Sentence-Transformers' `LayerNorm` saved.
+
+    Raises:
+        CheckpointError: Its weights cannot be read.
+        ModelError: They have another shape than its configuration says.
+    """
+    settings: Any = read_json_if_any(directory / "config.json") or {}
+    weights = _read_weights(directory, "norm", (settings.get("dimension"),))
+    layer = nn.LayerNorm(weights["weight"].shape)
+    layer.load_state_dict(weights)
+    return layer.requires_grad_(False)
+
+
+def _read_weights(directory: Path, prefix: str, wanted: tuple[object, ...]) -> dict[str, Tensor]:
+    """Return a module's tensors by their names without its prefix, fp32.
+
+    Args:
+        directory: Folder of the module.
+        prefix: Its part of their names.
+        wanted: Shape of its weight by its configuration.
+
+    Raises:
+        CheckpointError: They cannot be read.
+        ModelError: The weight has another shape.
+    """
     weights = open_checkpoint(directory)
-    shape = weights.specs()["linear.weight"].shape if "linear.weight" in weights.specs() else ()
-    wanted = (settings.get("out_features"), settings.get("in_features"))
+    specs = weights.specs()
+    name = f"{prefix}.weight"
+    shape = specs[name].shape if name in specs else ()
     if shape != wanted:
         raise ModelError(
             f"{directory} holds other weights than its config.json says",
-            expected=f"linear.weight {list(wanted)}",
+            expected=f"{name} {list(wanted)}",
             got=f"{list(shape)}" if shape else "none",
             remedy="copy the folder again",
         )
-    layer = nn.Linear(shape[1], shape[0], bias="linear.bias" in weights.specs())
-    layer.load_state_dict({name.removeprefix("linear."): weights.read(name).float() for name in weights.specs()})
-    return nn.Sequential(layer, _ACTIVATIONS[activation]()).requires_grad_(False)
+    return {each.removeprefix(f"{prefix}."): weights.read(each).float() for each in specs}
+
+
+class _UnitLength(nn.Module):
+    """`Normalize` in front of other layers."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return nn.functional.normalize(vectors, p=2.0, dim=1)
+
+
+# Class of a module behind the pooling → what makes a layer of its folder.
+_LAYERS: Mapping[str, Callable[[Path], nn.Module]] = {
+    "Dense": load_dense,
+    "LayerNorm": load_layer_norm,
+    # In use it leaves all as it is.
+    "Dropout": lambda _: nn.Identity(),
+    "Normalize": lambda _: _UnitLength(),
+}
+_TOLD = {"Dense": "dense", "LayerNorm": "layer norm", "Dropout": "dropout", "Normalize": "unit length"}

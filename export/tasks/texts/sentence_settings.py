@@ -15,8 +15,22 @@ if TYPE_CHECKING:
 RECORD_FILE = "config_sentence_transformers.json"
 
 # Pooling.py of release 6: `pooling_mode` → what it is called here; and of those before: `pooling_mode_*`.
-_MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-_FLAGGED_MODES = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+_MODES = {
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean": "weightedmean",
+}
+_FLAGGED_MODES = {
+    "mean_tokens": "mean",
+    "cls_token": "cls",
+    "lasttoken": "last",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean_tokens": "weightedmean",
+}
 _FLAG = "pooling_mode_"
 
 # What the modules are wired to, which release 6 records: anything else is another computation.
@@ -38,20 +52,23 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def read_mode(directory: Path, folder: Path) -> str:
-    """Return how `Pooling` makes one vector of a text's tokens: `mean`, `cls` or `last`.
+    """Return how `Pooling` makes one vector of a text's tokens, as `PoolingSettings` names it.
+
+    Where nothing is recorded that is the mean, as Sentence-Transformers takes it to be.
 
     Args:
         directory: The checkpoint.
         folder: Where it keeps the module.
 
     Raises:
-        ModelError: It is none of these, or several at once, which stand one behind the other in a longer vector.
+        ModelError: It is not known, or several at once, which stand one behind the other in a longer vector.
     """
     settings = read_settings(folder / "config.json")
     recorded = settings.get("pooling_mode")
     if recorded is None:
         known = _FLAGGED_MODES
         modes = [key.removeprefix(_FLAG) for key, on in settings.items() if key.startswith(_FLAG) and on]
+        modes = modes or ["mean_tokens"]
     else:
         known = _MODES
         modes = [str(mode) for mode in recorded] if isinstance(recorded, list) else [str(recorded)]
@@ -119,7 +136,7 @@ def check_transformer(directory: Path, tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def check_vector_module(module: SentenceModule) -> None:
-    """Refuse a `Dense` or `Normalize` that is wired otherwise than from the text's vector to the text's vector.
+    """Refuse a module behind the pooling that is wired otherwise than from the text's vector to the text's vector.
 
     Raises:
         ModelError: It is.

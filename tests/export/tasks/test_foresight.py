@@ -157,7 +157,7 @@ REFUSED = {
     "pooling in front of a dense": (
         "joined",
         "--name x",
-        "expected one of mean, cls, lasttoken, got cls, mean; export",
+        "weightedmean, got cls, mean; export",
     ),
     "lean": ("writer", "--name x --steps lean", "--steps lean has no effect on text-generation"),
     "lengths": ("writer", "--name x --lengths 8 16", "--lengths has no effect on text-generation"),

@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from trainers.architectures import ARCHITECTURES, Architecture, build_several, save_model
 from trainers.task_checkpoints import BUILDERS, build_reward_model
 from transformers import AutoImageProcessor, BertConfig, OPTConfig, OPTModel
@@ -34,12 +35,13 @@ from export.progress import Progress
 from export.source import load_source
 from export.tasks.base import TaskSource
 from export.tasks.building import build_task, find_task_name
+from export.tasks.foreseen import check_layers
 from export.tasks.labels import choose_function, count_labels, read_labels
 from export.tasks.texts.classification import Reward, TextPairClassification, check_padding, set_pad_token
 from export.tasks.texts.encoding import Question
 from export.tasks.texts.generation import find_cache_shapes
 from export.tasks.texts.generation_settings import list_unfollowed, read_defaults, read_generation_config
-from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, load_dense, read_pooling
+from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, build_layers, load_dense, read_pooling
 from export.tasks.texts.sentence_settings import check_transformer
 from export.tasks.texts.spans import QuestionAnswering
 from export.tasks.texts.text import read_verification_texts
@@ -65,7 +67,8 @@ def test_pooling_is_read_as_sentence_transformers_recorded_it(checkpoint: Path, 
 
 
 @pytest.mark.parametrize(
-    ("recorded", "mode"), [("cls", "cls"), ("mean", "mean"), ("lasttoken", "last"), (["mean"], "mean")]
+    ("recorded", "mode"),
+    [("cls", "cls"), ("mean", "mean"), ("lasttoken", "last"), (["mean"], "mean"), ("weightedmean", "weightedmean")],
 )
 def test_pooling_is_read_as_sentence_transformers_6_records_it(recorded: object, mode: str, tmp_path: Path) -> None:
     write_modules(
@@ -75,13 +78,14 @@ def test_pooling_is_read_as_sentence_transformers_6_records_it(recorded: object,
 
 
 @pytest.mark.parametrize(
-    ("recorded", "got"), [(["cls", "mean"], "cls, mean"), ("max", "max"), ([], "none"), (3, "3"), ([None], "None")]
+    ("recorded", "got"),
+    [(["cls", "mean"], "cls, mean"), ("first", "first"), ([], "none"), (3, "3"), ([None], "None")],
 )
 def test_modes_of_sentence_transformers_6_that_are_not_exported_are_refused(
     recorded: object, got: str, tmp_path: Path
 ) -> None:
     write_modules(tmp_path, ["Transformer", "Pooling"], embedding_dimension=32, pooling_mode=recorded)
-    with pytest.raises(ModelError, match=f"expected one of mean, cls, lasttoken, got {got}; export a checkpoint"):
+    with pytest.raises(ModelError, match=f"expected one of mean, cls, lasttoken, max, .*, got {got}; export"):
         read_pooling(tmp_path)
 
 
@@ -221,14 +225,20 @@ def test_a_list_of_modules_that_lies_is_refused(tmp_path: Path, content: str, me
 
 
 def test_modules_and_modes_that_are_not_exported_are_refused(tmp_path: Path) -> None:
-    write_modules(tmp_path, ["Transformer", "Pooling", "LayerNorm"], pooling_mode_mean_tokens=True)
-    with pytest.raises(ModelError, match="got Transformer, Pooling, LayerNorm"):
+    write_modules(tmp_path, ["Transformer", "Pooling", "CNN"], pooling_mode_mean_tokens=True)
+    with pytest.raises(ModelError, match="Dense, LayerNorm, Dropout, Normalize behind .* Pooling, CNN"):
         read_pooling(tmp_path)
     write_modules_again = tmp_path / "again"
     write_modules_again.mkdir()
-    write_modules(write_modules_again, ["Transformer", "Pooling"], pooling_mode_max_tokens=True)
-    with pytest.raises(ModelError, match="expected one of mean_tokens, cls_token, lasttoken, got max_tokens"):
+    both = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
+    write_modules(write_modules_again, ["Transformer", "Pooling"], **both)
+    with pytest.raises(ModelError, match="expected one of mean_tokens, cls_token, .*, got max_tokens, cls_token"):
         read_pooling(write_modules_again)
+
+
+def test_the_mean_is_taken_where_no_mode_is_recorded(tmp_path: Path) -> None:
+    write_modules(tmp_path, ["Transformer", "Pooling"], word_embedding_dimension=32, pooling_mode_max_tokens=False)
+    assert read_pooling(tmp_path).mode == "mean"
 
 
 # From sentence-transformers 6.2.0: SentenceTransformer(the same folder).encode(text)[:5], fp32.
@@ -247,6 +257,64 @@ def test_the_module_gives_what_sentence_transformers_gives(text: str, checkpoint
     inputs = load_tokenizer(checkpoint)([text], return_tensors="pt")
     got = module(*(inputs[name] for name in names))[0, :5]
     assert torch.allclose(got, torch.tensor(SENTENCE_TRANSFORMERS[text]), atol=1e-6)
+
+
+# The same of the first of them, by the mode of its pooling.
+POOLED = {
+    "mean": [0.34934536, 0.32785997, 0.25152966, 0.40948987, 0.19336231],
+    "cls": [0.03656515, -0.01616155, 0.16824551, 0.11575679, 0.11960213],
+    "last": [1.082412, 0.71403265, 0.39859265, 0.63391703, 0.24182922],
+    "max": [1.082412, 0.71403265, 0.56069976, 0.63876069, 0.90601206],
+    "mean_sqrt_len_tokens": [0.92428094, 0.86743599, 0.66548496, 1.08340836, 0.51158857],
+    "weightedmean": [0.45197937, 0.40424258, 0.30638003, 0.49347395, 0.12731048],
+}
+
+
+@pytest.mark.parametrize("mode", POOLED)
+def test_each_pooling_is_that_of_sentence_transformers_wherever_padding_stands(mode: str, checkpoint: Path) -> None:
+    model, _ = load_model(load_config(checkpoint), CastToFloat32(source=open_checkpoint(checkpoint)))
+    names = ("input_ids", "attention_mask", "position_ids")
+    module = SentenceEmbedding(model, PoolingSettings(mode=mode, normalize=False, source="test"), names)
+    ids = load_tokenizer(checkpoint)(["This is an example sentence"], return_tensors="pt")["input_ids"]
+    places = torch.arange(ids.shape[1]).unsqueeze(0)
+    rows = [
+        torch.cat([nn.functional.pad(each, (before, 3 - before)) for before in (3, 1, 0)])
+        for each in (ids, torch.ones_like(ids), places)
+    ]
+    rows = [torch.cat([each, torch.zeros_like(each[:1])]) for each in rows]
+    with torch.no_grad():
+        got = module(*rows)
+    torch.testing.assert_close(got[:3, :5], torch.tensor([POOLED[mode]] * 3), atol=2e-6, rtol=0)
+    # Of a row without tokens.
+    assert not got[3].any()
+
+
+def test_layers_behind_the_pooling_are_computed_in_their_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kinds = ["Transformer", "Pooling", "Dropout", "LayerNorm", "Dense", "Normalize", "Dense"]
+    write_modules(tmp_path, kinds, pooling_mode="max")
+    norm, wide, narrow = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 2)
+    nn.init.normal_(norm.weight)
+    for place, layer, name, settings in (
+        ("3_LayerNorm", norm, "norm", {"dimension": 4}),
+        ("4_Dense", wide, "linear", {"in_features": 4, "out_features": 6}),
+        ("6_Dense", narrow, "linear", {"in_features": 6, "out_features": 2}),
+    ):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text(json.dumps(settings))
+        state = {f"{name}.{key}": value.detach() for key, value in layer.state_dict().items()}
+        save_file(state, tmp_path / place / "model.safetensors")
+    pooling = read_pooling(tmp_path)
+    assert str(pooling) == "max, 1 dropout, 1 layer norm, 2 dense, 1 unit length (modules.json)"
+    vectors = torch.randn(3, 4)
+    want = narrow(nn.functional.normalize(wide(norm(vectors)).tanh())).tanh()
+    torch.testing.assert_close(build_layers(pooling)(vectors), want)
+    check_layers(tmp_path, 4)
+    with pytest.raises(ModelError, match="3_LayerNorm does not fit .* expected dimension 5, .*, got dimension 4"):
+        check_layers(tmp_path, 5)
+    (tmp_path / "3_LayerNorm" / "config.json").write_text('{"dimension": 3}')
+    with pytest.raises(ModelError, match=r"holds other weights than .* expected norm\.weight \[3\], got \[4\]"):
+        build_layers(pooling)
 
 
 @pytest.mark.parametrize(
