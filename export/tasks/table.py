@@ -102,7 +102,7 @@ TASKS: Mapping[str, TaskEntry] = {
             name="feature-extraction",
             help="one vector a text",
             place="texts.pooling:FeatureExtraction",
-            architectures=("Model",),
+            architectures=("Model", "TextModelWithProjection"),
             options=(POOLING, NORMALIZE),
             steps="texts",
         ),

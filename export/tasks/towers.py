@@ -10,6 +10,8 @@ from .foreseen import list_names
 
 # How their classes end. `AutoModel` leaves the projection of the second out, and does not know all of them.
 _ENDINGS = ("VisionModel", "VisionModelWithProjection")
+# Of CLIP's and its relatives' texts, whose vectors are compared with those of pictures or sounds.
+_OF_TEXTS = "TextModelWithProjection"
 # T5's and its relatives', of which `AutoModel` builds the decoder as well.
 _ENCODER = "EncoderModel"
 
@@ -31,6 +33,11 @@ class OwnClass:
 def find_class(config: PretrainedConfig) -> Any:
     """Return the class that has a place for all weights: that of a tower of pictures, or else `AutoModel`."""
     return _find_named(config, _ENDINGS) or AutoModel
+
+
+def find_text_tower(config: PretrainedConfig) -> OwnClass | None:
+    """Return the class of a tower of texts that was saved alone with its projection; None for any other model."""
+    return _find_named(config, _OF_TEXTS)
 
 
 def find_encoder(config: PretrainedConfig) -> Any:

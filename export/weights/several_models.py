@@ -30,9 +30,9 @@ def refuse_for_texts(config: PretrainedConfig) -> NoReturn:
     Raises:
         ModelError: Always.
     """
-    named = _name_part(config, "TextModel")
+    named = _name_part(config, "TextModelWithProjection") or _name_part(config, "TextModel")
     # Of the towers of texts transformers builds few that were saved alone.
-    alone = f"such as {named}, which ends before the projection, " if named else ""
+    alone = f"such as {named}, " if named else ""
     served = "" if named else ", if docs/architectures.md lists what it is"
     raise ModelError(
         f"a model of type {config.model_type} as a whole is not served for texts",
@@ -68,9 +68,11 @@ def _name_part(config: PretrainedConfig, ending: str) -> str:
     own = _find_own_class(config)
     name = "" if own is None else own.__name__.removesuffix("Model") + ending
     part: Any = getattr(transformers, name, None)
+    # That of BLIP-2's texts has the configuration of all.
+    if part is None or isinstance(config, part.config_class):
+        return ""
     # Towers of pictures are built by the class that they name, whatever `AutoModel` knows.
-    is_built = part is not None and (ending != "TextModel" or part.config_class in AutoModel._model_mapping)
-    return name if is_built else ""
+    return name if ending == "VisionModel" or part.config_class in AutoModel._model_mapping else ""
 
 
 def _find_own_class(config: PretrainedConfig) -> Any:

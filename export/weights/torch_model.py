@@ -264,10 +264,14 @@ def find_logit_biases(specs: Mapping[str, TensorSpec], rows: int) -> list[str]:
     return sorted(name for name in specs if name.endswith("final_logits_bias") and specs[name].shape == (1, rows))
 
 
-def find_output_width(model: PreTrainedModel) -> int:
-    """Return the width of a text model's last hidden states, which its configuration does not tell.
+def find_output_width(model: PreTrainedModel, output: str = "last_hidden_state") -> int:
+    """Return the width of what a text model makes, such as its last hidden states; its configuration does not tell.
 
     OPT-350m computes in 1024 dimensions, embeds in 512 and ends in a projection to these; others end in `hidden_size`.
+
+    Args:
+        model: The model.
+        output: What transformers calls it.
 
     Raises:
         ModelError: It computes nothing of a text alone, such as Marian's, which wants the beginning of another one.
@@ -275,7 +279,7 @@ def find_output_width(model: PreTrainedModel) -> int:
     ids = torch.zeros(1, 1, dtype=torch.int64)
     try:
         with torch.no_grad():
-            width: int = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.shape[-1]
+            width: int = model(input_ids=ids, attention_mask=torch.ones_like(ids))[output].shape[-1]
     except ValueError as exc:
         raise ModelError(
             f"{type(model).__name__} has no states of a text alone",

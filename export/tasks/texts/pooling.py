@@ -21,12 +21,16 @@ from ..base import TaskSource, build_inputs
 from ..cases import Outputs
 from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from ..foreseen import check_layers, is_sentence_model
-from ..towers import find_encoder
+from ..towers import find_encoder, find_text_tower
 from .encoding import Question
 from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
 from .text import Answer, TextTask
 
 EMBEDDING = "EMBEDDING"
+
+# How a tower of texts pools, and what transformers calls what it makes.
+_OWN = "own"
+_PROJECTED = "text_embeds"
 
 _UNRECORDED = f"default, because there is no {MODULES_FILE}"
 
@@ -53,7 +57,10 @@ class FeatureExtraction(TextTask):
 
     def __init__(self, source: TaskSource) -> None:
         super().__init__(source)
+        tower = find_text_tower(source.config)
         self.pooling = read_pooling(source.directory)
+        if tower and self.pooling.is_default:
+            self.pooling = PoolingSettings(mode=_OWN, normalize=False, source="as the model projects it")
         mode, normalize = source.options.get("pooling"), source.options.get("normalize")
         if mode is not None or normalize is not None:
             self.pooling = override_pooling(self.pooling, mode, normalize)
@@ -63,9 +70,9 @@ class FeatureExtraction(TextTask):
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         encoder = find_encoder(source.config)
         without = ("decoder.",) if encoder else ()
-        model, self.unused_tensors = load_model(source.config, source.weights, encoder or AutoModel, without)
+        model, self.unused_tensors = load_model(source.config, source.weights, tower or encoder or AutoModel, without)
         inputs = build_inputs(self.tokenizer, model)
-        width = find_output_width(model)
+        width = find_output_width(model, _PROJECTED if self.pooling.mode == _OWN else "last_hidden_state")
         check_layers(source.directory, width)
         layers = build_layers(self.pooling)
         self.module = SentenceEmbedding(model, self.pooling, tuple(tensor.name for tensor in inputs), layers).eval()
@@ -124,8 +131,8 @@ class PoolingSettings:
 
     Attributes:
         mode: Of the tokens that are not padding `mean`; `cls`, the first; `last`; `max`, the largest of each number;
-            `mean_sqrt_len_tokens`, their sum divided by the root of their count; or `weightedmean`, in which the first
-            counts once, the second twice, and so on.
+            `mean_sqrt_len_tokens`, their sum divided by the root of their count; `weightedmean`, in which the first
+            counts once, the second twice, and so on; or `own`, the vector that the model itself makes.
         normalize: Whether the vector is scaled to length 1.
         source: Where this was read, for the summary.
         layers: What the vector goes through between pooling and that, in this order.
@@ -170,15 +177,20 @@ class SentenceEmbedding(nn.Module):
             inputs: Tensors in the order of `input_names`, each [batch, seq_len], int64.
         """
         named = dict(zip(self.input_names, inputs, strict=True))
-        hidden_states = self.model(**named).last_hidden_state  # [batch, seq_len, hidden]
-        mask = named["attention_mask"].to(hidden_states.dtype)  # [batch, seq_len]
-        if self.pooling.mode == "max":
-            embedding = _pool_max(hidden_states, mask)
+        made = self.model(**named)
+        if self.pooling.mode == _OWN:
+            embedding = made[_PROJECTED]
         else:
-            weights = _WEIGHTS[self.pooling.mode](mask)
-            embedding = (hidden_states * weights.unsqueeze(-1)).sum(dim=1)
+            embedding = self._pool(made.last_hidden_state, named["attention_mask"])  # of [batch, seq_len, hidden]
         embedding = self.layers(embedding)
         return nn.functional.normalize(embedding, p=2.0, dim=1) if self.pooling.normalize else embedding
+
+    def _pool(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask.to(hidden_states.dtype)  # [batch, seq_len]
+        if self.pooling.mode == "max":
+            return _pool_max(hidden_states, mask)
+        weights = _WEIGHTS[self.pooling.mode](mask)
+        return (hidden_states * weights.unsqueeze(-1)).sum(dim=1)
 
 
 def _weigh_positions(mask: Tensor) -> Tensor:

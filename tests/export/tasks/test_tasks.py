@@ -582,6 +582,32 @@ def test_a_tower_of_pictures_is_served_with_its_own_vector(name: str, output: st
         np.testing.assert_allclose(answered["data"], want[0], atol=1e-5)
 
 
+def test_a_tower_of_texts_is_served_with_the_vector_that_is_compared_with_pictures(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": 101, "eos_token_id": 102, "pad_token_id": 0}
+    config = transformers.CLIPTextConfig(
+        vocab_size=30522, projection_dim=24, max_position_embeddings=32, **sizes, **ends
+    )
+    transformers.CLIPTextModelWithProjection(config).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, model_max_length=32)
+    tokenizer.save_pretrained(tmp_path)
+    task = build_task(find_task_name(tmp_path, load_config(tmp_path), {}), build_source(tmp_path))
+    model = transformers.CLIPTextModelWithProjection.from_pretrained(tmp_path).eval()
+    texts = ["A cat sleeps.", "A longer text of a dog that runs along the river."]
+    rows = tokenizer(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        want = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).text_embeds
+        got = task.module(*(rows[tensor.name] for tensor in task.signature.inputs))
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+        answers = [task.answer(Question(text=text))["EMBEDDING"] for text in texts]
+    np.testing.assert_allclose(answers, want, atol=1e-5)
+    assert task.description == "pooling own (as the model projects it)" and task.warnings == ()
+    asked = build_task("feature-extraction", build_source(tmp_path, pooling="cls", normalize=True))
+    assert asked.signature.outputs[0].dims[-1] == config.hidden_size
+
+
 @pytest.mark.parametrize(
     "name", ["T5EncoderModel", "MT5EncoderModel", "UMT5EncoderModel", "T5ForConditionalGeneration"]
 )

@@ -115,7 +115,7 @@ def test_a_model_of_several_has_no_input_embedding(kind: str) -> None:
         find_input_embedding(config, {})
     # The pictures of those alone can be asked for by themselves, and the texts of one.
     assert ("--task image-embedding" in str(refused.value)) == (kind in ("clip", "siglip"))
-    assert ("such as CLIPTextModel, which ends" in str(refused.value)) == (kind == "clip")
+    assert ("such as CLIPTextModelWithProjection, with its" in str(refused.value)) == (kind == "clip")
     assert ("if docs/architectures.md lists what it is" in str(refused.value)) == (kind != "clip")
 
 
