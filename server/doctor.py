@@ -1,5 +1,6 @@
 """What a machine lacks to serve, before anyone waits for it: `python -m server doctor`."""
 
+import contextlib
 import ctypes
 import json
 import math
@@ -16,6 +17,7 @@ from typing import Literal
 from .endpoints import Endpoints, check_ports_free
 from .errors import ServerError
 from .following.models import list_models
+from .following.wishes import count_processes
 from .limits import (
     COMFORTABLE_ADDRESS_BYTES,
     COMFORTABLE_OPEN_FILES,
@@ -24,6 +26,7 @@ from .limits import (
     check_temporary_folder,
     check_threads,
     describe_fallback,
+    describe_few_threads,
     starts_programs,
 )
 from .locations import name_command, name_opening
@@ -64,7 +67,7 @@ def examine(repository: Path, endpoints: Endpoints) -> list[Finding]:
     findings += [
         examine_shared_memory(Path("/dev/shm")),
         examine_open_files(),
-        examine_threads(),
+        examine_threads(repository),
         examine_address_space(),
         examine_temporary_folder(holds_programs=installation is not None and not installation.is_assembled),
         examine_ports(endpoints),
@@ -162,15 +165,20 @@ def _examine_limit(
     )
 
 
-def examine_threads() -> Finding:
-    """Look whether tritonserver may start the threads that it needs."""
-    return _examine_limit(
-        "threads",
-        check_threads,
-        0,
-        lambda free: f"{free:.0f} more may run" if free < math.inf else "no limit",
-        remedy="",
-    )
+def examine_threads(repository: Path) -> Finding:
+    """Look whether tritonserver may start the threads that it needs for what it serves."""
+    what, configs = "threads", []
+    # Of a repository that cannot be read another finding tells.
+    with contextlib.suppress(ServerError, OSError, UnicodeDecodeError):
+        configs = [(repository / name / "config.pbtxt").read_text() for name in list_models(repository)]
+    try:
+        free, few = check_threads(), describe_few_threads(count_processes(configs))
+    except ServerError as exc:
+        return _blame(what, exc)
+    found, _, remedy = few.partition(": ")
+    if few:
+        return Finding(what=what, verdict="warning", found=found, remedy=remedy)
+    return Finding(what=what, verdict="ok", found=f"{free:.0f} more may run" if free < math.inf else "no limit")
 
 
 def examine_address_space() -> Finding:

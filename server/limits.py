@@ -10,10 +10,17 @@ from pathlib import Path
 
 from .errors import NotFoundError, ShortageError
 
-# tritonserver 2.51 has 70 files open and 170 threads running on two cores with one model of four steps, and its backend
-# processes another 20 threads. With fewer it neither serves nor ends: with 64 files, it fills its log for ever.
+# tritonserver 2.51 has 70 files open with one model of four steps. With fewer it neither serves nor ends: with 64, it
+# fills its log for ever.
 MIN_OPEN_FILES = 256
-MIN_THREADS = 256
+
+# On two cores it and the launcher have 50 threads running without a model, and 12 more for every backend process, of
+# which a third are the process's own. Where one cannot be started, it ends.
+MIN_THREADS = 128
+_THREADS_OF_NONE = 64
+_THREADS_OF_A_PROCESS = 12
+
+_RAISE_THREADS = "raise the limit (ulimit -Hu, LimitNPROC and TasksMax of systemd, pids_limit of a container)"
 
 # Each of its threads has a stack of 1 GiB, of which only what is used takes memory: a model of a single step was served
 # with 105 GiB of addresses and not with 76, one of four with 256 and not with 160, and six with 190 took 345 without a
@@ -76,9 +83,24 @@ def check_threads() -> float:
             "too few threads may run",
             expected=f"{MIN_THREADS} more at least",
             got=f"{free:.0f}",
-            remedy="raise the limit (ulimit -Hu, LimitNPROC and TasksMax of systemd, pids_limit of a container)",
+            remedy=_RAISE_THREADS,
         )
     return free
+
+
+def describe_few_threads(processes: int) -> str:
+    """Return in a sentence that too few threads may run for so many backend processes; empty where enough may.
+
+    Args:
+        processes: How many serve, and how many more a rollout starts beside them.
+    """
+    free, needed = check_threads(), _THREADS_OF_NONE + _THREADS_OF_A_PROCESS * processes
+    if free >= needed:
+        return ""
+    return (
+        f"{free:.0f} more threads may run, and {processes} backend processes, those that a rollout starts among them, "
+        f"have about {needed}: {_RAISE_THREADS}, or serve fewer models"
+    )
 
 
 def check_address_space() -> float:

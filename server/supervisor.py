@@ -14,6 +14,7 @@ from .following.published import Published
 from .following.rollout import Roller
 from .following.sums import FileSums
 from .following.verdicts import FAILED, judge_models, render_verdicts
+from .limits import describe_few_threads
 from .log import Log
 from .run import Run
 from .shortage import ShortageNotice
@@ -94,6 +95,8 @@ class Supervisor:
         """
         shown = self._follower.published
         configs = [text for published in self._follower.known for text in published.configs.values()]
+        if few := describe_few_threads(wishes.count_processes(configs)):
+            self._say(f"warning: {few}")
         passed = self._settings.passed_options
         options = wishes.list_options(configs, self._settings.caches, passed)
         self._roller.begin(shown, limits_rate=wishes.has_option([*options, *passed], "rate-limit"))

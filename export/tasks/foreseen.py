@@ -7,7 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_sentence_modules
+from ..checkpoints.plain.sentence_modules import (
+    SentenceModule,
+    find_sentence_home,
+    read_sentence_modules,
+    read_transformer_settings,
+)
 from ..checkpoints.plain.tokenizer_files import has_tokenizer
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
@@ -28,6 +33,11 @@ _NOT_EXPORTED = {
     # trace answers wrongly.
     "xlnet": "that torch.export takes at any length",
 }
+
+# BigBirds, which attend to the texts that are long enough in blocks, unless they say otherwise.
+_IN_BLOCKS = ("big_bird", "bigbird_pegasus")
+# What transformers takes where their configuration says nothing.
+_BLOCK_SIZE, _RANDOM_BLOCKS, _BIGBIRD_POSITIONS = 64, 3, 4096
 
 # What transformers takes where a configuration names no labels, and what is answered where nothing else is asked for.
 _USUAL_LABELS = 2
@@ -88,6 +98,39 @@ def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
             got=model_type,
             remedy="train one of those for texts as long, such as modernbert, or pass --factory with a module of "
             f"your own {_NOT_EXPORTED[model_type]}",
+        )
+    if model_type in _IN_BLOCKS and config.get("attention_type", "block_sparse") == "block_sparse":
+        _check_blocks(directory, config)
+
+
+def _check_blocks(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a BigBird that reads texts so long that it attends to them in blocks.
+
+    From the first shorter text on transformers has it attend to all of every text (modeling_big_bird.py, BigBirdModel),
+    so that what a long one is answered depends on what was read before: the proof would hold for one of both alone.
+
+    Raises:
+        ModelError: It does.
+    """
+
+    def read(name: str, usual: int) -> int:
+        value = config.get(name, usual)
+        return value if isinstance(value, int) else usual
+
+    whole = (5 + 2 * read("num_random_blocks", _RANDOM_BLOCKS)) * read("block_size", _BLOCK_SIZE)
+    further = (
+        read_settings(directory / "tokenizer_config.json").get("model_max_length"),
+        read_transformer_settings(directory).get("max_seq_length"),
+    )
+    longest = read("max_position_embeddings", _BIGBIRD_POSITIONS)
+    longest = min([longest, *(length for length in further if isinstance(length, (int, float)))])
+    if longest > whole:
+        raise ModelError(
+            f"{directory} attends to long texts in blocks, which is not exported",
+            expected=f"texts of at most {whole} tokens, to which it attends as a whole, or attention_type original_full",
+            got=f"block_sparse, and texts of up to {longest:.0f} tokens",
+            remedy=f"set model_max_length in tokenizer_config.json to {whole}, or attention_type in config.json to "
+            "original_full, which answers longer texts otherwise",
         )
 
 

@@ -1,5 +1,6 @@
 """What configurations ask of tritonserver as a whole, and would be passed over in silence without."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from .model_text import read_fields
 CACHE_BYTES = 64 << 20
 
 _CACHE = "local"
+
+_COUNT = re.compile(r"count : (\d+)")
+# Of the rate limiter, which are counted as well.
+_RESOURCES = re.compile(r"resources \[.*?\]")
 
 
 def list_options(configs: Iterable[str], caches: Path, passed: Sequence[str]) -> list[str]:
@@ -32,6 +37,23 @@ def list_options(configs: Iterable[str], caches: Path, passed: Sequence[str]) ->
 def has_option(passed: Sequence[str], name: str) -> bool:
     """Tell whether an option is among those that are handed on."""
     return any(word.partition("=")[0] == f"--{name}" for word in passed)
+
+
+def count_processes(configs: Iterable[str]) -> int:
+    """Return how many backend processes serve models of these configurations, and how many more a rollout starts.
+
+    Of models that are rolled out one after another the one with the most is counted twice.
+    """
+    counts = [_count_instances(config) for config in configs]
+    return sum(counts) + max(counts, default=0)
+
+
+def _count_instances(config: str) -> int:
+    if _read(config, "ensemble_scheduling"):
+        return 0
+    # Each group has one where it says nothing, and so has a model without groups.
+    groups = _RESOURCES.sub("", _read(config, "instance_group"))
+    return max(1, sum(map(int, _COUNT.findall(groups))))
 
 
 def limits_rate(config: str) -> bool:

@@ -29,6 +29,10 @@ _OWN_EXIT_TIMEOUT_S = EXIT_TIMEOUT_S + 3
 # a request body of 3 MB or one with 200,000 nested brackets; with this, bodies of 100 MB are answered.
 STACK_BYTES = 1 << 30
 
+# Of each instance of a Python backend, for what its process asks of tritonserver and for answers in pieces. By itself
+# it has 32, of which nearly all sleep for ever: three models of text had 666 threads in all, and have 230.
+_POOL_THREADS = 4
+
 # tritonserver 2.51 logs these as errors and warnings wherever there is no GPU, and they mean nothing else.
 _HARMLESS_WITHOUT_GPU = (
     b"CudaDriverHelper has not been initialized",
@@ -208,6 +212,7 @@ def _build_command(settings: Settings, models: list[str]) -> list[str]:
         "--model-control-mode=explicit",
         *(f"--load-model={name}" for name in models),
         "--disable-auto-complete-config",
+        f"--backend-config=python,thread-pool-size={_POOL_THREADS}",
         # One broken model does not keep its neighbours from being served.
         "--exit-on-error=false",
         f"--http-address={endpoints.libevent_host}",

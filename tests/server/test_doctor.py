@@ -174,7 +174,7 @@ def test_a_limit_on_threads_is_found(published: Published) -> None:
     assert done.returncode == 1, done.stderr
     (finding,) = [finding for finding in json.loads(done.stdout) if finding["what"] == "threads"]
     assert finding["verdict"] == "broken"
-    assert "too few threads may run: expected 256 more at least, got" in finding["found"]
+    assert "too few threads may run: expected 128 more at least, got" in finding["found"]
     assert "pids_limit" in finding["remedy"]
 
 

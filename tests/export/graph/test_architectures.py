@@ -52,7 +52,8 @@ parts of the largest value; the bound is 1e-4 for tensors and logits, 1e-5 for v
 and grow with whatever else they have to do. The last column is what `--batching` reaches, where a text has one answer.
 
 Longformer and LED are refused: their attention is cut into as many windows as a text fills, which becomes no graph.
-For texts of their lengths, train ModernBERT. So is XLNet, whose relative positions follow a text's length.
+For texts of their lengths, train ModernBERT. So is XLNet, whose relative positions follow a text's length, and BigBird
+where it reads texts so long that it attends to them in blocks, which transformers does until it has read a short one.
 
 | architecture | task | nodes | cases | worst error | export s | verify s | together |
 |---|---|---|---|---|---|---|---|

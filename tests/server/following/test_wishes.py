@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server.following.wishes import keeps_answers, limits_rate, list_options
+from server.following.wishes import count_processes, keeps_answers, limits_rate, list_options
 
 LIMITED = 'instance_group [ { count: 1 rate_limiter { resources [ { name: "cores" count: 1 } ] } } ]'
 PLAIN = 'name: "rate_limiter" instance_group [ { count: 1 } ]'
@@ -26,6 +26,14 @@ def test_what_is_asked_for_is_turned_on_unless_the_reader_says_otherwise(
     (tmp_path / "local").mkdir()
     assert [option.partition("=")[0] for option in list_options(configs, tmp_path, passed)] == expected
     assert "--cache-config" not in str(list_options(configs, tmp_path / "none", passed))
+
+
+def test_processes_are_counted_and_those_of_one_rollout() -> None:
+    ensemble = 'ensemble_scheduling { step [ { model_name: "x" } ] }'
+    several = "instance_group [ { count: 2 kind: KIND_CPU }, { count: 3 } ]"
+    assert count_processes([PLAIN, LIMITED, ensemble, several, 'name: "one"', "{"]) == 1 + 1 + 0 + 5 + 1 + 1 + 5
+    assert count_processes([ensemble]) == 0
+    assert count_processes([]) == 0
 
 
 def test_what_a_configuration_asks_for() -> None:

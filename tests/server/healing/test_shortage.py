@@ -103,10 +103,27 @@ def test_few_files_are_enough_to_serve_with_and_more_are_taken_where_allowed(pub
 @as_root
 def test_too_few_threads_to_serve_with_end_the_start_in_one_sentence(published: Published, tmp_path: Path) -> None:
     key = ["--key-file", str(tmp_path / "control.key")]
-    with running(published.repository, *key, under=["prlimit", "--nproc=200:200", *ANOTHER_USER]) as server:
+    with running(published.repository, *key, under=["prlimit", "--nproc=100:100", *ANOTHER_USER]) as server:
         assert server.finish() == 1
     (line,) = server.lines
-    assert line.startswith("error: too few threads may run: expected 256 more at least, got ")
+    assert line.startswith("error: too few threads may run: expected 128 more at least, got ")
+
+
+@as_root
+def test_threads_that_may_be_too_few_for_a_rollout_are_told_of_and_it_serves(
+    published: Published, tmp_path: Path
+) -> None:
+    key = ["--key-file", str(tmp_path / "control.key")]
+    with running(published.repository, *key, under=["prlimit", "--nproc=180:180", *ANOTHER_USER]) as server:
+        server.read_until("serving HTTP")
+        (told,) = [line for line in server.lines if "threads" in line]
+        assert re.match(
+            r"warning: 1\d\d more threads may run, and 10 backend processes, those that a rollout starts among them, "
+            r"have about 184: raise the limit \(ulimit -Hu, .*\), or serve fewer models",
+            told,
+        )
+        assert infer(connect(server)) == 200
+        assert server.stop() == 0
 
 
 @as_root
