@@ -122,12 +122,12 @@ def _check_blocks(directory: Path, config: Mapping[str, Any]) -> None:
         read_settings(directory / "tokenizer_config.json").get("model_max_length"),
         read_transformer_settings(directory).get("max_seq_length"),
     )
-    longest = read("max_position_embeddings", _BIGBIRD_POSITIONS)
-    longest = min([longest, *(length for length in further if isinstance(length, (int, float)))])
+    positions = read("max_position_embeddings", _BIGBIRD_POSITIONS)
+    longest = min([positions, *(length for length in further if isinstance(length, (int, float)))])
     if longest > whole:
         raise ModelError(
             f"{directory} attends to long texts in blocks, which is not exported",
-            expected=f"texts of at most {whole} tokens, to which it attends as a whole, or attention_type original_full",
+            expected=f"texts of at most {whole} tokens, of which it attends to all, or attention_type original_full",
             got=f"block_sparse, and texts of up to {longest:.0f} tokens",
             remedy=f"set model_max_length in tokenizer_config.json to {whole}, or attention_type in config.json to "
             "original_full, which answers longer texts otherwise",
