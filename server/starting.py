@@ -97,7 +97,7 @@ class Start:
                 for told in self._run.healer.table.end_stopped_loads():
                     self._run.has_ended_loads = True
                     self._say(told)
-                self._run.healer.table.end_lost_loads()
+                self._run.healer.table.end_lost_waits()
         if live and self._run.learn_version() and self._run.tells_metrics():
             return True
         if self._run.is_stopped:

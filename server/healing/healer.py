@@ -304,7 +304,7 @@ class Healer:
         # Whatever order is under way: it waits for what is stopped.
         for told in self.table.end_stopped_loads():
             self._say(told)
-        self.table.end_lost_loads()
+        self.table.end_lost_waits()
         for name, healer in self._models.items():
             healer.look([stub for stub in stubs if stub.model == name])
         # Of a model that is loaded anew: what was there before may answer, what is new does not yet, and may fail.

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..tritonserver.backend_processes import STUB
 from ..tritonserver.private_memory import close_region
 from ..tritonserver.processes import TICKS_PER_S, ProcessStat, kill, list_children, read_arguments, read_stat
-from .lost_loads import FIRST_CONTROL_HANDLE, end_lost_load, is_waited_for, list_regions
+from .lost_waits import FIRST_CONTROL_HANDLE, end_lost_wait, is_waited_for, list_regions
 from .sampling import Code, find_code
 from .work_queue import WorkQueue, read_queue
 
@@ -316,8 +316,8 @@ class StubTable:
                 yield pid
                 yield from _list_descendants(pid)
 
-    def end_lost_loads(self) -> None:
-        """Let every load fail whose process died meanwhile.
+    def end_lost_waits(self) -> None:
+        """Let every load fail whose process died meanwhile, and every unload go on.
 
         Raises:
             OSError: This process has no descriptor or memory left to do it with.
@@ -326,8 +326,9 @@ class StubTable:
         loading = {(stub.model, stub.version) for stub in self._stubs.values() if stub.is_loading}
         for stub in self._stubs.values():
             is_alone = (stub.model, stub.version) not in loading
-            if stub.died_loading and is_alone and now - stub.steady_since >= _LOST_S:
-                end_lost_load(stub.region, stub.control_handle)
+            is_lost = is_alone if stub.died_loading else stub.is_dead and stub.has_loaded
+            if is_lost and now - stub.steady_since >= _LOST_S:
+                end_lost_wait(stub.region, stub.control_handle, has_loaded=not stub.died_loading)
         is_looked_for = _LOST_S <= now - self._nameless_since < _NAMELESS_S
         if self.reads_queues and not loading and is_looked_for and now - self._nameless_look >= _NAMELESS_INTERVAL_S:
             self._nameless_look = now
@@ -344,7 +345,7 @@ class StubTable:
         for region in waiting:
             # One that is no stub yet may be about to become the one that is waited for.
             if all(_is_stub(arguments) and region.name not in arguments for arguments in living):
-                end_lost_load(region, FIRST_CONTROL_HANDLE)
+                end_lost_wait(region, FIRST_CONTROL_HANDLE, has_loaded=False)
 
     def count_regions(self, names: Collection[str]) -> int:
         """Return how many of these files of shared memory tritonserver has, though they may be deleted."""

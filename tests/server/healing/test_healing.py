@@ -372,6 +372,29 @@ def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
     server.wait_for_line("answers again", BACK_WITHIN_S)
 
 
+def test_processes_that_are_killed_while_a_load_that_failed_ends_hold_up_no_load(repository: Path) -> None:
+    """tritonserver had just seen that they live, and waits for their answer to that they are to end."""
+    step = STEPS[0]
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        for _ in range(3):
+            before = {stub.pid for stub in server.find_stubs(step)}
+            for stub in server.find_stubs(step)[:2]:
+                stub.kill()
+            deadline = time.monotonic() + 4
+            while not (new := [stub for stub in server.find_stubs(step) if stub.pid not in before]):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+            for stub in new[:1]:
+                stub.kill()
+            # By then the load has failed for it, and what else it had started is ended.
+            time.sleep(2.5)
+        find_settled(server, repository, step)
+        server.wait_for_line(f"{step}: answers again", BACK_WITHIN_S)
+
+
 def test_no_colours_of_libraries_stand_in_the_log(server: Running) -> None:
     ids = {"shape": [1, 1], "datatype": "INT64", "data": [1 << 40]}
     names = ("input_ids", "attention_mask", "token_type_ids")
