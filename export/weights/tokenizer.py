@@ -101,6 +101,8 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     except Exception as exc:
         _refuse_own_code(directory)
         _refuse_sentencepiece(directory, exc)
+        if (directory / "source.spm").is_file():
+            raise _name_unconverted(directory, "Marian's two SentencePiece files") from exc
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded",
             expected="a tokenizer that transformers reads",
@@ -108,14 +110,8 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             remedy=f"copy the tokenizer's files again, or {_PASS_BASE}",
         ) from exc
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
-        raise VocabularyError(
-            f"the tokenizer in {directory} cannot run in the server",
-            expected="one with a tokenizer.json",
-            got=f"{type(tokenizer).__name__}, which transformers converts to none",
-            # Of what it converts, such as a SentencePiece file alone, the converted one was loaded.
-            remedy="write one that gives the same ids with the library tokenizers, or, for a task of tensors, take the "
-            "tokenizer's files out of the folder",
-        )
+        # Of what it converts, such as a SentencePiece file alone, the converted one was loaded.
+        raise _name_unconverted(directory, type(tokenizer).__name__)
     # transformers takes these values as they are; the first may be 1e30.
     length, names = tokenizer.model_max_length, tokenizer.model_input_names
     for name, value, expected, is_right in (
@@ -141,6 +137,16 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         _refuse_wrong_case(directory, tokenizer)
     _refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer
+
+
+def _name_unconverted(directory: Path, got: str) -> VocabularyError:
+    return VocabularyError(
+        f"the tokenizer in {directory} cannot run in the server",
+        expected="one with a tokenizer.json",
+        got=f"{got}, which transformers converts to none",
+        remedy="write one that gives the same ids with the library tokenizers, or, for a task of tensors, take the "
+        "tokenizer's files out of the folder",
+    )
 
 
 def _refuse_own_code(directory: Path) -> None:

@@ -211,3 +211,15 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused_with_its_kind(tmp_path:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     with pytest.raises(VocabularyError, match="got ByT5Tokenizer, which transformers converts to none; write one"):
         load_tokenizer(tmp_path)
+
+
+def test_marians_tokenizer_is_refused_alike_without_the_package_that_reads_it(tmp_path: Path) -> None:
+    """With sentencepiece transformers reads it, and converts it to none."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "MarianTokenizer"}))
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "</s>": 1, "<pad>": 2}))
+    for name in ("source.spm", "target.spm"):
+        (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(
+        VocabularyError, match="converts to none; write one that gives the same ids .* for a task of ten"
+    ):
+        load_tokenizer(tmp_path)

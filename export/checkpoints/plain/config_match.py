@@ -18,6 +18,7 @@ from ...errors import CheckpointError, list_some
 from ..wrapper_names import find_holder, name_holder
 from .model_shapes import (
     ALL_INPUT_EMBEDDINGS,
+    build_base,
     build_described,
     find_class_name,
     list_conversions,
@@ -121,7 +122,9 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
     config = load_described(directory)
     model = None if config is None else build_described(config)
     if model is None:
-        return ConfigMatch(unbuilt=find_class_name(directory), names_none=names_no_class(directory))
+        if names_none := names_no_class(directory):
+            _refuse_held(directory, shapes)
+        return ConfigMatch(unbuilt=find_class_name(directory), names_none=names_none)
     sizes, conversions = _find_sizes(config, model, shapes), list_conversions(model)
     if conversions is None:
         return ConfigMatch(sizes=sizes)
@@ -148,6 +151,23 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
         got=said,
         remedy=remedy,
     )
+
+
+def _refuse_held(directory: Path, shapes: Shapes) -> None:
+    """Refuse weights of the model without a head that stand behind a name which no class of its type has there.
+
+    Raises:
+        CheckpointError: They do.
+    """
+    base = build_base(directory)
+    front = find_holder(base.state_dict(), shapes) if base is not None else ""
+    if holder := front.removesuffix(f"{base.base_model_prefix}.") if front else "":
+        raise CheckpointError(
+            f"{directory / 'config.json'} does not describe the weights",
+            expected=f"the names of a model of type {base.config.model_type}",
+            got=f"all of them behind {holder}",
+            remedy=name_holder(holder),
+        )
 
 
 def _name_heads(model: Any, match: _Match, sizes: Mapping[str, int]) -> ConfigMatch:

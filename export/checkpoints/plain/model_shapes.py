@@ -55,8 +55,10 @@ def _build_state(directory: Path) -> dict[str, Any] | None:
 
 def load_described(directory: Path) -> Any:
     """Return the configuration in `directory`; None without one that names a class and that transformers reads."""
-    if _read_class_name(directory) is None:
-        return None
+    return None if _read_class_name(directory) is None else _load_config(directory)
+
+
+def _load_config(directory: Path) -> Any:
     import transformers
 
     # What it says of values that it takes all the same.
@@ -108,6 +110,20 @@ def build_described(config: Any) -> Any:
         model.tie_weights()
         return model
     # As above: values are looked up in tables, divided by and taken for sizes.
+    except Exception:
+        return None
+
+
+def build_base(directory: Path) -> Any:
+    """Return the model without a head of the type in `directory`, on the meta device; None where none can be built."""
+    import torch
+    from transformers import AutoModel
+
+    config = _load_config(directory)
+    try:
+        with torch.device("meta"):
+            return None if config is None else AutoModel.from_config(config, trust_remote_code=False)
+    # As above.
     except Exception:
         return None
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import CHECKOUT, fingerprint
 from safetensors.torch import save_file
+from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -48,7 +49,7 @@ GPT2 = GPT2Config(vocab_size=40, n_positions=8, n_embd=12, n_layer=2, n_head=2, 
 BERT = BertConfig(vocab_size=40, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
 
 
-def save_run(folder: Path, model: PreTrainedModel) -> Path:
+def save_run(folder: Path, model: nn.Module) -> Path:
     """What a trainer leaves that saves no configuration."""
     folder.mkdir()
     torch.save(model.state_dict(), folder / "model.pt")
@@ -157,6 +158,22 @@ def test_a_configuration_that_nothing_is_compared_with_is_told(
     assert consolidate(run_folder, tmp_path / "out", base=described).warnings == (
         f"config.json of {described} was not compared with the weights: {why}.",
     )
+
+
+@pytest.mark.parametrize("model_class", [GPT2LMHeadModel, GPT2Model])
+def test_a_model_behind_a_name_of_its_holders_is_refused_whatever_class_is_named(
+    model_class: type[PreTrainedModel], tmp_path: Path
+) -> None:
+    """Loaded from what would be written, transformers would start every weight at random."""
+    model = model_class(GPT2)
+    holder = nn.Module()
+    holder.add_module("net", model)
+    run_folder = save_run(tmp_path / "run", holder)
+    for architectures in ([model_class.__name__], None):
+        described = save_base(tmp_path / "base", model, architectures=architectures)
+        with pytest.raises(CheckpointError, match=r"save the model .* by torch\.save\(module\.net\.state_dict\(\)"):
+            consolidate(run_folder, tmp_path / "out", base=described)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
