@@ -81,10 +81,7 @@ class ModelHealer:
     def look(self, stubs: list[Stub]) -> None:
         """Find the dead and the hung among `stubs`, and start to bring the model back."""
         if self._worker and self._worker.is_alive():
-            # It may be under way for long: whoever asks what hangs meanwhile is to be refused, not to wait.
-            for stub in stubs:
-                if stub.handled and not stub.is_dead and stub.find_hang():
-                    stub.kill()
+            self._end_held_up(stubs)
             return
         self._retire()
         ends, versions = [], set()
@@ -127,6 +124,22 @@ class ModelHealer:
             if unknown := [stub for stub in living if stub.has_loaded and stub.limits is None]:
                 # Not here: a tritonserver that hangs would hold up the look that is to find that out.
                 self._start_worker(self._learn, unknown)
+
+    def _end_held_up(self, stubs: list[Stub]) -> None:
+        """End what does not go on while the model is loaded anew, which may be under way for long.
+
+        Whoever asks what hangs of the old ones is to be refused, not to wait. For a new one that a signal has stopped
+        tritonserver waits without end if that load fails.
+        """
+        for stub in stubs:
+            if stub.is_dead:
+                continue
+            if stub.handled and stub.find_hang():
+                stub.kill()
+            elif stub.has_loaded and stub.is_stopped:
+                self._say(f"{self.model}: {stub.describe()} was stopped by a signal and was ended")
+                stub.kill()
+                stub.steady_since = time.monotonic()
 
     def _learn(self, stubs: list[Stub]) -> None:
         """Find out, if that can be done now, how many processes there should be, and how long their work may take.

@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import threading
@@ -393,6 +394,36 @@ def test_processes_that_are_killed_while_a_load_that_failed_ends_hold_up_no_load
             time.sleep(2.5)
         find_settled(server, repository, step)
         server.wait_for_line(f"{step}: answers again", BACK_WITHIN_S)
+
+
+def test_processes_that_are_stopped_while_they_are_replaced_hold_up_no_load(repository: Path) -> None:
+    """Of a load that failed tritonserver waits for those that had loaded by then."""
+    stops = random.Random(12)
+    with running(repository) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            living = [stub for step in STEPS for stub in server.find_stubs(step)]
+            for stub in stops.sample(living, min(len(living), stops.choice((1, 1, 2, 3)))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stub.pid, signal.SIGSTOP)
+            time.sleep(stops.uniform(0.02, 0.8))
+        deadline = time.monotonic() + BACK_WITHIN_S
+        while not are_awake(server, repository):
+            assert time.monotonic() < deadline, server.lines[-20:]
+            time.sleep(0.2)
+
+
+def are_awake(server: Running, repository: Path) -> bool:
+    """Tell whether each step has all of its processes, and none is stopped or loading."""
+    for step in STEPS:
+        (group,) = parse_config((repository / step / "config.pbtxt").read_text()).instance_group
+        stubs = server.find_stubs(step)
+        if len(stubs) != group.count or any(stub.look.stat.state == "T" for stub in stubs):
+            return False
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.status}/versions", timeout=5) as response:
+        return json.load(response)["models"]["sentence_embedding"]["state"] == "served"
 
 
 def test_no_colours_of_libraries_stand_in_the_log(server: Running) -> None:
