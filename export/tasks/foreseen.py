@@ -7,12 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.plain.sentence_modules import (
-    SentenceModule,
-    find_sentence_home,
-    read_sentence_modules,
-    read_transformer_settings,
-)
+from ..checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_sentence_modules
 from ..checkpoints.plain.tokenizer_files import has_tokenizer
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
@@ -118,19 +113,14 @@ def _check_blocks(directory: Path, config: Mapping[str, Any]) -> None:
         return value if isinstance(value, int) else usual
 
     whole = (5 + 2 * read("num_random_blocks", _RANDOM_BLOCKS)) * read("block_size", _BLOCK_SIZE)
-    further = (
-        read_settings(directory / "tokenizer_config.json").get("model_max_length"),
-        read_transformer_settings(directory).get("max_seq_length"),
-    )
     positions = read("max_position_embeddings", _BIGBIRD_POSITIONS)
-    longest = min([positions, *(length for length in further if isinstance(length, (int, float)))])
-    if longest > whole:
+    if positions > whole:
         raise ModelError(
-            f"{directory} attends to long texts in blocks, which is not exported",
-            expected=f"texts of at most {whole} tokens, of which it attends to all, or attention_type original_full",
-            got=f"block_sparse, and texts of up to {longest:.0f} tokens",
-            remedy=f"set model_max_length in tokenizer_config.json to {whole}, or attention_type in config.json to "
-            "original_full, which answers longer texts otherwise",
+            f"{directory} attends to texts of more than {whole} tokens in blocks, which is not exported",
+            expected="attention_type original_full",
+            got=f"block_sparse, and positions for {positions} tokens",
+            remedy=f"set attention_type in config.json to original_full: texts of up to {whole} tokens are answered "
+            "alike, and longer ones otherwise",
         )
 
 

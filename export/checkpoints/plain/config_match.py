@@ -161,7 +161,9 @@ def _refuse_held(directory: Path, shapes: Shapes) -> None:
     """
     base = build_base(directory)
     front = find_holder(base.state_dict(), shapes) if base is not None else ""
-    if holder := front.removesuffix(f"{base.base_model_prefix}.") if front else "":
+    holder = front.removesuffix(f"{base.base_model_prefix}.") if front else ""
+    # Beside others it is a part of a model, such as a reward model's.
+    if holder and all(name.startswith(holder) for name in shapes):
         raise CheckpointError(
             f"{directory / 'config.json'} does not describe the weights",
             expected=f"the names of a model of type {base.config.model_type}",

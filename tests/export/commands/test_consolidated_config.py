@@ -174,6 +174,9 @@ def test_a_model_behind_a_name_of_its_holders_is_refused_whatever_class_is_named
         with pytest.raises(CheckpointError, match=r"save the model .* by torch\.save\(module\.net\.state_dict\(\)"):
             consolidate(run_folder, tmp_path / "out", base=described)
     assert not (tmp_path / "out").exists()
+    # As a reward model is, whose configuration is that of what it was trained from.
+    holder.add_module("v_head", nn.Linear(12, 1))
+    consolidate(save_run(tmp_path / "reward", holder), tmp_path / "out", base=described)
 
 
 @pytest.mark.parametrize(

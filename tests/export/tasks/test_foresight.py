@@ -1,6 +1,5 @@
 """What needs no model to be refused is refused before torch is imported, in the words of the later refusal."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -272,17 +271,17 @@ def test_an_architecture_that_cannot_be_exported_is_refused_before_torch_is_impo
 @pytest.mark.parametrize("model_type", ["big_bird", "bigbird_pegasus"])
 def test_attention_in_blocks_is_refused_and_what_the_refusal_names_is_not(model_type: str, tmp_path: Path) -> None:
     config = {"model_type": model_type, "block_size": 16, "num_random_blocks": 1}
-    told = "attends to long texts in blocks.* at most 112 tokens.* got block_sparse, and texts of up to 4096 tokens"
+    told = "attends to texts of more than 112 tokens in blocks.* got block_sparse, and positions for 4096 tokens"
     with pytest.raises(ModelError, match=told):
         check_architecture(tmp_path, config)
-    with pytest.raises(ModelError, match="at most 704 tokens"):
+    with pytest.raises(ModelError, match="more than 704 tokens .* set attention_type in config.json to original_full"):
         check_architecture(tmp_path, {"model_type": model_type})
     check_architecture(tmp_path, config | {"attention_type": "original_full"})
     check_architecture(tmp_path, config | {"max_position_embeddings": 112})
-    for longest, is_whole in ((1e30, False), (113, False), (112, True)):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": longest}))
-        with contextlib.nullcontext() if is_whole else pytest.raises(ModelError, match="set model_max_length in"):
-            check_architecture(tmp_path, config)
+    # Whoever sends tokens is bound by no tokenizer.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 112}))
+    with pytest.raises(ModelError, match="attends to texts"):
+        check_architecture(tmp_path, config)
 
 
 def test_a_model_without_steps_lies_beside_what_is_called_like_one(here: Path) -> None:
