@@ -175,7 +175,7 @@ FLOORS = {
     "server/starting": ("errors", "run", "shortage", "tritonserver"),
     "server/watching": ("limits", "run", "status", "tritonserver"),
     "server/supervisor": (
-        *("announcement", "draining", "errors", "following", "log", "run", "shortage", "starting", "status"),
+        *("announcement", "draining", "errors", "following", "limits", "log", "run", "shortage", "starting", "status"),
         *("tritonserver", "watching"),
     ),
 }
