@@ -162,6 +162,7 @@ def test_a_hub_whose_commits_are_paths_writes_nothing(hub: Hub, tmp_path: Path) 
     assert not (tmp_path / "escaped").exists() and not hub.fetched
 
 
+@pytest.mark.rarer
 def test_a_folder_here_wins_and_what_is_nowhere_is_refused(hub: Hub, model: Path, tmp_path: Path) -> None:
     (tmp_path / "owner").mkdir()
     shutil.copytree(model, tmp_path / NAME)

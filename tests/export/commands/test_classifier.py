@@ -59,6 +59,7 @@ def test_the_consolidated_classifier_answers_as_its_trainer_did(trained: Trained
     assert [model.config.id2label[index] for index in range(3)] == trained.labels
 
 
+@pytest.mark.rarer
 def test_the_published_and_served_classifier_answers_as_its_trainer_did(trained: Trained, tmp_path: Path) -> None:
     arguments = ("--name", NAME, "--repository", str(tmp_path / "models"), "--json")
     done = run("-m", "export", "run", str(trained.checkpoint), *arguments)

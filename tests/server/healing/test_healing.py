@@ -396,6 +396,7 @@ def test_processes_that_are_killed_while_a_load_that_failed_ends_hold_up_no_load
         server.wait_for_line(f"{step}: answers again", BACK_WITHIN_S)
 
 
+@pytest.mark.rarer
 def test_processes_that_are_stopped_while_they_are_replaced_hold_up_no_load(repository: Path) -> None:
     """Of a load that failed tritonserver waits for those that had loaded by then."""
     stops = random.Random(12)
