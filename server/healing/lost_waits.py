@@ -122,7 +122,7 @@ def _find_wait(memory: mmap.mmap, control: int, *, has_loaded: bool) -> _Wait | 
     answers = _find_queue(memory, control + PARENT_QUEUE_AT)
     _, _, places, buffer, asked, _ = QUEUE.unpack_from(memory, questions + _MESSAGES_AT)
     value, waiting, size, _, put, taken = QUEUE.unpack_from(memory, answers + _MESSAGES_AT)
-    if value or not waiting or put != taken or not 0 <= put < size:
+    if places <= 0 or value or not waiting or put != taken or not 0 <= put < size:
         return None
     # Counted modulo the size: of a process that has served it may be 0 again.
     last = buffer + OWNERSHIP_BYTES + (asked - 1) % places * _HANDLE.size
