@@ -137,7 +137,8 @@ class ModelHealer:
             if stub.handled and stub.find_hang():
                 stub.kill()
             elif stub.has_loaded and stub.is_stopped:
-                self._say(f"{self.model}: {stub.describe()} was stopped by a signal and was ended")
+                told = "was stopped by a signal while a model was loaded, and was ended"
+                self._say(f"{self.model}: {stub.describe()} {told}")
                 stub.kill()
                 stub.steady_since = time.monotonic()
 
