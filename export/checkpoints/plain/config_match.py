@@ -168,7 +168,7 @@ def _refuse_held(directory: Path, shapes: Shapes) -> None:
             f"{directory / 'config.json'} does not describe the weights",
             expected=f"the names of a model of type {base.config.model_type}",
             got=f"all of them behind {holder}",
-            remedy=name_holder(holder),
+            remedy=f"{name_holder(holder)}, or name under architectures in config.json the class that has them there",
         )
 
 

@@ -4,16 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
-from ...checkpoints import TensorSpec, open_checkpoint
+from ...checkpoints import TensorSpec
 from ...checkpoints.plain.sentence_modules import MODULES_FILE, SentenceModule, read_sentence_modules
-from ...checkpoints.storage.paths import read_json_if_any
 from ...errors import ModelError
 from ...signature import BATCH, TensorSignature
 from ...weights.torch_model import find_output_width, load_model
@@ -23,6 +21,7 @@ from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from ..foreseen import check_layers, is_sentence_model
 from ..towers import find_encoder, find_text_tower
 from .encoding import Question
+from .sentence_layers import LAYERS, build_layers
 from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
 from .text import Answer, TextTask
 
@@ -33,15 +32,6 @@ _OWN = "own"
 _PROJECTED = "text_embeds"
 
 _UNRECORDED = f"default, because there is no {MODULES_FILE}"
-
-# Sentence-Transformers, Dense.py: the activations that its models are saved with.
-_ACTIVATIONS = {
-    "torch.nn.modules.activation.Tanh": nn.Tanh,
-    "torch.nn.modules.linear.Identity": nn.Identity,
-    "torch.nn.modules.activation.ReLU": nn.ReLU,
-    "torch.nn.modules.activation.GELU": nn.GELU,
-    "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
-}
 
 
 class FeatureExtraction(TextTask):
@@ -74,7 +64,7 @@ class FeatureExtraction(TextTask):
         inputs = build_inputs(self.tokenizer, model)
         width = find_output_width(model, _PROJECTED if self.pooling.mode == _OWN else "last_hidden_state")
         check_layers(source.directory, width)
-        layers = build_layers(self.pooling)
+        layers = build_layers(self.pooling.layers)
         self.module = SentenceEmbedding(model, self.pooling, tuple(tensor.name for tensor in inputs), layers).eval()
         dims = (BATCH, layers(torch.zeros(1, width)).shape[1])
         self.signature = self.build_signature(
@@ -147,7 +137,7 @@ class PoolingSettings:
 
     def __str__(self) -> str:
         counts = Counter(module.kind for module in self.layers)
-        layers = "".join(f", {count} {_TOLD[kind]}" for kind, count in counts.items())
+        layers = "".join(f", {count} {kind}" for kind, count in counts.items())
         return f"{self.mode}{layers}{', normalised' if self.normalize else ''} ({self.source})"
 
 
@@ -228,10 +218,10 @@ def read_pooling(directory: Path) -> PoolingSettings:
         return PoolingSettings(mode="mean", normalize=True, source=_UNRECORDED, is_default=True)
     kinds = [module.kind for module in modules]
     layers = modules[2:]
-    if kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2:]} <= _LAYERS.keys():
+    if kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2:]} <= LAYERS.keys():
         raise ModelError(
             f"{directory / MODULES_FILE} describes a model that is not exported",
-            expected=f"Transformer, Pooling, and any number of {', '.join(_LAYERS)} behind them",
+            expected=f"Transformer, Pooling, and any number of {', '.join(LAYERS)} behind them",
             got=", ".join(kinds),
             remedy="export a checkpoint made of these modules",
         )
@@ -255,94 +245,3 @@ def override_pooling(recorded: PoolingSettings, mode: str | None, normalize: boo
         source="as asked for",
         is_default=False,
     )
-
-
-def build_layers(pooling: PoolingSettings) -> nn.Sequential:
-    """Return what vectors, [batch, hidden], go through between pooling and normalising, with its weights.
-
-    Raises:
-        CheckpointError: Weights cannot be read.
-        ModelError: A layer is not exported as it is configured, or has other weights than that.
-    """
-    return nn.Sequential(*(_LAYERS[module.kind](module.folder) for module in pooling.layers))
-
-
-def load_dense(directory: Path) -> nn.Sequential:
-    """Return a linear layer and its activation, as Sentence-Transformers' `Dense` saved them.
-
-    Raises:
-        CheckpointError: Its weights cannot be read.
-        ModelError: Its activation is not known, or its weights have another shape than its configuration says.
-    """
-    settings: Any = read_json_if_any(directory / "config.json") or {}
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh"))
-    if activation not in _ACTIVATIONS:
-        raise ModelError(
-            f"the activation in {directory} is not exported",
-            expected="one of " + ", ".join(name.rsplit(".", 1)[-1] for name in _ACTIVATIONS),
-            got=activation,
-            remedy="export a checkpoint with one of these",
-        )
-    weights = _read_weights(directory, "linear", (settings.get("out_features"), settings.get("in_features")))
-    made, taken = weights["weight"].shape
-    layer = nn.Linear(taken, made, bias="bias" in weights)
-    layer.load_state_dict(weights)
-    return nn.Sequential(layer, _ACTIVATIONS[activation]()).requires_grad_(False)
-
-
-def load_layer_norm(directory: Path) -> nn.LayerNorm:
-    """Return what Sentence-Transformers' `LayerNorm` saved.
-
-    Raises:
-        CheckpointError: Its weights cannot be read.
-        ModelError: They have another shape than its configuration says.
-    """
-    settings: Any = read_json_if_any(directory / "config.json") or {}
-    weights = _read_weights(directory, "norm", (settings.get("dimension"),))
-    layer = nn.LayerNorm(weights["weight"].shape)
-    layer.load_state_dict(weights)
-    return layer.requires_grad_(False)
-
-
-def _read_weights(directory: Path, prefix: str, wanted: tuple[object, ...]) -> dict[str, Tensor]:
-    """Return a module's tensors by their names without its prefix, fp32.
-
-    Args:
-        directory: Folder of the module.
-        prefix: Its part of their names.
-        wanted: Shape of its weight by its configuration.
-
-    Raises:
-        CheckpointError: They cannot be read.
-        ModelError: The weight has another shape.
-    """
-    weights = open_checkpoint(directory)
-    specs = weights.specs()
-    name = f"{prefix}.weight"
-    shape = specs[name].shape if name in specs else ()
-    if shape != wanted:
-        raise ModelError(
-            f"{directory} holds other weights than its config.json says",
-            expected=f"{name} {list(wanted)}",
-            got=f"{list(shape)}" if shape else "none",
-            remedy="copy the folder again",
-        )
-    return {each.removeprefix(f"{prefix}."): weights.read(each).float() for each in specs}
-
-
-class _UnitLength(nn.Module):
-    """`Normalize` in front of other layers."""
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        return nn.functional.normalize(vectors, p=2.0, dim=1)
-
-
-# Class of a module behind the pooling → what makes a layer of its folder.
-_LAYERS: Mapping[str, Callable[[Path], nn.Module]] = {
-    "Dense": load_dense,
-    "LayerNorm": load_layer_norm,
-    # In use it leaves all as it is.
-    "Dropout": lambda _: nn.Identity(),
-    "Normalize": lambda _: _UnitLength(),
-}
-_TOLD = {"Dense": "dense", "LayerNorm": "layer norm", "Dropout": "dropout", "Normalize": "unit length"}

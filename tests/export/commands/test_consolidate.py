@@ -123,7 +123,7 @@ def test_an_embedding_model_stays_the_same_model(checkpoint: Path, tmp_path: Pat
     assert [name for name in done.files if "2_Dense/" in name][1:] == ["2_Dense/model.safetensors"]
     before, after = ask_embedder(source), ask_embedder(tmp_path / "out")
     assert before == after
-    assert before.startswith("last, 1 dense, normalised, 17 tokens: [")
+    assert before.startswith("last, 1 Dense, normalised, 17 tokens: [")
     # `--dtype` is the layer's as well.
     consolidate(source, tmp_path / "half", dtype="bfloat16")
     (layer,) = {tensor.dtype for tensor in load_file(tmp_path / "half" / "2_Dense" / "model.safetensors").values()}

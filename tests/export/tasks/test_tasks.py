@@ -41,7 +41,8 @@ from export.tasks.texts.classification import Reward, TextPairClassification, ch
 from export.tasks.texts.encoding import Question
 from export.tasks.texts.generation import find_cache_shapes
 from export.tasks.texts.generation_settings import list_unfollowed, read_defaults, read_generation_config
-from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, build_layers, load_dense, read_pooling
+from export.tasks.texts.pooling import PoolingSettings, SentenceEmbedding, read_pooling
+from export.tasks.texts.sentence_layers import build_layers, load_dense
 from export.tasks.texts.sentence_settings import check_transformer
 from export.tasks.texts.spans import QuestionAnswering
 from export.tasks.texts.text import read_verification_texts
@@ -305,16 +306,16 @@ def test_layers_behind_the_pooling_are_computed_in_their_order(tmp_path: Path) -
         state = {f"{name}.{key}": value.detach() for key, value in layer.state_dict().items()}
         save_file(state, tmp_path / place / "model.safetensors")
     pooling = read_pooling(tmp_path)
-    assert str(pooling) == "max, 1 dropout, 1 layer norm, 2 dense, 1 unit length (modules.json)"
+    assert str(pooling) == "max, 1 Dropout, 1 LayerNorm, 2 Dense, 1 Normalize (modules.json)"
     vectors = torch.randn(3, 4)
     want = narrow(nn.functional.normalize(wide(norm(vectors)).tanh())).tanh()
-    torch.testing.assert_close(build_layers(pooling)(vectors), want)
+    torch.testing.assert_close(build_layers(pooling.layers)(vectors), want)
     check_layers(tmp_path, 4)
     with pytest.raises(ModelError, match="3_LayerNorm does not fit .* expected dimension 5, .*, got dimension 4"):
         check_layers(tmp_path, 5)
     (tmp_path / "3_LayerNorm" / "config.json").write_text('{"dimension": 3}')
     with pytest.raises(ModelError, match=r"holds other weights than .* expected norm\.weight \[3\], got \[4\]"):
-        build_layers(pooling)
+        build_layers(pooling.layers)
 
 
 @pytest.mark.parametrize(
