@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -27,15 +26,22 @@ from ..checkpoints.storage.paths import (
 from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
+from .tokenizer_refusals import (
+    DESCRIBED_BY,
+    PASS_BASE,
+    UNLIMITED,
+    name_unconverted,
+    refuse_own_code,
+    refuse_sentencepiece,
+    refuse_settings,
+    refuse_without_unknown,
+    refuse_wrong_case,
+)
 from .vocabulary_options import AddedToken
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
 # (transformers, modeling_roberta.py, create_position_ids_from_input_ids).
 _MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
-
-
-# What says more of a tokenizer than its vocabulary.
-_DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
 # What may belong to it and is no tokenizer alone.
 _MORE_FILES = (
     "special_tokens_map.json",
@@ -46,15 +52,6 @@ _MORE_FILES = (
     "source.spm",
     "target.spm",
 )
-# Tokens from which on a tokenizer has no limit of its own: transformers writes 1e30.
-_UNLIMITED = 1e9
-
-# Characters that few vocabularies have, of several kinds, for some are normalised away.
-_RARE_TEXT = "\U0001202f \ua566 \u224b \ue000"
-
-# The release that goes with the protobuf of requirements/; 0.2.3 wants a later one.
-_SENTENCEPIECE = "sentencepiece==0.2.1"
-_PASS_BASE = "pass the folder of the model that the checkpoint was trained from with --base"
 
 
 def is_bare_vocabulary(directory: Path) -> bool:
@@ -63,7 +60,7 @@ def is_bare_vocabulary(directory: Path) -> bool:
     So do DeepSpeed-Chat and Megatron leave it. The architecture then tells the tokenizer's class, and that its usual
     special tokens: of OPT, whose vocabulary is GPT-2's class with others, these are wrong.
     """
-    return not any((directory / name).is_file() for name in _DESCRIBED_BY)
+    return not any((directory / name).is_file() for name in DESCRIBED_BY)
 
 
 def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
@@ -75,7 +72,8 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
 
     Raises:
         CheckpointError: The folder holds no tokenizer, or one that cannot be loaded.
-        VocabularyError: The tokenizer has no Rust backend, so the server could not run it.
+        VocabularyError: The tokenizer has no Rust backend, so the server could not run it, or fails at what it does not
+            know.
     """
     refuse_irregular(directory, (*TOKENIZER_FILES, *_MORE_FILES))
     if not has_tokenizer(directory):
@@ -83,7 +81,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
             f"{directory} holds no tokenizer",
             expected="one of " + ", ".join(TOKENIZER_FILES),
             got="none of them",
-            remedy=_PASS_BASE,
+            remedy=PASS_BASE,
         )
     refuse_spoiled_texts(directory, (*TOKENIZER_FILES, *_MORE_FILES))
     check_merges(directory)
@@ -99,136 +97,24 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         raise
     # What a damaged tokenizer raises is up to the library that reads it: OSError, ValueError, a bare Exception, ...
     except Exception as exc:
-        _refuse_own_code(directory)
-        _refuse_sentencepiece(directory, exc)
+        refuse_own_code(directory)
+        refuse_sentencepiece(directory, exc)
         if (directory / "source.spm").is_file():
-            raise _name_unconverted(directory, "Marian's two SentencePiece files") from exc
+            raise name_unconverted(directory, "Marian's two SentencePiece files") from exc
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded",
             expected="a tokenizer that transformers reads",
             got=" ".join(str(exc).split())[:200].rstrip(".:;"),
-            remedy=f"copy the tokenizer's files again, or {_PASS_BASE}",
+            remedy=f"copy the tokenizer's files again, or {PASS_BASE}",
         ) from exc
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         # Of what it converts, such as a SentencePiece file alone, the converted one was loaded.
-        raise _name_unconverted(directory, type(tokenizer).__name__)
-    # transformers takes these values as they are; the first may be 1e30.
-    length, names = tokenizer.model_max_length, tokenizer.model_input_names
-    for name, value, expected, is_right in (
-        ("model_max_length", length, "a number of tokens", _is_length(length)),
-        ("model_input_names", names, "a list of names", all(isinstance(each, str) for each in names)),
-    ):
-        if not is_right:
-            raise CheckpointError(
-                f"{name} in {directory / _DESCRIBED_BY[1]} cannot be used",
-                expected=expected,
-                got=repr(value),
-                remedy="correct it, or leave it out",
-            )
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        # Without a vocabulary transformers makes a tokenizer of its class's special tokens.
-        raise CheckpointError(
-            f"the tokenizer in {directory} has no vocabulary",
-            expected=f"tokens of texts, in one of {', '.join(TOKENIZER_FILES)}, of its own kind",
-            got=f"special tokens alone, {list_some(sorted(tokenizer.all_special_tokens))}",
-            remedy=f"copy the tokenizer's files again, or {_PASS_BASE}",
-        )
+        raise name_unconverted(directory, type(tokenizer).__name__)
+    refuse_settings(directory, tokenizer)
     if is_bare_vocabulary(directory):
-        _refuse_wrong_case(directory, tokenizer)
-    _refuse_without_unknown(directory, tokenizer.backend_tokenizer)
+        refuse_wrong_case(directory, tokenizer)
+    refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer
-
-
-def _name_unconverted(directory: Path, got: str) -> VocabularyError:
-    return VocabularyError(
-        f"the tokenizer in {directory} cannot run in the server",
-        expected="one with a tokenizer.json",
-        got=f"{got}, which transformers converts to none",
-        remedy="write one that gives the same ids with the library tokenizers, or, for a task of tensors, take the "
-        "tokenizer's files out of the folder",
-    )
-
-
-def _refuse_own_code(directory: Path) -> None:
-    """Refuse a tokenizer that is Python in the checkpoint.
-
-    Raises:
-        CheckpointError: It is one.
-    """
-    content = read_json_beside(directory / _DESCRIBED_BY[1])
-    named, class_name = content.get("auto_map"), content.get("tokenizer_class")
-    # The older form names no automatic class.
-    named = named.get("AutoTokenizer") if isinstance(named, dict) else named
-    if named and isinstance(class_name, str) and not hasattr(transformers, class_name):
-        raise CheckpointError(
-            f"the tokenizer in {directory} is Python in the checkpoint, which is never run",
-            expected="a tokenizer_class that transformers has, or a tokenizer.json",
-            got=f"{class_name!r} and auto_map {named!r}",
-            remedy="if you trust it, convert it with transformers and save it as tokenizer.json beside the weights",
-        )
-
-
-def _refuse_sentencepiece(directory: Path, exc: Exception) -> None:
-    """Refuse a tokenizer that transformers did not read for want of the package that reads its one file.
-
-    Without it, or with one that does not go with protobuf, transformers takes the file for another kind's, and asks for
-    tiktoken.
-
-    Raises:
-        CheckpointError: It is one.
-    """
-    files = [] if (directory / "tokenizer.json").is_file() else sorted(directory.glob("*.model"))
-    is_unread = any(package in str(exc).lower() for package in ("tiktoken", "sentencepiece"))
-    if is_unread and any(_is_sentencepiece(path) for path in files):
-        raise CheckpointError(
-            f"the tokenizer in {directory} needs the package sentencepiece",
-            expected=f"a tokenizer.json beside {files[0].name}, or sentencepiece installed",
-            got="no tokenizer.json, and no sentencepiece that transformers can use",
-            remedy=f"pip install {_SENTENCEPIECE} beside modelyard, or write tokenizer.json where it is installed, by "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-        ) from exc
-
-
-def _is_sentencepiece(path: Path) -> bool:
-    """Tell whether a file is SentencePiece's, which begins with a piece in protobuf; tiktoken's are base64."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(1) == b"\n"
-
-
-def _refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a vocabulary with capitals for a tokenizer that, for want of a word on it, would take them off texts."""
-    if not getattr(tokenizer, "do_lower_case", False):
-        return
-    capitals = sorted(token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
-    capitals = [token for token in capitals if token != token.lower() and not token.startswith("[")]
-    if capitals:
-        raise VocabularyError(
-            f"nothing in {directory} says whether its tokenizer keeps capitals",
-            expected=f"{_DESCRIBED_BY[1]}, because the vocabulary has {len(capitals)} tokens with capitals",
-            got="the vocabulary alone, whose tokenizer takes them off by default",
-            remedy=_PASS_BASE,
-        )
-
-
-def _refuse_without_unknown(directory: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that fails at a character which it does not know, for want of an unknown token.
-
-    Raises:
-        VocabularyError: It does.
-    """
-    try:
-        tokenizer.encode(_RARE_TEXT)
-    # The library's own errors are bare ones.
-    except Exception as exc:
-        raise VocabularyError(
-            f"the tokenizer in {directory} fails at a text with characters that it does not know",
-            expected="an unknown token, which tokenizer.json names under model, and which its vocabulary has",
-            got=" ".join(str(exc).split())[:200].rstrip(".:;"),
-            remedy="set unk_id, of a Unigram model its place in the vocabulary, or else unk_token, to the token that "
-            "the model was trained with for them",
-        ) from exc
 
 
 @contextlib.contextmanager
@@ -281,10 +167,6 @@ def check_ids_have_rows(
     refuse_other_ids(tokenizer.get_vocab(), rows, table, allow_other_tokenizer=allow_other_tokenizer)
 
 
-def _is_length(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value > 0 and (value >= _UNLIMITED or float(value).is_integer())
-
-
 def read_max_length(
     directory: Path, tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig, *, is_required: bool = True
 ) -> int:
@@ -300,7 +182,7 @@ def read_max_length(
     recorded = read_transformer_settings(directory).get("max_seq_length")
     if recorded is not None:
         limits.append(_check_length(recorded, "max_seq_length", f"what Sentence-Transformers recorded in {directory}"))
-    if tokenizer is not None and tokenizer.model_max_length < _UNLIMITED:
+    if tokenizer is not None and tokenizer.model_max_length < UNLIMITED:
         limits.append(int(tokenizer.model_max_length))
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
@@ -373,7 +255,7 @@ def check_special_ids(
             got="; ".join(different),
             # A vocabulary alone is given the usual special tokens of its class, and those were compared: to take them
             # all the same would answer wrongly.
-            remedy=_PASS_BASE
+            remedy=PASS_BASE
             if is_bare_vocabulary(directory)
             else "copy the tokenizer that the checkpoint was trained with, or pass its folder with --base; "
             "--allow-other-tokenizer takes this one, if its special tokens were changed on purpose",
@@ -405,7 +287,7 @@ def _list_strangers(directory: Path, tokenizer: PreTrainedTokenizerBase) -> list
 
     A tokenizer that was saved with its special tokens has them in `tokenizer.json`, or their ids in the settings.
     """
-    vocabulary, settings = (directory / name for name in _DESCRIBED_BY)
+    vocabulary, settings = (directory / name for name in DESCRIBED_BY)
     if not vocabulary.is_file():
         return []
     own, given = Tokenizer.from_file(str(vocabulary)), read_json_beside(settings).get("added_tokens_decoder")
