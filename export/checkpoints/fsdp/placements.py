@@ -15,17 +15,12 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ..pickles.inert_pickle import Record
+from ..pickles.torch_zip import DTENSORS, SHARDED_TENSOR
 from ..remedies import RECOPY_OR_USE_OLDER
 from ..storage.assembled_tensor import Box
 from ..storage.dtypes import ElementType
 from ..storage.stored_tensor import StoredTensor
 
-_DTENSORS = (
-    "torch.distributed.tensor.DTensor",
-    "torch.distributed._tensor.DTensor",
-    "torch.distributed._tensor.api.DTensor",
-)
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 # Under torch.distributed.tensor.placement_types, or torch.distributed._tensor.placement_types before torch 2.5.
 _SHARD, _REPLICATE = "Shard", "Replicate"
 
@@ -67,7 +62,7 @@ class RankTensor:
 
 def is_sharded(value: Any) -> bool:
     """Tell whether `value` is a DTensor or a ShardedTensor."""
-    return isinstance(value, Record) and value.type_name in (*_DTENSORS, _SHARDED_TENSOR)
+    return isinstance(value, Record) and value.type_name in (*DTENSORS, SHARDED_TENSOR)
 
 
 def read_rank_tensor(value: Record, name: str, path: Path) -> RankTensor:
@@ -76,7 +71,7 @@ def read_rank_tensor(value: Record, name: str, path: Path) -> RankTensor:
     Raises:
         CheckpointError: It is damaged, or placed in a way that is not read.
     """
-    if value.type_name == _SHARDED_TENSOR:
+    if value.type_name == SHARDED_TENSOR:
         return _read_sharded_tensor(value, name, path)
     spec, local = value.field("_spec"), value.field("_local_tensor")
     meta, mesh = (spec.field("tensor_meta"), spec.field("mesh")) if isinstance(spec, Record) else (None, None)

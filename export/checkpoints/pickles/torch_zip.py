@@ -44,6 +44,8 @@ from .inert_pickle import (
 )
 
 __all__ = [
+    "DTENSORS",
+    "SHARDED_TENSOR",
     "ForeignTensor",
     "GlobalName",
     "Record",
@@ -59,6 +61,17 @@ __all__ = [
 _MAX_DIMS = 64
 _MAX_ENCODED_BYTES = 16 << 20
 _SAVE_DENSE = "save the model's full state dict, unquantised"
+# A rank's part of a tensor, by FSDP: the names that DTensor has had, and ShardedTensor.
+DTENSORS = (
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed._tensor.DTensor",
+    "torch.distributed._tensor.api.DTensor",
+)
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_GATHER_RANKS = (
+    "put the files of all ranks into one folder as pytorch_model_fsdp_rankN.bin, N from 0, and pass the folder, or "
+    "save the model's full state dict"
+)
 # What torch sets on a tensor after it is rebuilt (torch/_utils.py, `set_tensor_metadata`), and what takes it off again.
 _RESOLVED_BY = {"neg": "resolve_neg()", "conj": "resolve_conj()"}
 # The first bytes of a file by torch before 1.6: its magic number as a pickled int (torch/serialization.py).
@@ -158,13 +171,19 @@ def refuse_foreign_tensors(path: Path, state: Mapping[Any, Any]) -> None:
     foreign = {name: value for name, value in state.items() if is_tensor(value) and isinstance(value, Record)}
     if foreign:
         found = {value.found if isinstance(value, ForeignTensor) else value.type_name for value in foreign.values()}
-        remedies = {value.remedy if isinstance(value, ForeignTensor) else _SAVE_DENSE for value in foreign.values()}
+        remedies = {_find_remedy(value) for value in foreign.values()}
         raise CheckpointError(
             f"{path} holds tensors that are not read: {list_some(foreign)}",
             expected="dense tensors of real numbers",
             got=list_some(found),
             remedy=list_some(remedies),
         )
+
+
+def _find_remedy(value: ForeignTensor | Record) -> str:
+    if isinstance(value, ForeignTensor):
+        return value.remedy
+    return _GATHER_RANKS if value.type_name in (*DTENSORS, SHARDED_TENSOR) else _SAVE_DENSE
 
 
 def is_tensor(value: Any) -> bool:
