@@ -71,8 +71,9 @@ def _name_part(config: PretrainedConfig, ending: str) -> str:
     # That of BLIP-2's texts has the configuration of all.
     if part is None or isinstance(config, part.config_class):
         return ""
-    # Towers of pictures are built by the class that they name, whatever `AutoModel` knows.
-    return name if ending == "VisionModel" or part.config_class in AutoModel._model_mapping else ""
+    # These are built by the class that they name, whatever `AutoModel` knows.
+    is_tower = ending in ("VisionModel", "TextModelWithProjection")
+    return name if is_tower or part.config_class in AutoModel._model_mapping else ""
 
 
 def _find_own_class(config: PretrainedConfig) -> Any:

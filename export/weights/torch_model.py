@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
     CONFIG_MAPPING,
@@ -198,7 +199,9 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     """
     if not hasattr(config, "vocab_size"):
         refuse_for_texts(config)
-    model = build_on_meta(make_buildable(config))
+    # Some towers of texts, such as MetaClip 2's, are no model of their own to `AutoModel`.
+    is_known = type(config) in AutoModel._model_mapping
+    model = build_on_meta(make_buildable(config), AutoModel if is_known else find_named_class(config) or AutoModel)
     embedding = model.get_input_embeddings().weight
     local_name = next(name for name, parameter in model.named_parameters() if parameter is embedding)
     found = [name for name in specs if name == local_name or name.endswith("." + local_name)]
@@ -210,6 +213,13 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
             remedy="check that config.json belongs to these weights",
         )
     return found[0]
+
+
+def find_named_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class of transformers that the configuration names first; None where it is not of its kind."""
+    named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    is_own = isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is type(config)
+    return named if is_own else None
 
 
 def make_buildable(config: PretrainedConfig) -> PretrainedConfig:

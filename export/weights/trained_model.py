@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..checkpoints.plain.model_shapes import list_conversions, rename_as_built
 from ..errors import ModelError
-from .torch_model import build_on_meta, make_buildable
+from .torch_model import build_on_meta, find_named_class, make_buildable
 
 # peft 0.21, utils/peft_types.py, TaskType.
 _LANGUAGE_MODELS = ("CAUSAL_LM", "SEQ_2_SEQ_LM")
@@ -119,9 +119,7 @@ def _find_class(config: PretrainedConfig, trained_for: object) -> Any:
 
     A head that is tied to its inputs needs no weights: a checkpoint without one may have been trained with it.
     """
-    named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
-    if not (isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is type(config)):
-        named = None
+    named: Any = find_named_class(config)
     headless: Any = AutoModel._model_mapping.get(type(config), None)
     is_headless = named is not None and named is headless
     is_tied = getattr(config, "tie_word_embeddings", False)

@@ -44,7 +44,7 @@ from export.tasks.texts.spans import QuestionAnswering
 from export.tasks.texts.text import read_verification_texts
 from export.tasks.texts.text_generation import TextGeneration
 from export.weights.tokenizer import load_tokenizer
-from export.weights.torch_model import load_config
+from export.weights.torch_model import find_input_embedding, load_config
 from export.weights.transforms import CastToFloat32
 
 
@@ -293,19 +293,23 @@ def test_a_tower_of_pictures_is_served_with_its_own_vector(name: str, output: st
         np.testing.assert_allclose(answered["data"], want[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["CLIP", "MetaClip2", "Clap"])
 def test_a_tower_of_texts_is_served_with_the_vector_that_is_compared_with_pictures(
-    checkpoint: Path, tmp_path: Path
+    kind: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"bos_token_id": 101, "eos_token_id": 102, "pad_token_id": 0}
-    config = transformers.CLIPTextConfig(
+    config = getattr(transformers, f"{kind}TextConfig")(
         vocab_size=30522, projection_dim=24, max_position_embeddings=32, **sizes, **ends
     )
-    transformers.CLIPTextModelWithProjection(config).save_pretrained(tmp_path)
+    tower = getattr(transformers, f"{kind}TextModelWithProjection")
+    tower(config).save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, model_max_length=32)
     tokenizer.save_pretrained(tmp_path)
+    table = find_input_embedding(load_config(tmp_path), open_checkpoint(tmp_path).specs())
+    assert open_checkpoint(tmp_path).specs()[table].shape == (30522, 16)
     task = build_task(find_task_name(tmp_path, load_config(tmp_path), {}), build_source(tmp_path))
-    model = transformers.CLIPTextModelWithProjection.from_pretrained(tmp_path).eval()
+    model = tower.from_pretrained(tmp_path).eval()
     texts = ["A cat sleeps.", "A longer text of a dog that runs along the river."]
     rows = tokenizer(texts, return_tensors="pt", padding=True)
     with torch.no_grad():
@@ -315,8 +319,10 @@ def test_a_tower_of_texts_is_served_with_the_vector_that_is_compared_with_pictur
         answers = [task.answer(Question(text=text))["EMBEDDING"] for text in texts]
     np.testing.assert_allclose(answers, want, atol=1e-5)
     assert task.description == "pooling own (as the model projects it)" and task.warnings == ()
-    asked = build_task("feature-extraction", build_source(tmp_path, pooling="cls", normalize=True))
-    assert asked.signature.outputs[0].dims[-1] == config.hidden_size
+    # `AutoModel`, which has no projection, knows only CLIP's tower.
+    if kind == "CLIP":
+        asked = build_task("feature-extraction", build_source(tmp_path, pooling="cls", normalize=True))
+        assert asked.signature.outputs[0].dims[-1] == config.hidden_size
 
 
 @pytest.mark.parametrize(
