@@ -53,7 +53,6 @@ class StoredCheckpoint:
         buffer_names: Names that the trainer recorded as buffers, which no optimizer trains.
         config: What `config.json` would say, where the trainer's own files tell the architecture; None as a rule.
         facts: What the files say about themselves.
-        is_loose: Whether nothing but their folder holds the files together: any may have come from another model's.
         archives: The files by `torch.save` among those that it was read from.
         allow_non_finite: Whether NaN and infinity are let through.
     """
@@ -67,7 +66,6 @@ class StoredCheckpoint:
     buffer_names: frozenset[str] = frozenset()
     config: Mapping[str, Any] | None = None
     facts: CheckpointFacts = CheckpointFacts()
-    is_loose: bool = False
     archives: tuple[Path, ...] = ()
     allow_non_finite: bool = False
     _verified: bool = False

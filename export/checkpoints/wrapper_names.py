@@ -62,13 +62,20 @@ def strip_wrappers(names: Collection[str], source: Path) -> tuple[dict[str, str]
     return stripped, ", without " + " and ".join(removed) if removed else ""
 
 
-def find_holder(wanted: Collection[str], names: Collection[str]) -> str:
-    """Return what stands in front of every name that is wanted, as a LightningModule's `net.`; empty for nothing."""
+def find_holder(wanted: Collection[str], names: Collection[str], *, may_lack: int = 0) -> str:
+    """Return what stands in front of the names that are wanted, as a LightningModule's `net.`; empty for nothing.
+
+    Args:
+        wanted: The names, of which the first in their order must be there.
+        names: Those that are there.
+        may_lack: How many of the wanted ones need not be there.
+    """
     if not wanted:
         return ""
     first, there = min(wanted), set(names)
     fronts = sorted({name.removesuffix(first) for name in there if name.endswith(f".{first}")})
-    return next((front for front in fronts if all(f"{front}{name}" in there for name in wanted)), "")
+    lacking = {front: sum(f"{front}{name}" not in there for name in wanted) for front in fronts}
+    return next((front for front, count in lacking.items() if count <= may_lack), "")
 
 
 def name_holder(front: str) -> str:

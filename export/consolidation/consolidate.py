@@ -24,7 +24,7 @@ from .carried_files import carry_over, replace_files, set_sizes, write_derived_c
 from .fitted import Fit
 from .safetensors_output import SafetensorsOutput, refuse_inflated
 from .staging import stage_folder
-from .vocabulary import check_carried_tokenizer, has_other_table
+from .vocabulary import check_carried_tokenizer
 
 # For tables that were changed, until they are written.
 _SCRATCH = ".scratch"
@@ -112,7 +112,7 @@ def consolidate(
         if fit is not None:
             fitted = fit(checkpoint, directory, _make_scratch(staged))
             checkpoint = fitted.checkpoint
-        match = _match_config(directory, checkpoint, is_other=base is not None)
+        match = _match_config(directory, checkpoint)
         output = _write_weights(checkpoint, staged, options, target)
         further = carry_over(directory, staged, output.dtype_names)
         if match.sizes:
@@ -142,17 +142,15 @@ def consolidate(
     )
 
 
-def _match_config(directory: Path, checkpoint: StoredCheckpoint, *, is_other: bool) -> ConfigMatch:
+def _match_config(directory: Path, checkpoint: StoredCheckpoint) -> ConfigMatch:
     """Return what `config.json` says that the weights know better, and what of it they cannot fill.
 
-    The model that it describes takes seconds and some 400 MB to look at, so nobody waits for it where the file comes
-    from beside what a trainer saved and agrees with its rows and columns.
+    The model that it describes takes seconds and some 400 MB to look at. What lies beside a trainer's own save is not
+    spared: most trainers write no configuration, and one that was laid there by hand says nothing of their names.
 
     Raises:
         CheckpointError: The weights are not of the model that it describes.
     """
-    if not (is_other or checkpoint.is_loose or has_other_table(directory, checkpoint)):
-        return ConfigMatch()
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     return match_config(directory, shapes, checkpoint.tied)
 

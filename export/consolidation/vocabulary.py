@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers.models import BPE
 
 from ..checkpoints import StoredCheckpoint
-from ..checkpoints.plain.model_shapes import ALL_INPUT_EMBEDDINGS, read_hidden_size, read_vocab_size
+from ..checkpoints.plain.model_shapes import ALL_INPUT_EMBEDDINGS, read_vocab_size
 from ..checkpoints.plain.tokenizer_files import check_merges, find_renamed
 from ..checkpoints.storage.paths import MAX_JSON_BYTES, read_json_beside
 from ..errors import VocabularyError
@@ -94,16 +94,6 @@ def _refuse_other_merges(directory: Path) -> None:
             got=f"'{exc}'",
             remedy="copy both files of the tokenizer that the checkpoint was trained with",
         ) from exc
-
-
-def has_other_table(directory: Path, checkpoint: StoredCheckpoint) -> bool:
-    """Tell whether a table of tokens is of another size than `config.json` says, as far as both are plain."""
-    table = _find_table(directory, checkpoint)
-    if not table:
-        return False
-    recorded = read_vocab_size(directory), read_hidden_size(directory)
-    sizes = zip(checkpoint.tensors[table].shape, recorded, strict=False)
-    return any(said is not None and size != said for size, said in sizes)
 
 
 def _read_ids(directory: Path) -> dict[str, int]:

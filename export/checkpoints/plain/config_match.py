@@ -160,7 +160,8 @@ def _refuse_held(directory: Path, shapes: Shapes) -> None:
         CheckpointError: They do.
     """
     base = build_base(directory)
-    front = find_holder(base.state_dict(), shapes) if base is not None else ""
+    # Under some heads it is built without its pooler, a weight and a bias.
+    front = find_holder(base.state_dict(), shapes, may_lack=2) if base is not None else ""
     holder = front.removesuffix(f"{base.base_model_prefix}.") if front else ""
     # Beside others it is a part of a model, such as a reward model's.
     if holder and all(name.startswith(holder) for name in shapes):

@@ -196,7 +196,6 @@ def _open(directory: Path, main_file: str, shards: Sequence[str] | None = None) 
         tied=find_tied(tensors),
         zero_size=frozenset(names[name] for name in zero_size if name in names),
         facts=facts,
-        is_loose=True,
         archives=tuple(directory / name for name in shard_names if name.endswith(".bin")),
     )
 

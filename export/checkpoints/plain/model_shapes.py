@@ -164,16 +164,7 @@ def rename_as_built(model: Any, names: Iterable[str], conversions: Sequence[Any]
 
 def read_vocab_size(directory: Path) -> int | None:
     """Return the size of the vocabulary in `config.json`, of its text part where it has several; None without one."""
-    return _read_size(directory, "vocab_size")
-
-
-def read_hidden_size(directory: Path) -> int | None:
-    """Return the width of what `config.json` describes, in the same way."""
-    return _read_size(directory, "hidden_size")
-
-
-def _read_size(directory: Path, key: str) -> int | None:
     config = read_json_beside(directory / "config.json")
     inner = config.get("text_config")
-    size = config.get(key, inner.get(key) if isinstance(inner, dict) else None)
+    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
     return size if type(size) is int and size > 0 else None
