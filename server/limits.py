@@ -19,6 +19,8 @@ MIN_OPEN_FILES = 256
 MIN_THREADS = 128
 _THREADS_OF_NONE = 64
 _THREADS_OF_A_PROCESS = 12
+# What else comes and goes meanwhile: connections, and the launcher's own looks.
+_SPARE_THREADS = 16
 
 _RAISE_THREADS = "raise the limit (ulimit -Hu, LimitNPROC and TasksMax of systemd, pids_limit of a container)"
 
@@ -77,13 +79,26 @@ def check_threads() -> float:
     Raises:
         ShortageError: Too few to serve.
     """
+    return _check_free_threads(MIN_THREADS, _RAISE_THREADS)
+
+
+def check_threads_of(processes: int) -> None:
+    """Refuse to start so many backend processes at once where too few threads may run.
+
+    tritonserver 2.51 aborts where it cannot start one (std::system_error), and waits without end for a process that
+    did.
+
+    Raises:
+        ShortageError: Too few for them.
+    """
+    _check_free_threads(_SPARE_THREADS + _THREADS_OF_A_PROCESS * processes, f"{_RAISE_THREADS}, or serve fewer models")
+
+
+def _check_free_threads(needed: int, remedy: str) -> float:
     free = min(_count_free_threads_of_user(), _count_free_threads_of_group())
-    if free < MIN_THREADS:
+    if free < needed:
         raise ShortageError(
-            "too few threads may run",
-            expected=f"{MIN_THREADS} more at least",
-            got=f"{free:.0f}",
-            remedy=_RAISE_THREADS,
+            "too few threads may run", expected=f"{needed} more at least", got=f"{free:.0f}", remedy=remedy
         )
     return free
 

@@ -24,7 +24,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from ..errors import ControlError, GoneError, RolloutError
+from ..errors import ControlError, GoneError, RolloutError, ShortageError
+from ..limits import check_threads_of
 from ..tritonserver.backend_processes import EndWatch, has_processes
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
@@ -34,7 +35,7 @@ from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Loaded, Published, find_fault, find_missing, list_versions
 from .sums import GOLDEN_FILE, FileSums, Identity
-from .wishes import keeps_answers, limits_rate
+from .wishes import count_instances, keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
 CANDIDATE_SUFFIX = ".candidate"
@@ -131,6 +132,7 @@ class Roller:
                 raise ControlError(
                     f"{model} cannot be shown to tritonserver", expected="room for its configuration", got=f"'{exc}'"
                 ) from exc
+            self._make_room(model, config)
             self._order(model)
             try:
                 self._check_files(model, marks)
@@ -139,6 +141,27 @@ class Roller:
                 with contextlib.suppress(ControlError):
                     self._control.unload(model)
                 raise
+
+    def _make_room(self, model: str, config: str) -> None:
+        """Unload what is left of a model where no more threads may run beside it than it has.
+
+        Raises:
+            ControlError: Too few may run all the same.
+        """
+        processes = count_instances(config) * len(self._overlay.list_versions(model))
+        try:
+            check_threads_of(processes)
+            return
+        except ShortageError:
+            pass
+        self._control.unload(model)
+        self._await_unloaded(model)
+        try:
+            check_threads_of(processes)
+        except ShortageError as exc:
+            raise ControlError(
+                f"{model} cannot be loaded", expected="threads for its processes", got=exc.fault, remedy=exc.remedy
+            ) from exc
 
     def _change(self, model: str) -> threading.RLock:
         """Return what is held while a model is changed; another one may be loaded meanwhile, for minutes perhaps."""
@@ -233,6 +256,7 @@ class Roller:
         published = taken.published
         try:
             self._check_wishes(published)
+            _check_threads(published)
             self.show(taken)
             with self._holding(taken), pacing(self._backend):
                 for name in published.configs:
@@ -265,6 +289,8 @@ class Roller:
         self._note(taken)
         try:
             self._check_wishes(new)
+            # What has no steps is loaded under two names, and the first may end while the second starts.
+            _check_threads(new, copies=1 if new.steps else 2)
             with self._holding(taken), pacing(self._backend):
                 if new.steps and new.version == old.version:
                     self._reconfigure(old, new)
@@ -494,18 +520,31 @@ def refuse_still(published: Published, model: str) -> RolloutError:
     return _refuse(published, describe_still_start(model), "it is not served")
 
 
+def _check_threads(published: Published, copies: int = 1) -> None:
+    """Refuse to load what tritonserver would die of, and everything that it serves with it.
+
+    Args:
+        published: What is to be loaded beside all that is.
+        copies: How many times.
+
+    Raises:
+        ShortageError: Too few threads may run for its processes.
+    """
+    check_threads_of(copies * sum(map(count_instances, published.configs.values())))
+
+
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:
     if published.version:
         expected, remedy = "it to load and to answer as verified", "activate another version or export it again"
     else:
         expected, remedy = "it to load", "mend its folder (the log tells more) or take it out of the repository"
-    if isinstance(exc, OSError) and exc.errno:
+    if isinstance(exc, ShortageError) or (isinstance(exc, OSError) and exc.errno):
         # What the system refused, such as a write to a full disk, is nobody's fault who published it.
         remedy = "mend that, and it is tried again"
     elif isinstance(exc, LostProcessError):
         remedy = "look for what ended it, such as a kernel that was short of memory"
     # Of what nobody has thought of, the kind says more than the words.
-    is_told = isinstance(exc, (OSError, ValueError, ControlError))
+    is_told = isinstance(exc, (OSError, ValueError, ControlError, ShortageError))
     got = str(exc) if is_told else f"{type(exc).__name__}: {exc}"
     return RolloutError(
         f"{published.title} cannot be served", expected=expected, got=got, remedy=f"{consequence}, {remedy}"

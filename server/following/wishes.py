@@ -44,11 +44,12 @@ def count_processes(configs: Iterable[str]) -> int:
 
     Of models that are rolled out one after another the one with the most is counted twice.
     """
-    counts = [_count_instances(config) for config in configs]
+    counts = [count_instances(config) for config in configs]
     return sum(counts) + max(counts, default=0)
 
 
-def _count_instances(config: str) -> int:
+def count_instances(config: str) -> int:
+    """Return how many backend processes serve a model of this configuration."""
     if _read(config, "ensemble_scheduling"):
         return 0
     # Each group has one where it says nothing, and so has a model without groups.

@@ -164,7 +164,7 @@ FLOORS = {
     "server/limits": ("errors",),
     "server/log": ("errors",),
     "server/tritonserver": ("endpoints", "errors", "limits", "locations", "log", "shortage"),
-    "server/following": ("errors", "locations", "tritonserver"),
+    "server/following": ("errors", "limits", "locations", "tritonserver"),
     "server/status": ("following",),
     "server/status_port": ("errors", "status"),
     "server/healing": ("errors", "status", "tritonserver"),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from another_user import ANOTHER_USER, as_root
 from harness import Published
 from launcher import Running, running
 
@@ -24,11 +25,6 @@ from server.tritonserver.processes import list_children
 INFER = "/v2/models/sentence_embedding/infer"
 BODY = json.dumps({"inputs": [{"name": "TEXT", "datatype": "BYTES", "shape": [1, 1], "data": ["Hello"]}]})
 FILES = 1024
-
-as_root = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"),
-    reason="mounts, or changes its user",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +71,6 @@ def no_files_for(pid: int) -> Iterator[None]:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
     yield
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-
-
-# A user who is not root may read here what root may, and no more.
-RIGHTS = "-all,+dac_override,+dac_read_search"
-ANOTHER_USER = ["setpriv", "--reuid", "12345", "--clear-groups", f"--inh-caps={RIGHTS}"]
-ANOTHER_USER += [f"--ambient-caps={RIGHTS}", f"--bounding-set={RIGHTS}"]
 
 
 def test_too_few_files_to_serve_with_end_the_start_in_one_sentence(published: Published) -> None:
