@@ -62,6 +62,11 @@ def limits_rate(config: str) -> bool:
     return "rate_limiter" in _read(config, "instance_group").split()
 
 
+def is_decoupled(config: str) -> bool:
+    """Tell whether a model of this configuration answers a request in pieces, as one that writes text does."""
+    return "decoupled : true" in _read(config, "model_transaction_policy")
+
+
 def keeps_answers(config: str) -> bool:
     """Tell whether a configuration asks for the response cache."""
     return "enable : true" in _read(config, "response_cache")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import threading
 import time
@@ -105,3 +106,37 @@ def test_two_versions_share_the_memory_and_every_text_is_wholly_of_one(tmp_path:
     assert max(sum(claims) for claims in watch.seen) <= MEGABYTES << 20
     # The old one had all that one may have, and the new one found its room beside it.
     assert max(max(claims, default=0) for claims in watch.seen) > 0.8 * (MEGABYTES << 20)
+
+
+@pytest.mark.rarer
+def test_another_configuration_is_loaded_once_what_is_being_written_has_ended(tmp_path: Path) -> None:
+    """Loaded in its place, tritonserver 2.51 died of it, 4 of 10 times."""
+    repository, tokenizer, folder = tmp_path / "models", train_bpe(), tmp_path / "writer"
+    build_writer("llama", len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    assert main(["run", str(folder), "--name", "writer", "--repository", str(repository)]) == 0
+    config = repository / "writer/config.pbtxt"
+    with running(repository) as server, ThreadPoolExecutor(4) as pool:
+        server.read_until("serving")
+        server.follow()
+        pid = server.tritonserver
+
+        def write(_: int) -> str:
+            with Client(f"127.0.0.1:{server.grpc}", protocol="grpc", model="writer", retry_s=60) as client:
+                return "".join(client.generate("The cat", max_tokens=800, temperature=0, ignore_eos=True))
+
+        (whole,) = set(pool.map(write, range(4)))
+        for seats in range(20, 28):
+            writing = [pool.submit(write, number) for number in range(4)]
+            time.sleep(0.4)
+            staged = config.with_name("staged")
+            staged.write_text(
+                re.sub(r'(max_num_seqs"\s*value \{\s*string_value: ")\d+', rf"\g<1>{seats}", config.read_text())
+            )
+            assert staged.read_text() != config.read_text()
+            staged.rename(config)
+            server.wait_for_line("version 1 is served", 60)
+            assert {future.result() for future in writing} == {whole}
+            assert set(pool.map(write, range(4))) == {whole}
+        assert server.tritonserver == pid
+        assert server.stop() == 0
