@@ -177,6 +177,11 @@ def _warn_of_model(directory: Path, match: ConfigMatch) -> tuple[str, ...]:
 
     That of a pretrained model may have one. Weights that another head leaves unused are no harm by themselves.
     """
+    if match.value_model:
+        return (
+            f"the weights are of a reward model, behind {match.value_model}: `run` serves it, and transformers does "
+            f"not load it by config.json of {directory}, which describes the model that it was trained from.",
+        )
     if match.unbuilt:
         return (
             f"config.json of {directory} was not compared with the weights: transformers cannot build the "

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_sentence_modules
 from ..checkpoints.plain.tokenizer_files import has_tokenizer
+from ..checkpoints.plain.value_model import VALUE_HEAD
 from ..checkpoints.storage.paths import read_json_if_any
 from ..errors import ModelError
 from .table import IMAGES, SOUNDS, TASKS, TEXTS
@@ -70,9 +71,6 @@ WRITER_OUTPUTS: tuple[Described, ...] = (
 
 # Class of a layer behind the pooling → where its configuration says how wide a vector it takes and makes.
 _WIDTHS = {"Dense": ("in_features", "out_features"), "LayerNorm": ("dimension", "dimension")}
-
-# DeepSpeed-Chat, reward_model.py: the head beside the base model.
-VALUE_HEAD = "v_head.weight"
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:

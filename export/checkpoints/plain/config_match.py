@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -23,9 +23,11 @@ from .model_shapes import (
     find_class_name,
     list_conversions,
     load_described,
+    load_headless,
     names_no_class,
     rename_as_built,
 )
+from .value_model import VALUE_HEAD, find_value_model
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -60,6 +62,7 @@ class ConfigMatch:
         unused: Names in the weights that it has no place for.
         unbuilt: The model that it describes, where transformers has it and cannot build it: nothing was compared.
         names_none: Whether it names a type of model and no class of it, so that nothing was compared either.
+        value_model: What stands in front of the names of a reward model's; empty for every other model.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -68,6 +71,7 @@ class ConfigMatch:
     unused: tuple[str, ...] = ()
     unbuilt: str = ""
     names_none: bool = False
+    value_model: str = ""
 
 
 # Trainers can leave out what was not trained, such as torch with `ignore_frozen_params`.
@@ -119,7 +123,14 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
     Raises:
         CheckpointError: The weights are not of the model that it describes.
     """
-    config = load_described(directory)
+    if front := find_value_model(shapes):
+        inner = {name.removeprefix(front): shape for name, shape in shapes.items() if name != VALUE_HEAD}
+        inner_tied = {name.removeprefix(front): of.removeprefix(front) for name, of in tied.items()}
+        return replace(_match_model(directory, load_headless(directory), inner, inner_tied), value_model=front)
+    return _match_model(directory, load_described(directory), shapes, tied)
+
+
+def _match_model(directory: Path, config: Any, shapes: Shapes, tied: Mapping[str, str]) -> ConfigMatch:
     model = None if config is None else build_described(config)
     if model is None:
         if names_none := names_no_class(directory):

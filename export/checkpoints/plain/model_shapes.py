@@ -58,6 +58,17 @@ def load_described(directory: Path) -> Any:
     return None if _read_class_name(directory) is None else _load_config(directory)
 
 
+def load_headless(directory: Path) -> Any:
+    """Return the same, naming the class of its type without a head; None where transformers has none."""
+    from transformers import AutoModel
+
+    config = _load_config(directory)
+    found = None if config is None else AutoModel._model_mapping.get(type(config), None)
+    if found is not None:
+        config.architectures = [(found[0] if isinstance(found, (tuple, list)) else found).__name__]
+    return None if found is None else config
+
+
 def _load_config(directory: Path) -> Any:
     import transformers
 

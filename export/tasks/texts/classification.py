@@ -17,13 +17,14 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...checkpoints import TensorSpec
+from ...checkpoints.plain.value_model import VALUE_HEAD, VALUE_MODEL_PREFIXES
 from ...errors import ModelError, VocabularyError
 from ...signature import BATCH, STRING, TensorSignature
 from ...weights.torch_model import find_output_width, load_model
 from ...weights.transforms import SelectPrefix
 from ..base import HeadModule, RunGraph, TaskSource, build_inputs
 from ..cases import Outputs
-from ..foreseen import VALUE_HEAD, is_cross_encoder
+from ..foreseen import is_cross_encoder
 from ..labels import LABEL, SCORE, choose_function, count_labels, measure_function, read_labels
 from .encoding import Question
 from .last_end import LastEndModule, check_end, reads_last_end
@@ -145,11 +146,6 @@ class Reward(TextTask):
         return {REWARD: output[0].tolist()}
 
 
-# DeepSpeed-Chat, reward_model.py: the base model under `rwtransformer.`, which was `rwtranrsformer.` in its saves of
-# 2023.
-_VALUE_MODEL_PREFIXES = ("rwtransformer.", "rwtranrsformer.")
-
-
 class ValueModule(nn.Module):
     """A model without a head, and a linear value head on its last token that is not padding."""
 
@@ -228,7 +224,7 @@ def _check_one_label(config: PretrainedConfig) -> None:
 
 def _load_value_model(source: TaskSource) -> tuple[PreTrainedModel, list[str], Tensor]:
     weights = source.weights
-    for prefix in _VALUE_MODEL_PREFIXES:
+    for prefix in VALUE_MODEL_PREFIXES:
         if any(name.startswith(prefix) for name in weights.specs()):
             weights = SelectPrefix(source=weights, prefix=prefix)
     model, unused = load_model(source.config, weights, AutoModel)

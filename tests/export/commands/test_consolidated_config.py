@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import fingerprint
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     BertConfig,
@@ -180,9 +180,24 @@ def test_a_model_behind_a_name_of_its_holders_is_refused_whatever_class_is_named
             consolidate(run_folder, tmp_path / "out")
         (run_folder / "config.json").unlink()
     assert not (tmp_path / "out").exists()
-    # As a reward model is, whose configuration is that of what it was trained from.
-    holder.add_module("v_head", nn.Linear(12, 1))
-    consolidate(save_run(tmp_path / "reward", holder), tmp_path / "out", base=described)
+
+
+@pytest.mark.parametrize("front", ["rwtransformer", "rwtranrsformer"])
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["GPT2Model"], None])
+def test_a_reward_model_of_deepspeed_chat_is_compared_without_its_head_whatever_class_is_named(
+    architectures: list[str] | None, front: str, tmp_path: Path
+) -> None:
+    """Its configuration is that of the model that it was trained from."""
+    holder = nn.Module()
+    holder.add_module(front, GPT2Model(GPT2))
+    holder.add_module("v_head", nn.Linear(12, 1, bias=False))
+    run_folder = save_base(save_run(tmp_path / "run", holder), GPT2Model(GPT2), architectures=architectures)
+    (warning,) = consolidate(run_folder, tmp_path / "out").warnings
+    assert warning.startswith(f"the weights are of a reward model, behind {front}.: `run` serves it, ")
+    assert load_file(tmp_path / "out/model.safetensors").keys() == holder.state_dict().keys()
+    described = save_base(tmp_path / "base", GPT2Model(GPT2), architectures=architectures, n_layer=3)
+    with pytest.raises(CheckpointError, match="none for h.2.attn.c_attn.bias"):
+        consolidate(run_folder, tmp_path / "other", base=described)
 
 
 @pytest.mark.parametrize(
