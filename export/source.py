@@ -30,6 +30,7 @@ from .tasks.building import (
     load_class,
     may_read_text,
     must_read_text,
+    writes_text,
 )
 from .tasks.foreseen import check_architecture
 from .tasks.own_module import FactoryTask, build_factory_task
@@ -38,6 +39,7 @@ from .tasks.pictures.preparation import read_preparation
 from .tasks.table import TASKS
 from .weights.adapter_folder import check_adapter_task, check_adapter_tokenizer
 from .weights.lora import merge_adapters
+from .weights.positions import refuse_scaled
 from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
 from .weights.torch_model import load_config, settle_quantization
 from .weights.transforms import CastToFloat32
@@ -213,6 +215,7 @@ def _read_task_source(
     name = request.task or find_task_name(directory, config, weights.specs())
     for folder in request.adapters if request.task is None else ():
         check_adapter_task(folder, name)
+    refuse_scaled(config, name, reads_text=must_read_text(name), writes=writes_text(name))
     tokenizer, rows = None, None
     if must_read_text(name) or (may_read_text(name) and has_tokenizer(directory)):
         tokenizer = load_tokenizer(directory, config)

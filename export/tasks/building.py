@@ -63,6 +63,11 @@ def must_read_text(name: str) -> bool:
     return TASKS[name].must_read_text
 
 
+def writes_text(name: str) -> bool:
+    """Tell whether the task `name` is served by the engine that writes text."""
+    return TASKS[name].form == "decoder"
+
+
 def may_read_text(name: str) -> bool:
     """Tell whether the task `name` can make use of a tokenizer."""
     return load_class(TASKS[name]).tokenizer_use != "none"

@@ -26,6 +26,7 @@ from ..checkpoints.storage.paths import (
 from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
+from .positions import find_unscaled_length
 from .tokenizer_refusals import (
     DESCRIBED_BY,
     PASS_BASE,
@@ -172,8 +173,8 @@ def read_max_length(
 ) -> int:
     """Return the longest sequence that the model was made for, in tokens, special tokens included.
 
-    The smallest of what Sentence-Transformers recorded, what the tokenizer says, and the positions that exist; 0 where
-    nothing says and the task does not need it.
+    The smallest of what Sentence-Transformers recorded, what the tokenizer says, the positions that exist, and those
+    that every text has alike; 0 where nothing says and the task does not need it.
 
     Raises:
         CheckpointError: Nothing limits the length, so no maximum can be verified.
@@ -188,7 +189,7 @@ def read_max_length(
     if isinstance(positions, int) and positions > 0:
         offset = 2 if config.model_type in _MODEL_TYPES_WITH_POSITION_OFFSET else 0
         limits.append(positions - offset)
-    limits = [limit for limit in limits if limit > 0]
+    limits = [limit for limit in (*limits, find_unscaled_length(config)) if limit > 0]
     if not limits and not is_required:
         return 0
     if not limits:

@@ -63,10 +63,11 @@ def load_headless(directory: Path) -> Any:
     from transformers import AutoModel
 
     config = _load_config(directory)
-    found = None if config is None else AutoModel._model_mapping.get(type(config), None)
-    if found is not None:
-        config.architectures = [(found[0] if isinstance(found, (tuple, list)) else found).__name__]
-    return None if found is None else config
+    found: Any = None if config is None else AutoModel._model_mapping.get(type(config), None)
+    if found is None:
+        return None
+    config.architectures = [(found[0] if isinstance(found, (tuple, list)) else found).__name__]
+    return config
 
 
 def _load_config(directory: Path) -> Any:

@@ -54,6 +54,9 @@ and grow with whatever else they have to do. The last column is what `--batching
 Longformer and LED are refused: their attention is cut into as many windows as a text fills, which becomes no graph.
 For texts of their lengths, train ModernBERT. So is XLNet, whose relative positions follow a text's length, and BigBird
 where it reads texts so long that it attends to them in blocks, which transformers does until it has read a short one.
+Texts of a model with longrope positions (Phi-3 with a long context) are cut at `original_max_position_embeddings`:
+beyond them it turns all positions by other factors, those of what is beside it in a batch as well. Positions of
+`rope_type` dynamic are refused, with what to write in place of it.
 
 | architecture | task | nodes | cases | worst error | export s | verify s | together |
 |---|---|---|---|---|---|---|---|
