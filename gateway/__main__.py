@@ -76,8 +76,10 @@ def serve(arguments: argparse.Namespace) -> int:
 
     from .connections import KEEP_ALIVE_S, BoundedProtocol, raise_limit
     from .door import Door
+    from .tokens import start_threads
     from .upstream import ClientError, Upstream
 
+    start_threads()
     keys = Keys(arguments.keys, _say) if arguments.keys else None
     # pathlib raises where a folder above it may not be entered.
     if not os.path.isdir(arguments.repository):  # noqa: PTH112

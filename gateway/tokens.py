@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 # What a text weighs for each of its characters: one of ASCII becomes a token at most. Of others U+FDFA becomes 18
 # characters where the tokenizer normalises (NFKC), and of 33 bytes; real texts have one or two.
@@ -84,3 +84,8 @@ def _measure_long(tokenizer: Tokenizer, text: str, most: int) -> Length:
 
 def _count(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Length]:
     return [Length(len(each)) for each in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def start_threads() -> None:
+    """Start the threads that texts are tokenized on: where the first batch of several cannot, no later one is."""
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode_batch(["a", "a"])

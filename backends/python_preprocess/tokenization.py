@@ -1,5 +1,6 @@
 """From texts to token ids: decoding, truncation and padding, without a word about Triton."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,10 @@ class TextTokenizer:
         self._tokenizer = Tokenizer.from_file(str(path))
         if self._tokenizer.padding is None or self._tokenizer.truncation is None:
             raise ValueError(f"{path} sets no padding or no truncation: expected a file that the export wrote")
+        # Its threads start with the first batch of several texts, and where they cannot, no later one is encoded. Here
+        # it is a load that fails then, and is tried again.
+        with contextlib.suppress(Exception):
+            self._tokenizer.encode_batch(["", ""])
         self._padding = dict(self._tokenizer.padding)
         # A batch is padded request by request: a caller's shape must not depend on other callers.
         self._tokenizer.no_padding()

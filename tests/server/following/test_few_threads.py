@@ -5,12 +5,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from another_user import ANOTHER_USER, USER, as_root
 from followed import NAME, Callers, activate, copy_at_first, wait_for
 from launcher import Running, running
+
+from client import Client
 
 _MANY, _SPARE = 600, 20
 _TAKE = """
@@ -47,9 +50,9 @@ def count_threads() -> int:
 
 
 @contextlib.contextmanager
-def few_left() -> Iterator[None]:
+def few_left(spare: int = _SPARE) -> Iterator[None]:
     """Leave but a few threads to the user, for another program has the rest."""
-    command = [*ANOTHER_USER, sys.executable, "-c", _TAKE, str(_MANY - _SPARE - count_threads() - 1)]
+    command = [*ANOTHER_USER, sys.executable, "-c", _TAKE, str(_MANY - spare - count_threads() - 1)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdin and program.stdout and program.stdout.readline() == "taken\n"
         yield
@@ -90,3 +93,18 @@ def test_a_model_of_which_a_process_died_is_reloaded_in_place_of_the_others_wher
             assert callers.failures == []
     assert server.tritonserver == pid
     assert server.stop() == 0
+
+
+@as_root
+def test_several_texts_are_tokenized_at_once_where_no_thread_can_start(served: tuple[Running, Path]) -> None:
+    server, _ = served
+    texts = [f"text {number}" for number in range(8)]
+    assert len(server.find_stubs(f"{NAME}_preprocess")) > 1
+    with few_left(0), ThreadPoolExecutor(8) as pool:
+
+        def embed(_: int) -> tuple[int, ...]:
+            with Client(f"127.0.0.1:{server.http}", model=NAME) as client:
+                return client.embed(texts).shape
+
+        # Each of the processes has a first time.
+        assert set(pool.map(embed, range(64))) == {(8, 16)}
