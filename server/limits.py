@@ -73,13 +73,16 @@ def describe_open_files(pid: int) -> str:
     return f"{len(os.listdir(f'/proc/{pid}/fd'))} of {limit} files open"  # noqa: PTH208
 
 
-def check_threads() -> float:
+def check_threads(needed: int = MIN_THREADS) -> float:
     """Return how many more threads may run: of this user, and in this control group.
 
+    Args:
+        needed: How many at least; as many as serving takes.
+
     Raises:
-        ShortageError: Too few to serve.
+        ShortageError: Fewer.
     """
-    return _check_free_threads(MIN_THREADS, _RAISE_THREADS)
+    return _check_free_threads(needed, _RAISE_THREADS)
 
 
 def check_threads_of(processes: int) -> None:

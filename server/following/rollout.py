@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError, ShortageError
-from ..limits import check_threads_of
+from ..limits import check_threads, check_threads_of
 from ..tritonserver.backend_processes import EndWatch, has_processes
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
@@ -54,6 +54,9 @@ _INTERVAL_S = 0.05
 # once they have ended.
 _UNLOAD_LIMIT_S = 10.0
 _LAST_UNLOAD_S = 0.5
+
+# tritonserver starts some for that, and ends where it cannot.
+_THREADS_TO_UNLOAD = 4
 
 
 class Roller:
@@ -149,14 +152,13 @@ class Roller:
             ControlError: Too few may run all the same.
         """
         processes = count_instances(config) * len(self._overlay.list_versions(model))
-        try:
+        with contextlib.suppress(ShortageError):
             check_threads_of(processes)
             return
-        except ShortageError:
-            pass
-        self._control.unload(model)
-        self._await_unloaded(model)
         try:
+            check_threads(_THREADS_TO_UNLOAD)
+            self._control.unload(model)
+            self._await_unloaded(model)
             check_threads_of(processes)
         except ShortageError as exc:
             raise ControlError(
@@ -263,9 +265,9 @@ class Roller:
             RolloutError: It cannot be loaded or does not answer as verified; nothing of it stays loaded.
         """
         published = taken.published
+        _check_threads(published, "it is not served")
         try:
             self._check_wishes(published)
-            _check_threads(published)
             self.show(taken)
             with self._holding(taken), pacing(self._backend):
                 for name in published.configs:
@@ -295,11 +297,12 @@ class Roller:
         # tritonserver would load it anew with the other, and its callers would be answered by it until the switch.
         if changed := self._sums.find_changed(served.files, since="loaded"):
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
+        before = f"version {old.version}" if old.version else "what was loaded"
+        # What has no steps is loaded under two names, and the first may end while the second starts.
+        _check_threads(new, f"{before} is served as before", copies=1 if new.steps else 2)
         self._note(taken)
         try:
             self._check_wishes(new)
-            # What has no steps is loaded under two names, and the first may end while the second starts.
-            _check_threads(new, copies=1 if new.steps else 2)
             with self._holding(taken), pacing(self._backend):
                 if new.steps and new.version == old.version:
                     self._reconfigure(old, new)
@@ -318,7 +321,6 @@ class Roller:
         # Whatever it is: what was served is to be served on.
         except Exception as exc:
             self._restore(old, new)
-            before = f"version {old.version}" if old.version else "what was loaded"
             then = "again once tritonserver runs" if isinstance(exc, GoneError) else "as before"
             raise _refuse(new, exc, f"{before} is served {then}") from exc
         return self._finish(old, new)
@@ -531,17 +533,23 @@ def refuse_still(published: Published, model: str) -> RolloutError:
     return _refuse(published, describe_still_start(model), "it is not served")
 
 
-def _check_threads(published: Published, copies: int = 1) -> None:
+def _check_threads(published: Published, consequence: str, copies: int = 1) -> None:
     """Refuse to load what tritonserver would die of, and everything that it serves with it.
+
+    Nothing may have been ordered by then: to undo that takes threads as well.
 
     Args:
         published: What is to be loaded beside all that is.
-        copies: How many times.
+        consequence: What becomes of it.
+        copies: How many times it is loaded.
 
     Raises:
-        ShortageError: Too few threads may run for its processes.
+        RolloutError: Too few threads may run for its processes.
     """
-    check_threads_of(copies * sum(map(count_instances, published.configs.values())))
+    try:
+        check_threads_of(copies * sum(map(count_instances, published.configs.values())))
+    except ShortageError as exc:
+        raise _refuse(published, exc, consequence) from exc
 
 
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:
