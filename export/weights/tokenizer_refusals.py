@@ -135,6 +135,12 @@ def refuse_settings(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None
     for name, value, expected, is_right in (
         ("model_max_length", length, "a number of tokens", is_length(length)),
         ("model_input_names", names, "a list of names", all(isinstance(each, str) for each in names)),
+        (
+            "split_special_tokens",
+            tokenizer.split_special_tokens,
+            "false, for the server reads a special token that is spelled out in a text as one",
+            not tokenizer.split_special_tokens,
+        ),
     ):
         if not is_right:
             raise CheckpointError(

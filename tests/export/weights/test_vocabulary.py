@@ -363,6 +363,10 @@ def test_a_tokenizer_that_fails_at_what_it_does_not_know_is_refused(
             {"model_input_names": [5]},
             r"model_input_names in .* cannot be used: expected a list of names, got \[5\]; corr",
         ),
+        (
+            {"split_special_tokens": True},
+            "split_special_tokens in .* cannot be used: expected false, .* got True; correct it, or leave it out",
+        ),
     ],
 )
 def test_a_setting_of_a_wrong_type_is_refused_by_name(
