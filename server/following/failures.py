@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import GoneError, RolloutError
+from ..errors import GoneError, RolloutError, ShortageError
 from .health import LostProcessError
 from .model_text import CONFIG_FILE
 from .published import Loaded, Published
@@ -38,6 +38,7 @@ class Failure:
         known: What was loaded of that version before, which it is held against; None where it is taken as it comes.
         is_overtaken: Whether the repository had something else when it failed.
         is_untried: Whether nothing is known of it but that it was among several of which one was not loaded.
+        is_free: Whether to try it costs nothing, so that it is tried again soon, and said once.
     """
 
     wanted: Published
@@ -49,6 +50,7 @@ class Failure:
     known: Loaded | None = None
     is_overtaken: bool = False
     is_untried: bool = False
+    is_free: bool = False
 
     @property
     def promise(self) -> str:
@@ -84,9 +86,10 @@ class Failures(dict[str, Failure]):
         """Return the failure of a try that led to nothing, and whether it is another than the one before."""
         failure = self.get(wanted.name)
         before = failure if failure and _came_of(failure, wanted) else None
-        # To look at files costs nothing, and of theirs the configuration alone is watched.
+        # To look at files or to count threads costs nothing, and of those the configuration alone is watched.
+        is_free = bool(wanted.damage) or isinstance(error.__cause__, ShortageError)
         first = LOST_RETRY_S if isinstance(error.__cause__, LostProcessError) else FIRST_RETRY_S
-        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not wanted.damage else first
+        delay = min(2 * before.delay_s, _LAST_RETRY_S) if before and not is_free else first
         self[wanted.name] = Failure(
             wanted=wanted,
             reason=str(error),
@@ -95,8 +98,9 @@ class Failures(dict[str, Failure]):
             is_cut_off=isinstance(error.__cause__, GoneError),
             crashes=before.crashes if before else 0,
             known=known,
+            is_free=is_free,
         )
-        return self[wanted.name], not (before and wanted.damage)
+        return self[wanted.name], not (before and before.is_free and is_free)
 
     def note_end(self, how: str, *, is_crash: bool) -> Iterator[Failure]:
         """Yield each that was cut off by the end of a tritonserver, with what that says of it.
