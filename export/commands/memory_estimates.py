@@ -69,7 +69,7 @@ GRAPHS: Mapping[str, Mapping[str, Held]] = {
             loads_small_whole=True,
         ),
         "int8": Held(
-            export=Line(base_mb=1909, factor=0.53, rows=44.3), instance=Line(base_mb=71, factor=0.55, rows=2.9), sizes=4
+            export=Line(base_mb=896, factor=2.75, rows=42.8), instance=Line(base_mb=71, factor=0.55, rows=2.9), sizes=5
         ),
     },
     "openvino": {

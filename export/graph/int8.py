@@ -22,7 +22,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 
 from ..errors import PrecisionError, format_apart
 from .conversion import Conversion, Converted, Quality
-from .files import Feed, count_bytes, load_graph, open_session, run_feeds, save_graph
+from .files import Feed, count_bytes, load_graph, open_session, read_graph, run_feeds, save_graph
 
 # What the quantizer is given: products with a constant matrix, and tables. Its convolutions take unsigned weights
 # only on a CPU, and are slower there than fp32.
@@ -199,7 +199,7 @@ def _find_quantized(source: Path, quantized: Path) -> tuple[list[str], dict[str,
 
     All nodes are in the order of the graph.
     """
-    made = ir.convenience.create_value_mapping(ir.load(quantized).graph)
+    made = ir.convenience.create_value_mapping(read_graph(quantized).graph)
     model = load_graph(source)
     others = dict.fromkeys(_find_shared(model), "its constant is read by other nodes as well")
     nodes: list[str] = []
@@ -237,7 +237,7 @@ def _comes_from_int8(value: ir.Value) -> bool:
 
 def _restore(source: Path, quantized: Path, names: Sequence[str]) -> ir.Model:
     """Return the quantized graph with the nodes of these names as they are in the fp32 graph."""
-    model = ir.load(quantized)
+    model = read_graph(quantized)
     original = load_graph(source).graph
     values = ir.convenience.create_value_mapping(model.graph)
     for name in names:
@@ -299,7 +299,7 @@ def _rank(
 
 def _build_choices(source: Path, quantized: Path, nodes: Sequence[str]) -> ir.Model:
     """Return a graph with both forms of every node and an input that chooses between them: it is loaded only once."""
-    model, original = ir.load(quantized), load_graph(source).graph
+    model, original = read_graph(quantized), load_graph(source).graph
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph)
     choice = ir.Value(name=_CHOICE, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([len(nodes)]))

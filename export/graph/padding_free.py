@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..errors import GraphError
 from ..signature import BATCH, SEQ_LEN, ModelSignature, TensorSignature
 from ..targets import Target
-from .files import save_graph
+from .files import read_graph, save_graph
 from .onnx_export import check_graph, export_onnx
 
 # The name under which transformers finds the function.
@@ -179,7 +179,7 @@ def export_padding_free(
         plain = Path(folder) / path.name
         with free.installed():
             export_onnx(free, traced, (*example, *locate_tokens(mask)), plain, target, provenance=provenance)
-        model = ir.load(plain)
+        model = read_graph(plain)
         _compute_places(model.graph)
         save_graph(model, path)
     check_graph(path, signature, target)

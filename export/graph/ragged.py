@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ..signature import ROW_SHAPES, ModelSignature
 from ..targets import Target
-from .files import Feed, save_graph
+from .files import Feed, read_graph, save_graph
 from .onnx_export import check_graph
 
 _PADDED = "modelyard_padded_{}"
@@ -35,7 +35,7 @@ def write_ragged(
     Raises:
         GraphError: What was written is not what the signature asks for.
     """
-    model = ir.load(source)
+    model = read_graph(source)
     _prepend_padding(model.graph, signature, padding)
     save_graph(model, path)
     check_graph(path, signature.ragged, target)

@@ -12,6 +12,7 @@ from .foreseen import list_names
 _ENDINGS = ("VisionModel", "VisionModelWithProjection")
 # Of CLIP's and its relatives' texts, whose vectors are compared with those of pictures or sounds.
 _OF_TEXTS = "TextModelWithProjection"
+_OF_TEXTS_ALONE = "TextModel"
 # T5's and its relatives', of which `AutoModel` builds the decoder as well.
 _ENCODER = "EncoderModel"
 
@@ -38,6 +39,12 @@ def find_class(config: PretrainedConfig) -> Any:
 def find_text_tower(config: PretrainedConfig) -> OwnClass | None:
     """Return the class of a tower of texts that was saved alone with its projection; None for any other model."""
     return _find_named(config, _OF_TEXTS)
+
+
+def find_text_class(config: PretrainedConfig) -> Any:
+    """Return the class of a model of texts: `AutoModel`, or the tower that `config.json` names where that has none."""
+    is_known = type(config) in AutoModel._model_mapping
+    return AutoModel if is_known else _find_named(config, _OF_TEXTS_ALONE) or AutoModel
 
 
 def find_encoder(config: PretrainedConfig) -> Any:

@@ -33,7 +33,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 # What older releases saved and newer ones compute or call otherwise, and what no model needs.
 _OLD_NAMES = (
-    *(".position_ids", ".token_type_ids", ".masked_bias", ".attn.bias", ".inv_freq"),
+    *(".position_ids", ".token_type_ids", ".masked_bias", ".attn.bias", ".inv_freq", ".embed_positions.weights"),
     *(".gamma", ".beta", ".weight_g", ".weight_v"),
 )
 _NEW_NAMES = ("LayerNorm.weight", "LayerNorm.bias")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...checkpoints import TensorSpec
 from ...checkpoints.plain.sentence_modules import MODULES_FILE, SentenceModule, read_sentence_modules
@@ -19,7 +19,7 @@ from ..base import TaskSource, build_inputs
 from ..cases import Outputs
 from ..comparison import EMBEDDING_TOLERANCES, compare_embeddings
 from ..foreseen import check_layers, is_sentence_model
-from ..towers import find_encoder, find_text_tower
+from ..towers import find_encoder, find_text_class, find_text_tower
 from .encoding import Question
 from .sentence_layers import LAYERS, build_layers
 from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
@@ -60,7 +60,8 @@ class FeatureExtraction(TextTask):
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         encoder = find_encoder(source.config)
         without = ("decoder.",) if encoder else ()
-        model, self.unused_tensors = load_model(source.config, source.weights, tower or encoder or AutoModel, without)
+        model_class = tower or encoder or find_text_class(source.config)
+        model, self.unused_tensors = load_model(source.config, source.weights, model_class, without)
         inputs = build_inputs(self.tokenizer, model)
         width = find_output_width(model, _PROJECTED if self.pooling.mode == _OWN else "last_hidden_state")
         check_layers(source.directory, width)

@@ -319,10 +319,19 @@ def test_a_tower_of_texts_is_served_with_the_vector_that_is_compared_with_pictur
         answers = [task.answer(Question(text=text))["EMBEDDING"] for text in texts]
     np.testing.assert_allclose(answers, want, atol=1e-5)
     assert task.description == "pooling own (as the model projects it)" and task.warnings == ()
-    # `AutoModel`, which has no projection, knows only CLIP's tower.
-    if kind == "CLIP":
-        asked = build_task("feature-extraction", build_source(tmp_path, pooling="cls", normalize=True))
-        assert asked.signature.outputs[0].dims[-1] == config.hidden_size
+    asked = build_task("feature-extraction", build_source(tmp_path, pooling="cls", normalize=True))
+    assert asked.signature.outputs[0].dims[-1] == config.hidden_size
+    # Saved without its projection it is a model like others, whether `AutoModel` knows it or not.
+    shutil.rmtree(tmp_path)
+    getattr(transformers, f"{kind}TextModel")(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    plain = build_task("feature-extraction", build_source(tmp_path, pooling="mean", normalize=False))
+    hidden = getattr(transformers, f"{kind}TextModel").from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        want = hidden(**tokenizer(texts[:1], return_tensors="pt", return_token_type_ids=False)).last_hidden_state.mean(
+            1
+        )
+    np.testing.assert_allclose(plain.answer(Question(text=texts[0]))["EMBEDDING"], want[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(
