@@ -111,7 +111,7 @@ def read_args(content: Mapping[Any, Any], path: Path) -> MegatronArgs:
             f"{path} has no arguments of Megatron-DeepSpeed",
             expected="args with hidden_size, num_layers and num_attention_heads",
             got="none" if found is None else type(found).__name__,
-            remedy="other models with tensor or pipeline parallelism are not read",
+            remedy="other models with tensor parallelism are not read",
         )
     _check_version(content.get("checkpoint_version"), path)
     _check_architecture(settings, path)

@@ -33,6 +33,7 @@ from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
 from .beside import check_config, find_end_of_text, find_vocab_size
 from .checks import describe_unproven, refuse_doubles
+from .own_pipeline import read_own_pipeline
 from .parts import (
     Tensors,
     canonical_name,
@@ -82,11 +83,13 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
         return True
     path = files.models.get((0, 0))
     content = _read_content(path) if path is not None and not files.partitioned else {}
-    return "checkpoint_version" in content and "args" in content
+    return _is_megatrons(content)
 
 
 def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
-    """Return a reader that gives Megatron's GPT-2 under Hugging Face's names, reading no tensor data.
+    """Return a reader that gives Megatron's GPT-2 under Hugging Face's names, or a pipeline of one's own under its own.
+
+    No tensor data is read.
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
@@ -99,6 +102,11 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     """
     files = find_files(directory, tag)
     paths = _list_models(files)
+    is_whole = bool(files.pipeline_layers) and not any(rank for _, rank in files.pipeline_layers)
+    if is_whole and not any(_is_megatrons(_read_content(path)) for path in paths):
+        stages = [_read_rank(files, index, path) for index, path in enumerate(paths)]
+        _check_steps(files, stages)
+        return read_own_pipeline(files, [stage.states for stage in stages], [stage.trained for stage in stages])
     all_args = [read_args(_read_content(path), path) for path in paths]
     check_same_args(all_args, paths)
     args = all_args[0]
@@ -140,6 +148,10 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
         archives=(*paths, *files.pipeline_layers.values(), *files.optimizers.values()),
         facts=_describe(ranks, unproven, args, dtype_name if not exact else None),
     )
+
+
+def _is_megatrons(content: Mapping[Any, Any]) -> bool:
+    return "checkpoint_version" in content and "args" in content
 
 
 def _list_models(files: DeepSpeedFiles) -> list[Path]:

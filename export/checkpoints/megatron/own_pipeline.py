@@ -1,0 +1,118 @@
+"""A model of one's own that DeepSpeed split into pipeline stages, under the names of its layers.
+
+On disk (DeepSpeed 0.19.8, runtime/pipe/module.py, `save_state_dict`): `layer_LL-model_states.pt` holds layer LL in
+training precision, whose names the model has behind `LL.`, like an `nn.Sequential` of all layers; of functions there is
+no file. The optimizer names what it trained in the same way, but for a layer that stands in several places, which it
+trains as `tied_modules.KEY.` and saves in each of them.
+
+The fp32 pieces are the weights wherever there are any, and the copies in training precision must agree with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...errors import CheckpointError, list_some
+from ..deepspeed.files import DeepSpeedFiles
+from ..deepspeed.states import ModelStates
+from ..pickles.torch_zip import open_torch_zip
+from ..remedies import LOST_RANKS
+from ..storage.stored_tensor import StoredTensor
+from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
+from .parts import Tensors, flatten
+
+_TIED = "tied_modules."
+
+
+def read_own_pipeline(
+    files: DeepSpeedFiles, stages: Sequence[ModelStates], trained: Sequence[Tensors]
+) -> StoredCheckpoint:
+    """Return a reader of the whole model, reading no tensor data.
+
+    Args:
+        files: What DeepSpeed saved, without tensor parallel ranks.
+        stages: The model states of each stage.
+        trained: For each of them, the optimizer's name → fp32 tensor; empty where it keeps none.
+
+    Raises:
+        CheckpointError: Files are missing, or the two do not fit.
+    """
+    paths = {layer: path for (layer, _), path in sorted(files.pipeline_layers.items())}
+    low = {
+        f"{layer}.{name}": tensor
+        for layer, path in paths.items()
+        for name, tensor in flatten(path, open_torch_zip(path).content).items()
+    }
+    _check_whole(files, stages, low)
+    masters = _place(files, {name: tensor for stage in trained for name, tensor in stage.items()}, low)
+    kept = {name: masters[name].reshape(tensor.shape) if name in masters else tensor for name, tensor in low.items()}
+    return StoredCheckpoint(
+        directory=files.directory,
+        format_name=f"DeepSpeed pipeline of {len(stages)} stages, {len(paths)} layers",
+        tensors=kept,
+        copies=({name: low[name] for name in masters},) if masters else (),
+        archives=(*(states.path for states in stages), *paths.values(), *files.optimizers.values()),
+        facts=CheckpointFacts(
+            trainer="DeepSpeed" + (f" {stages[0].version}" if stages[0].version else ""),
+            world_size=len(stages) * (stages[0].dp_world_size or 1),
+            stage=stages[0].stage,
+            step=stages[0].step,
+            missing=_list_missing(kept, stages),
+        ),
+    )
+
+
+def _place(files: DeepSpeedFiles, trained: Tensors, low: Tensors) -> dict[str, StoredTensor]:
+    """Return name in the layers → fp32 tensor.
+
+    A layer in several places is found by its names and shapes; its copies in training precision prove it.
+
+    Raises:
+        CheckpointError: It is not known of which layer one is.
+    """
+    placed = {name: tensor for name, tensor in trained.items() if name in low}
+    unplaced: list[str] = []
+    ends: dict[tuple[str, int], str] = {}
+    for name, tensor in trained.items():
+        if name in low:
+            continue
+        _, _, end = name.removeprefix(_TIED).partition(".")
+        others = [each for each in low if each not in trained and each.partition(".")[2] == end]
+        others = [each for each in others if low[each].numel == tensor.numel]
+        is_only = ends.setdefault((end, tensor.numel), name) == name
+        if not name.startswith(_TIED) or not others or not is_only:
+            unplaced.append(name)
+        placed |= dict.fromkeys(others, tensor)
+    if unplaced:
+        raise CheckpointError(
+            f"it cannot be told which layers in {files.folder} have what the optimizer trained",
+            expected="the names of its layers, or one layer of each shape that stands in several places",
+            got=list_some(unplaced),
+            remedy=LOST_RANKS,
+        )
+    return placed
+
+
+def _check_whole(files: DeepSpeedFiles, stages: Sequence[ModelStates], low: Tensors) -> None:
+    """Refuse a checkpoint without the file of a layer that was trained.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    named = {name for states in stages for group in states.groups or () for name in group}
+    missing = sorted(name for name in named - low.keys() if not name.startswith(_TIED))
+    if missing or not low:
+        raise CheckpointError(
+            f"{files.folder} lacks files of layers",
+            expected=f"layer_{missing[0].split('.')[0].zfill(2)}-model_states.pt" if missing else "some",
+            got=f"none for {list_some(missing)}" if missing else "none with weights",
+            remedy=LOST_RANKS,
+        )
+
+
+def _list_missing(kept: Mapping[str, StoredTensor], stages: Sequence[ModelStates]) -> tuple[str, ...]:
+    short = sorted({tensor.dtype.name for tensor in kept.values() if tensor.dtype.is_floating_point} - {"float32"})
+    missing = [f"fp32 weights: saved as {list_some(short)} only"] if short else []
+    if any(states.groups is None for states in stages):
+        missing.append("the names of what was trained, which show that the files of all layers are there")
+    return tuple(missing)

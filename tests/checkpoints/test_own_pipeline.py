@@ -1,0 +1,116 @@
+"""A model of one's own out of DeepSpeed's pipeline: all layers are read bit for bit, and served by --factory."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import CHECKOUT
+from torch import nn
+
+from export.__main__ import main
+from export.checkpoints import StoredCheckpoint, open_checkpoint
+from export.errors import CheckpointError
+
+VARIANTS = ("plain", "bf16_stage1")
+STEP = "global_step2"
+
+FACTORY = """
+from torch import nn
+
+
+def build():
+    mix = nn.Linear(16, 16)
+    before = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 16)]
+    return nn.Sequential(*before, mix, nn.Tanh(), mix, nn.Linear(16, 5))
+"""
+INPUTS = {"inputs": {"pixels": {"shape": ["batch", 3, 16, 16], "values": "normal"}}, "outputs": ["scores"]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("own_pipeline")
+    script = CHECKOUT / "tests" / "trainers" / "train_own_pipeline.py"
+    subprocess.run([sys.executable, script, out], check=True, timeout=400, stdout=subprocess.DEVNULL)
+    return out
+
+
+def assert_equal(checkpoint: StoredCheckpoint, truth: dict[str, torch.Tensor]) -> None:
+    assert checkpoint.tensors.keys() == truth.keys()
+    for name, tensor in truth.items():
+        assert torch.equal(checkpoint.read(name), tensor), name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_layers_are_the_live_ranks_bit_for_bit(name: str, trained: Path) -> None:
+    checkpoint = open_checkpoint(trained / name)
+    assert_equal(checkpoint, torch.load(trained / f"{name}.truth.pt"))
+    assert checkpoint.format_name == "DeepSpeed pipeline of 2 stages, 8 layers"
+    assert (checkpoint.facts.world_size, checkpoint.facts.step) == (2, 2)
+    # Without ZeRO no file names what was trained, so the last layers might be missing.
+    assert [*checkpoint.facts.missing] == (
+        ["the names of what was trained, which show that the files of all layers are there"] if name == "plain" else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "told"),
+    [
+        ("bf16_stage1", "layer_04-*", "lacks files of layers: expected layer_04-model_states.pt"),
+        ("bf16_stage1", "*mp_rank_01_optim*", "lacks the optimizer states that hold the fp32 weights of mp_rank_01"),
+        ("plain", "mp_rank_00_*", "lacks model states of model-parallel ranks: .* none for mp_rank_00"),
+    ],
+)
+def test_a_lost_file_is_named(name: str, lost: str, told: str, trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained / name, tmp_path / name))
+    for path in (folder / STEP).glob(lost):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(folder)
+
+
+def test_layers_of_another_run_are_refused_for_the_fp32_weights_tell(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained / "bf16_stage1", tmp_path / "mixed"))
+    path = folder / STEP / "layer_08-model_states.pt"
+    state = torch.load(path)
+    torch.save({name: tensor + 1 for name, tensor in state.items()}, path)
+    with pytest.raises(CheckpointError, match=re.escape("8.")):
+        open_checkpoint(folder).verify()
+
+
+def test_layers_that_are_split_over_tensor_parallel_ranks_are_refused(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained / "plain", tmp_path / "split"))
+    for path in [*(folder / STEP).glob("layer_*")]:
+        number = path.name.split("-")[0]
+        shutil.copy(path, path.with_name(f"{number}-model_01-model_states.pt"))
+        path.rename(path.with_name(f"{number}-model_00-model_states.pt"))
+    with pytest.raises(
+        CheckpointError, match="has no arguments of Megatron.*; other models with tensor parallelism are"
+    ):
+        open_checkpoint(folder)
+
+
+def test_it_is_published_by_the_module_whose_layers_have_the_same_numbers(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORY)
+    (tmp_path / "inputs.json").write_text(json.dumps(INPUTS))
+    asked = ["--factory", f"{tmp_path / 'model.py'}:build", "--inputs", str(tmp_path / "inputs.json")]
+    repository = tmp_path / "models"
+    assert main(["run", str(trained / "plain"), *asked, "--name", "seen", "--repository", str(repository)]) == 0
+    namespace: dict[str, object] = {}
+    exec(FACTORY, namespace)
+    model = namespace["build"]()  # type: ignore[operator]
+    assert isinstance(model, nn.Module)
+    model.load_state_dict(torch.load(trained / "plain.truth.pt"))
+    (golden,) = repository.glob("seen/1/golden.json")
+    for sample in json.loads(golden.read_text())["samples"]:
+        (sent,), (answered,) = sample["inputs"], sample["outputs"]
+        with torch.no_grad():
+            want = model.eval()(torch.tensor(sent["data"]).reshape(sent["shape"]))
+        np.testing.assert_allclose(np.array(answered["data"]).reshape(want.shape), want, atol=1e-5)

@@ -1,0 +1,102 @@
+"""Real training of a model of one's own in DeepSpeed's pipeline, for the reader's tests.
+
+    python tests/trainers/train_own_pipeline.py OUT
+
+Two stages on CPU ranks with gloo: a small network of pictures, whose layers are numbered by the pipeline. Each variant
+leaves OUT/<variant>/ (what DeepSpeed saved) and OUT/<variant>.truth.pt: the fp32 master weights and the buffers of the
+live ranks under the names of the same layers in an `nn.Sequential`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import safe_get_full_fp32_param
+from ranks import fork_ranks
+from torch import nn
+from train_megatron import join_ranks
+
+# The places of the layer that stands in two.
+TIED = (5, 7)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16_stage1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+}
+
+
+def flatten(batch: torch.Tensor) -> torch.Tensor:
+    """A layer without a state, which is a function."""
+    return batch.flatten(1)
+
+
+def list_layers(dtype: torch.dtype) -> list[Any]:
+    # In bf16 on a CPU the one with buffers does not run.
+    norm = LayerSpec(nn.BatchNorm2d, 8) if dtype == torch.float32 else LayerSpec(nn.GroupNorm, 2, 8)
+    return [
+        LayerSpec(nn.Conv2d, 3, 8, 3, stride=2),
+        norm,
+        nn.ReLU(),
+        flatten,
+        LayerSpec(nn.Linear, 8 * 7 * 7, 16),
+        TiedLayerSpec("mix", nn.Linear, 16, 16),
+        nn.Tanh(),
+        TiedLayerSpec("mix", nn.Linear, 16, 16),
+        LayerSpec(nn.Linear, 16, 5),
+    ]
+
+
+def make_batches(dtype: torch.dtype) -> Any:
+    torch.manual_seed(2)
+    while True:
+        yield torch.randn(2, 3, 16, 16).to(dtype), torch.randint(0, 5, (2,))
+
+
+def gather_truth(module: Any) -> dict[str, torch.Tensor]:
+    own = {name: value.detach().clone() for name, value in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        master = safe_get_full_fp32_param(parameter)
+        own[name] = (parameter if master is None else master).detach().float().clone()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    truth: dict[str, torch.Tensor] = {}
+    for stage in gathered:
+        for name, value in stage.items():
+            end = name.removeprefix("tied_modules.mix.")
+            truth |= {name: value} if end == name else {f"{place}.{end}": value for place in TIED}
+    return truth
+
+
+def run_rank(out: Path) -> None:
+    join_ranks()
+    for name, settings in VARIANTS.items():
+        torch.manual_seed(5)
+        dtype = torch.bfloat16 if "bf16" in settings else torch.float32
+        module = PipelineModule(
+            list_layers(dtype), num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform", base_seed=5
+        )
+        config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, **settings}
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        batches = make_batches(dtype)
+        for _ in range(2):
+            engine.train_batch(batches)
+        engine.save_checkpoint(str(out / name))
+        truth = gather_truth(module)
+        if not dist.get_rank():
+            torch.save(truth, out / f"{name}.truth.pt")
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    fork_ranks(2, lambda _: run_rank(place))
