@@ -181,16 +181,16 @@ class Roller:
                 raise watch.explain(exc) from exc
             raise
 
-    def _drain(self, model: str) -> None:
-        """Unload a model that answers in pieces, and wait for those that are being written.
+    def _drain(self, model: str, version: int) -> None:
+        """Unload a model that answers in pieces, and wait for those that this version writes.
 
         tritonserver 2.51 corrupts its heap where a version is loaded in the place of the same one that still writes,
         and dies of it within seconds (4 of 10 times). Beside another version, and of other models, it does not.
         """
         self._control.unload(model)
-        self._await_unloaded(model, _FLIGHT_LIMIT_S)
+        self._await_unloaded(model, version, _FLIGHT_LIMIT_S)
 
-    def _await_unloaded(self, model: str, limit_s: float = _UNLOAD_LIMIT_S) -> None:
+    def _await_unloaded(self, model: str, version: int = 0, limit_s: float = _UNLOAD_LIMIT_S) -> None:
         """Wait until what was unloaded of a model is gone, with its processes.
 
         tritonserver 2.51 corrupts its heap where a model is loaded while the processes of one of that name end, and
@@ -203,7 +203,7 @@ class Roller:
                 states = {state.state for state in self._control.read_states() if state.name == model}
                 if "UNLOADING" not in states or "READY" in states:
                     return
-                if has_processes(self._find_pid(), model):
+                if has_processes(self._find_pid(), model, version):
                     last = time.monotonic() + _LAST_UNLOAD_S
                 elif time.monotonic() > last:
                     return
@@ -313,7 +313,7 @@ class Roller:
                     with self._candidate(new) as name:
                         self._check(new, name)
                 if new.version == old.version and is_decoupled(new.configs[new.name]):
-                    self._drain(new.name)
+                    self._drain(new.name, new.version)
                 self._load(new, [new.name], [new.version])
         except RolloutError:
             self._restore(old, new)

@@ -24,15 +24,21 @@ def read_model_folder(pid: int) -> Path | None:
     return Path(arguments[1]).parent if len(arguments) > 1 and arguments[0].endswith(STUB) else None
 
 
-def has_processes(pid: int, model: str) -> bool:
+def has_processes(pid: int, model: str, version: int = 0) -> bool:
     """Tell whether a process of tritonserver's runs a version of a model.
+
+    Args:
+        pid: Id of tritonserver's process.
+        model: Name of the model.
+        version: That version; 0 for any.
 
     Raises:
         OSError: This process has no descriptor or memory left to look with.
     """
     # One that has ended has no command line any more.
     folders = map(read_model_folder, list_children(pid))
-    return any(folder is not None and folder.parent.name == model for folder in folders)
+    found = (folder for folder in folders if folder is not None and folder.parent.name == model)
+    return any(version == 0 or folder.name == str(version) for folder in found)
 
 
 class EndWatch:
