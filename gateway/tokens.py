@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer, models
 
+from .errors import GatewayError
+
 # What a text weighs for each of its characters: one of ASCII becomes a token at most. Of others U+FDFA becomes 18
 # characters where the tokenizer normalises (NFKC), and of 33 bytes; real texts have one or two.
 _OTHER_THAN_ASCII = 8
@@ -87,5 +89,20 @@ def _count(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Length]:
 
 
 def start_threads() -> None:
-    """Start the threads that texts are tokenized on: where the first batch of several cannot, no later one is."""
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode_batch(["a", "a"])
+    """Start the threads that texts are tokenized on: where the first batch of several cannot, no later one is.
+
+    Raises:
+        GatewayError: They cannot be started.
+    """
+    try:
+        Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode_batch(["a", "a"])
+    # What the library raises then is no Exception, and has no name that can be imported.
+    except BaseException as exc:
+        if type(exc).__name__ != "PanicException":
+            raise
+        raise GatewayError(
+            "texts cannot be tokenized",
+            expected="threads for that",
+            got=f"'{str(exc).splitlines()[0]}'",
+            remedy="raise the limit on threads (ulimit -u, TasksMax of systemd, pids_limit of a container)",
+        ) from None

@@ -8,9 +8,7 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.tokenizer_files import TOKENIZER_FILES
-from ..checkpoints.storage.paths import (
-    read_json_beside,
-)
+from ..checkpoints.storage.paths import read_json_beside
 from ..errors import CheckpointError, VocabularyError, list_some
 
 # What says more of a tokenizer than its vocabulary.

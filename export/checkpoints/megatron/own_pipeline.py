@@ -88,7 +88,7 @@ def _place(files: DeepSpeedFiles, trained: Tensors, low: Tensors) -> dict[str, S
             f"it cannot be told which layers in {files.folder} have what the optimizer trained",
             expected="the names of its layers, or one layer of each shape that stands in several places",
             got=list_some(unplaced),
-            remedy=LOST_RANKS,
+            remedy="gather the whole model in the trainer and save its state dict as one .pt file",
         )
     return placed
 
@@ -112,7 +112,9 @@ def _check_whole(files: DeepSpeedFiles, stages: Sequence[ModelStates], low: Tens
 
 def _list_missing(kept: Mapping[str, StoredTensor], stages: Sequence[ModelStates]) -> tuple[str, ...]:
     short = sorted({tensor.dtype.name for tensor in kept.values() if tensor.dtype.is_floating_point} - {"float32"})
-    missing = [f"fp32 weights: saved as {list_some(short)} only"] if short else []
+    has_masters = any(states.masters for states in stages)
+    kept_as = "in the optimizer's state without names, given in" if has_masters else "saved only as"
+    missing = [f"fp32 weights: {kept_as} {list_some(short)}"] if short else []
     if any(states.groups is None for states in stages):
         missing.append("the names of what was trained, which show that the files of all layers are there")
     return tuple(missing)

@@ -103,7 +103,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     files = find_files(directory, tag)
     paths = _list_models(files)
     is_whole = bool(files.pipeline_layers) and not any(rank for _, rank in files.pipeline_layers)
-    if is_whole and not any(_is_megatrons(_read_content(path)) for path in paths):
+    if is_whole and not _is_megatrons(_read_content(paths[0])):
         stages = [_read_rank(files, index, path) for index, path in enumerate(paths)]
         _check_steps(files, stages)
         return read_own_pipeline(files, [stage.states for stage in stages], [stage.trained for stage in stages])

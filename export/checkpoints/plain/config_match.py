@@ -123,10 +123,11 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
     Raises:
         CheckpointError: The weights are not of the model that it describes.
     """
-    if front := find_value_model(shapes):
+    config = load_headless(directory) if (front := find_value_model(shapes)) else None
+    if config is not None:
         inner = {name.removeprefix(front): shape for name, shape in shapes.items() if name != VALUE_HEAD}
         inner_tied = {name.removeprefix(front): of.removeprefix(front) for name, of in tied.items()}
-        return replace(_match_model(directory, load_headless(directory), inner, inner_tied), value_model=front)
+        return replace(_match_model(directory, config, inner, inner_tied), value_model=front)
     return _match_model(directory, load_described(directory), shapes, tied)
 
 
