@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from ..deepspeed.checks import check_model_states
 from ..deepspeed.files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from ..deepspeed.masters import name_masters
-from ..deepspeed.reader import read_trained
-from ..deepspeed.states import ModelStates, read_model_states
+from ..deepspeed.model_parallel import ModelParallelRank, check_steps, list_models, read_rank
 from ..pickles.torch_zip import open_torch_zip
-from ..remedies import ALL_NODES, LOST_RANKS, OTHER_RANKS, RECOPY_WHOLE
+from ..remedies import LOST_RANKS, OTHER_RANKS
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
@@ -46,15 +44,6 @@ from .parts import (
 from .to_gpt2 import build_gpt2_config, convert_to_gpt2, expected_shapes
 
 __all__ = ["LOOKED_FOR", "open_folder", "recognises"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """One model-parallel rank: a pipeline stage of one tensor parallel rank."""
-
-    states: ModelStates
-    # Pipeline or module name → fp32 tensor; empty where the optimizer keeps none, or none that can be named.
-    trained: Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +90,18 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
         VocabularyError: The tokenizer has more tokens than the embeddings have rows.
     """
     files = find_files(directory, tag)
-    paths = _list_models(files)
+    paths = list_models(files)
     is_whole = bool(files.pipeline_layers) and not any(rank for _, rank in files.pipeline_layers)
     if is_whole and not _is_megatrons(_read_content(paths[0])):
-        stages = [_read_rank(files, index, path) for index, path in enumerate(paths)]
-        _check_steps(files, stages)
+        stages = [read_rank(files, index, path) for index, path in enumerate(paths)]
+        check_steps(files, stages)
         return read_own_pipeline(files, [stage.states for stage in stages], [stage.trained for stage in stages])
     all_args = [read_args(_read_content(path), path) for path in paths]
     check_same_args(all_args, paths)
     args = all_args[0]
     tensor_ranks = _count_tensor_ranks(files, args, len(paths))
-    ranks = [_read_rank(files, index, path) for index, path in enumerate(paths)]
-    _check_steps(files, ranks)
+    ranks = [read_rank(files, index, path) for index, path in enumerate(paths)]
+    check_steps(files, ranks)
     low = _read_layers(files, args, tensor_ranks) if files.pipeline_layers else _read_modules(paths, str(files.folder))
     ranks = _name_masters(ranks, low)
     parts = _choose_parts(files, low, ranks)
@@ -154,29 +143,6 @@ def _is_megatrons(content: Mapping[Any, Any]) -> bool:
     return "checkpoint_version" in content and "args" in content
 
 
-def _list_models(files: DeepSpeedFiles) -> list[Path]:
-    """Return the model states of every model-parallel rank, in order."""
-    if files.partitioned or files.experts or files.universal:
-        kind = "ZeRO stage 3" if files.partitioned else "experts" if files.experts else "a universal checkpoint"
-        raise CheckpointError(
-            f"{files.folder} is of a Megatron layout that is not proven",
-            expected="ZeRO stage 0 to 2 without experts",
-            got=kind,
-            remedy="convert it with the trainer's own tools to a Hugging Face folder",
-        )
-    ranks = sorted(rank for _, rank in files.models)
-    count = 1 + max([*ranks, *(rank for _, rank in files.optimizers)], default=-1)
-    missing = [rank for rank in range(count) if rank not in ranks]
-    if missing or not ranks:
-        raise CheckpointError(
-            f"{files.folder} lacks model states of model-parallel ranks",
-            expected=f"mp_rank_00 to mp_rank_{max(0, count - 1):02d}",
-            got=f"none for {list_some(f'mp_rank_{rank:02d}' for rank in missing)}" if missing else "no such file",
-            remedy=LOST_RANKS,
-        )
-    return [files.models[0, rank] for rank in ranks]
-
-
 def _read_content(path: Path) -> Mapping[Any, Any]:
     content = open_torch_zip(path).content
     return content if isinstance(content, dict) else {}
@@ -203,37 +169,6 @@ def _count_tensor_ranks(files: DeepSpeedFiles, args: MegatronArgs, models: int) 
             remedy=LOST_RANKS if missing or models < expected else OTHER_RANKS,
         )
     return tensor_ranks
-
-
-def _read_rank(files: DeepSpeedFiles, index: int, path: Path) -> _Rank:
-    own = replace(
-        files,
-        models={(0, index): path},
-        optimizers={key: file for key, file in files.optimizers.items() if key[1] == index},
-    )
-    states = read_model_states(path, nested=True)
-    check_model_states(own, [states])
-    if own.optimizers:
-        return _Rank(states=states, trained=read_trained(own, [states]))
-    if states.stage or files.optimizers:
-        raise CheckpointError(
-            f"{files.folder} lacks the optimizer states that hold the fp32 weights of mp_rank_{index:02d}",
-            expected=f"{states.dp_world_size or 'one'} files zero_pp_rank_*_mp_rank_{index:02d}_optim_states.pt",
-            got="none",
-            remedy=ALL_NODES,
-        )
-    return _Rank(states=states, trained={})
-
-
-def _check_steps(files: DeepSpeedFiles, ranks: Sequence[_Rank]) -> None:
-    steps = {rank.states.path.name: rank.states.step for rank in ranks}
-    if len(set(steps.values())) > 1:
-        raise CheckpointError(
-            f"the files in {files.folder} are from different steps",
-            expected="one step",
-            got=list_some(f"step {step} in {name}" for name, step in steps.items()),
-            remedy=RECOPY_WHOLE,
-        )
 
 
 def _read_layers(files: DeepSpeedFiles, args: MegatronArgs, tensor_ranks: int) -> list[_TensorRank]:
@@ -268,7 +203,7 @@ def _read_modules(paths: Sequence[Path], source: str) -> list[_TensorRank]:
     return [_TensorRank(tensors=tensors, names={}) for tensors in held.values()]
 
 
-def _name_masters(ranks: Sequence[_Rank], low: Sequence[_TensorRank]) -> list[_Rank]:
+def _name_masters(ranks: Sequence[ModelParallelRank], low: Sequence[_TensorRank]) -> list[ModelParallelRank]:
     """Return ranks with the fp32 weights that 16-bit optimizers keep without ZeRO, where all of them can be named.
 
     Not of several pipeline stages: the last one's copy of the tied embeddings has positions that no layer file holds.
@@ -282,7 +217,7 @@ def _name_masters(ranks: Sequence[_Rank], low: Sequence[_TensorRank]) -> list[_R
 
 
 def _choose_parts(
-    files: DeepSpeedFiles, low: Sequence[_TensorRank], ranks: Sequence[_Rank]
+    files: DeepSpeedFiles, low: Sequence[_TensorRank], ranks: Sequence[ModelParallelRank]
 ) -> list[dict[str, StoredTensor]]:
     """Return, for each tensor parallel rank, the fp32 pieces where there are any, else what is in `low`."""
     if not any(rank.trained for rank in ranks):
@@ -329,7 +264,7 @@ def check_shapes(merged: Tensors, args: MegatronArgs, source: str) -> int:
 
 
 def _describe(
-    ranks: Sequence[_Rank], unproven: Sequence[str], args: MegatronArgs, low_dtype: str | None
+    ranks: Sequence[ModelParallelRank], unproven: Sequence[str], args: MegatronArgs, low_dtype: str | None
 ) -> CheckpointFacts:
     states = ranks[0].states
     missing = [line for line in unproven if line]
