@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ..errors import CheckpointError, list_some
 from .adapter_names import ADAPTER_FILE, describe_missing_base
+from .deepspeed import pipeline as deepspeed_pipeline
 from .deepspeed import reader as deepspeed
 from .fsdp import reader as fsdp
 from .megatron import megatron_lm
@@ -44,7 +45,7 @@ class Reader(Protocol):
 
 # Trainers' own formats: they hold the fp32 weights and may have a gathered 16-bit copy in one of `_PLAIN` beside them.
 # A folder is of one trainer at most; of readers that look for the same files, the first that recognises it reads it.
-_SHARDED: tuple[Reader, ...] = (megatron, megatron_lm, deepspeed, fsdp)
+_SHARDED: tuple[Reader, ...] = (deepspeed_pipeline, megatron, megatron_lm, deepspeed, fsdp)
 # Formats of a whole model, the first that fits: a folder of Hugging Face often has a `.pt` of other things beside.
 _PLAIN: tuple[Reader, ...] = (huggingface, torch_file)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
+from ..pickles.torch_zip import open_torch_zip
 from ..remedies import ALL_NODES, LOST_RANKS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from .checks import check_model_states
@@ -33,6 +34,16 @@ class ModelParallelRank:
     trained: Mapping[str, StoredTensor]
 
 
+def has_megatrons_arguments(path: Path) -> bool:
+    """Tell whether a file of model states is Megatron-DeepSpeed's, by what it saves beside every model.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is damaged.
+    """
+    content = open_torch_zip(path).content
+    return isinstance(content, dict) and "checkpoint_version" in content and "args" in content
+
+
 def list_models(files: DeepSpeedFiles) -> list[Path]:
     """Return the model states of every model-parallel rank, in order.
 
@@ -42,7 +53,7 @@ def list_models(files: DeepSpeedFiles) -> list[Path]:
     if files.partitioned or files.experts or files.universal:
         kind = "ZeRO stage 3" if files.partitioned else "experts" if files.experts else "a universal checkpoint"
         raise CheckpointError(
-            f"{files.folder} is of a Megatron layout that is not proven",
+            f"{files.folder} is of a layout over model-parallel ranks that is not proven",
             expected="ZeRO stage 0 to 2 without experts",
             got=kind,
             remedy="convert it with the trainer's own tools to a Hugging Face folder",

@@ -23,7 +23,7 @@ from typing import Any
 from ...errors import CheckpointError, list_some
 from ..deepspeed.files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from ..deepspeed.masters import name_masters
-from ..deepspeed.model_parallel import ModelParallelRank, check_steps, list_models, read_rank
+from ..deepspeed.model_parallel import ModelParallelRank, check_steps, has_megatrons_arguments, list_models, read_rank
 from ..pickles.torch_zip import open_torch_zip
 from ..remedies import LOST_RANKS, OTHER_RANKS
 from ..storage.stored_tensor import StoredTensor
@@ -31,7 +31,6 @@ from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .args import MegatronArgs, check_same_args, read_args
 from .beside import check_config, find_end_of_text, find_vocab_size
 from .checks import describe_unproven, refuse_doubles
-from .own_pipeline import read_own_pipeline
 from .parts import (
     Tensors,
     canonical_name,
@@ -71,14 +70,11 @@ def recognises(directory: Path, tag: str | None = None) -> bool:
     if files.pipeline_layers or any(rank for _, rank in (*files.models, *files.optimizers)):
         return True
     path = files.models.get((0, 0))
-    content = _read_content(path) if path is not None and not files.partitioned else {}
-    return _is_megatrons(content)
+    return path is not None and not files.partitioned and has_megatrons_arguments(path)
 
 
 def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
-    """Return a reader that gives Megatron's GPT-2 under Hugging Face's names, or a pipeline of one's own under its own.
-
-    No tensor data is read.
+    """Return a reader that gives Megatron's GPT-2 under Hugging Face's names, reading no tensor data.
 
     Args:
         directory: The folder with `latest`, or the tag's own folder.
@@ -91,11 +87,6 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     """
     files = find_files(directory, tag)
     paths = list_models(files)
-    is_whole = bool(files.pipeline_layers) and not any(rank for _, rank in files.pipeline_layers)
-    if is_whole and not _is_megatrons(_read_content(paths[0])):
-        stages = [read_rank(files, index, path) for index, path in enumerate(paths)]
-        check_steps(files, stages)
-        return read_own_pipeline(files, [stage.states for stage in stages], [stage.trained for stage in stages])
     all_args = [read_args(_read_content(path), path) for path in paths]
     check_same_args(all_args, paths)
     args = all_args[0]
@@ -137,10 +128,6 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
         archives=(*paths, *files.pipeline_layers.values(), *files.optimizers.values()),
         facts=_describe(ranks, unproven, args, dtype_name if not exact else None),
     )
-
-
-def _is_megatrons(content: Mapping[Any, Any]) -> bool:
-    return "checkpoint_version" in content and "args" in content
 
 
 def _read_content(path: Path) -> Mapping[Any, Any]:

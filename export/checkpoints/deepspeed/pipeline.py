@@ -11,40 +11,58 @@ The fp32 pieces are the weights wherever there are any, and the copies in traini
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ...errors import CheckpointError, list_some
-from ..deepspeed.files import DeepSpeedFiles
-from ..deepspeed.states import ModelStates
-from ..pickles.torch_zip import open_torch_zip
+from ..pickles.torch_zip import open_torch_zip, refuse_foreign_tensors
 from ..remedies import LOST_RANKS
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
-from .parts import Tensors, flatten
+from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
+from .model_parallel import check_steps, has_megatrons_arguments, list_models, read_rank
+from .states import ModelStates
+
+__all__ = ["LOOKED_FOR", "open_folder", "recognises"]
+
+Tensors = Mapping[str, StoredTensor]
 
 _TIED = "tied_modules."
 
 
-def read_own_pipeline(
-    files: DeepSpeedFiles, stages: Sequence[ModelStates], trained: Sequence[Tensors]
-) -> StoredCheckpoint:
-    """Return a reader of the whole model, reading no tensor data.
-
-    Args:
-        files: What DeepSpeed saved, without tensor parallel ranks.
-        stages: The model states of each stage.
-        trained: For each of them, the optimizer's name → fp32 tensor; empty where it keeps none.
+def recognises(directory: Path, tag: str | None = None) -> bool:
+    """Tell whether DeepSpeed's pipeline saved whole layers of a model that is not Megatron's.
 
     Raises:
-        CheckpointError: Files are missing, or the two do not fit.
+        CheckpointError: It is DeepSpeed's, and `tag` is not there, none is chosen, or its first file is damaged.
     """
+    if not recognises_folder(directory):
+        return False
+    files = find_files(directory, tag)
+    is_whole = bool(files.pipeline_layers) and not any(rank for _, rank in files.pipeline_layers)
+    first = next((files.models[key] for key in sorted(files.models)), None)
+    return is_whole and first is not None and not has_megatrons_arguments(first)
+
+
+def open_folder(directory: Path, tag: str | None = None, base: Path | None = None) -> StoredCheckpoint:
+    """Return a reader of the whole model, reading no tensor data; `base` tells nothing more.
+
+    Args:
+        directory: The folder with `latest`, or the tag's own folder.
+        tag: Which checkpoint in it; the one that `latest` names where None.
+        base: As for every reader.
+
+    Raises:
+        CheckpointError: Files are missing, or do not fit each other.
+    """
+    files = find_files(directory, tag)
+    ranks = [read_rank(files, index, path) for index, path in enumerate(list_models(files))]
+    check_steps(files, ranks)
+    stages = [rank.states for rank in ranks]
     paths = {layer: path for (layer, _), path in sorted(files.pipeline_layers.items())}
-    low = {
-        f"{layer}.{name}": tensor
-        for layer, path in paths.items()
-        for name, tensor in flatten(path, open_torch_zip(path).content).items()
-    }
+    low = {f"{layer}.{name}": tensor for layer, path in paths.items() for name, tensor in _read_layer(path).items()}
     _check_whole(files, stages, low)
-    masters = _place(files, {name: tensor for stage in trained for name, tensor in stage.items()}, low)
+    masters = _place(files, {name: tensor for rank in ranks for name, tensor in rank.trained.items()}, low)
     kept = {name: masters[name].reshape(tensor.shape) if name in masters else tensor for name, tensor in low.items()}
     return StoredCheckpoint(
         directory=files.directory,
@@ -60,6 +78,14 @@ def read_own_pipeline(
             missing=_list_missing(kept, stages),
         ),
     )
+
+
+def _read_layer(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a layer; what else its state has, such as a number, a network of torch needs none of."""
+    content: Any = open_torch_zip(path).content
+    state = content if isinstance(content, dict) else {}
+    refuse_foreign_tensors(path, state)
+    return {str(name): value for name, value in state.items() if isinstance(value, StoredTensor)}
 
 
 def _place(files: DeepSpeedFiles, trained: Tensors, low: Tensors) -> dict[str, StoredTensor]:
