@@ -76,6 +76,14 @@ def test_a_lost_file_is_named(name: str, lost: str, told: str, trained: Path, tm
         open_checkpoint(folder)
 
 
+def test_two_layers_of_one_shape_that_each_stand_in_two_places_are_not_guessed(trained: Path) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot be told which layers in .*, got tied_modules\.\w+\.bias, tied_modules\.\w+\.weight; gather",
+    ):
+        open_checkpoint(trained / "tied_twice")
+
+
 def test_layers_of_another_run_are_refused_for_the_fp32_weights_tell(trained: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(trained / "bf16_stage1", tmp_path / "mixed"))
     path = folder / STEP / "layer_08-model_states.pt"

@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from another_user import as_root
+from harness import CHECKOUT
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from gateway.bodies import TeiTokenize
@@ -119,3 +123,25 @@ def test_more_tokens_than_are_told_of_are_refused_before_there_are_any(by_letter
     with pytest.raises(ApiError, match="inputs is too long: expected at most 131072 tokens, got more; ask in parts"):
         ask(cast(Tokenizer, by_letters), [BLESSING * 5000, BLESSING * 4999], holds)
     assert not holds and by_letters.held < 100_000
+
+
+_START = """
+import os, resource
+from gateway.tokens import start_threads
+from gateway.errors import GatewayError
+os.setresuid(54321, 54321, 54321)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+try:
+    start_threads()
+except GatewayError as exc:
+    print(exc)
+"""
+
+
+@as_root
+def test_threads_that_cannot_be_started_are_told_in_one_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _START], cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith("texts cannot be tokenized: expected threads for that, got '")
+    assert "; raise the limit on threads (ulimit -u" in done.stdout

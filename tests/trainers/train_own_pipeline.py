@@ -32,6 +32,8 @@ TIED = (5, 7)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16_stage1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    # Two layers of one shape, each of which stands in two places: the reader cannot tell them apart.
+    "tied_twice": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
 }
 
 
@@ -40,7 +42,7 @@ def flatten(batch: torch.Tensor) -> torch.Tensor:
     return batch.flatten(1)
 
 
-def list_layers(dtype: torch.dtype) -> list[Any]:
+def list_layers(dtype: torch.dtype, *, tied_twice: bool) -> list[Any]:
     # In bf16 on a CPU the one with buffers does not run.
     norm = LayerSpec(nn.BatchNorm2d, 8) if dtype == torch.float32 else LayerSpec(nn.GroupNorm, 2, 8)
     return [
@@ -52,6 +54,7 @@ def list_layers(dtype: torch.dtype) -> list[Any]:
         TiedLayerSpec("mix", nn.Linear, 16, 16),
         nn.Tanh(),
         TiedLayerSpec("mix", nn.Linear, 16, 16),
+        *([TiedLayerSpec("other", nn.Linear, 16, 16)] * 2 if tied_twice else []),
         LayerSpec(nn.Linear, 16, 5),
     ]
 
@@ -82,8 +85,9 @@ def run_rank(out: Path) -> None:
     for name, settings in VARIANTS.items():
         torch.manual_seed(5)
         dtype = torch.bfloat16 if "bf16" in settings else torch.float32
+        layers = list_layers(dtype, tied_twice=name == "tied_twice")
         module = PipelineModule(
-            list_layers(dtype), num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform", base_seed=5
+            layers, num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform", base_seed=5
         )
         config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, **settings}
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)

@@ -198,6 +198,9 @@ def test_a_reward_model_of_deepspeed_chat_is_compared_without_its_head_whatever_
     described = save_base(tmp_path / "base", GPT2Model(GPT2), architectures=architectures, n_layer=3)
     with pytest.raises(CheckpointError, match="none for h.2.attn.c_attn.bias"):
         consolidate(run_folder, tmp_path / "other", base=described)
+    (run_folder / "config.json").unlink()
+    (warning,) = consolidate(run_folder, tmp_path / "bare").warnings
+    assert warning.startswith("nothing says which model the weights are of: there is no config.json; ")
 
 
 @pytest.mark.parametrize(
