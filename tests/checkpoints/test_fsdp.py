@@ -293,14 +293,15 @@ def test_the_files_of_ranks_under_names_of_ones_own_are_read_once_named_as_told(
 ) -> None:
     files = sorted(path for path in (trained / "w2" / ranks).iterdir() if "rank" in path.name)
     for rank, path in enumerate(files):
-        shutil.copy(path, tmp_path / f"last_{rank}.pt")
-    message = refusal(lambda: open_checkpoint(tmp_path / "last_0.pt"))
+        shutil.copy(path, tmp_path / f"last_rank{rank}.pt")
+    message = refusal(lambda: open_checkpoint(tmp_path / "last_rank0.pt"))
+    assert message == refusal(lambda: open_checkpoint(tmp_path))
     assert message.endswith(
         "; put the files of all ranks into one folder as pytorch_model_fsdp_rankN.bin, N from 0, and pass the folder, "
         "or save the model's full state dict."
     )
     for rank in range(len(files)):
-        (tmp_path / f"last_{rank}.pt").rename(tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
+        (tmp_path / f"last_rank{rank}.pt").rename(tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
     assert_equal(open_checkpoint(tmp_path), read_truth(trained / "w2" / ranks))
 
 

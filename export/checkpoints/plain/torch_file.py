@@ -62,6 +62,9 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     """
     found = [path for path in _candidates(directory) if tag is None or path.name == tag]
     if len(found) != 1:
+        if found and all("rank" in path.name.lower() for path in found):
+            # Each may hold the whole model; where each holds a part, which only reading them tells, this says so.
+            open_file(found[0])
         raise CheckpointError(
             f"{directory} holds several files that may be the model" if found else f"{directory} holds no {tag}",
             expected="one of them to be chosen",
