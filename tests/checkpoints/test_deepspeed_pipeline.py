@@ -76,12 +76,34 @@ def test_a_lost_file_is_named(name: str, lost: str, told: str, trained: Path, tm
         open_checkpoint(folder)
 
 
-def test_two_layers_of_one_shape_that_each_stand_in_two_places_are_not_guessed(trained: Path) -> None:
-    with pytest.raises(
-        CheckpointError,
-        match=r"cannot be told which layers in .*, got tied_modules\.\w+\.bias, tied_modules\.\w+\.weight; gather",
-    ):
-        open_checkpoint(trained / "tied_twice")
+def test_two_layers_of_one_shape_that_each_stand_in_two_places_are_told_apart_by_their_weights(trained: Path) -> None:
+    assert_equal(open_checkpoint(trained / "tied_twice"), torch.load(trained / "tied_twice.truth.pt"))
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens_fp32"])
+def test_each_place_of_a_tied_layer_has_what_its_own_stage_trained(name: str, trained: Path) -> None:
+    checkpoint = open_checkpoint(trained / name)
+    truth = torch.load(trained / f"{name}.truth.pt")
+    assert not torch.equal(truth["1.bias"], truth["4.bias"]) and torch.equal(truth["1.weight"], truth["4.weight"])
+    assert_equal(checkpoint, truth)
+    # The stage of the head has a table of positions, which no layer's file holds.
+    told = "a layer for what stage 1 has of its own in tied_modules.embed: position; layer 0's are given"
+    assert checkpoint.facts.missing == (told,)
+
+
+def test_layers_that_their_weights_do_not_tell_apart_are_not_guessed(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained / "tied_twice", tmp_path / "alike"))
+    for path in (folder / STEP).glob("layer_0[5-9]-model_states.pt"):
+        torch.save({name: torch.zeros_like(tensor) for name, tensor in torch.load(path).items()}, path)
+    path = next((folder / STEP).glob("*mp_rank_01_optim_states.pt"))
+    state = torch.load(path, weights_only=False)
+    tiny = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    # Other than nothing, but nothing once cast as the layers are.
+    for group in tiny:
+        group.data.uniform_(1e-45, 1e-42)
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match=r"cannot be told which layers in .*, got 5\.\w+, .*; gather"):
+        open_checkpoint(folder)
 
 
 def test_layers_of_another_run_are_refused_for_the_fp32_weights_tell(trained: Path, tmp_path: Path) -> None:

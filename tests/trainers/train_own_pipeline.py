@@ -2,9 +2,9 @@
 
     python tests/trainers/train_own_pipeline.py OUT
 
-Two stages on CPU ranks with gloo: a small network of pictures, whose layers are numbered by the pipeline. Each variant
-leaves OUT/<variant>/ (what DeepSpeed saved) and OUT/<variant>.truth.pt: the fp32 master weights and the buffers of the
-live ranks under the names of the same layers in an `nn.Sequential`.
+Two stages on CPU ranks with gloo: a small network of pictures, or one of tokens, whose layers are numbered by the
+pipeline. Each variant leaves OUT/<variant>/ (what DeepSpeed saved) and OUT/<variant>.truth.pt: the fp32 master weights
+and the buffers of the live ranks under the names of the same layers in an `nn.Sequential`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,49 @@ from ranks import fork_ranks
 from torch import nn
 from train_megatron import join_ranks
 
-# The places of the layer that stands in two.
-TIED = (5, 7)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16_stage1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    # Two layers of one shape, each of which stands in two places: the reader cannot tell them apart.
+    # Two layers of one shape, each of which stands in two places: only their weights tell them apart.
     "tied_twice": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    # Tied layers in both stages, which train their own of what is not tied: a bias, a table of positions.
+    "tokens": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "tokens_fp32": {"zero_optimization": {"stage": 1}},
 }
+WORDS = 13
+
+
+class Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(WORDS, 16)
+        self.position = nn.Parameter(torch.randn(6, 16))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.word(ids) + self.position
+
+
+def score(embeddings: Embeddings, hidden: torch.Tensor) -> torch.Tensor:
+    """A head out of the first layer's words, of which DeepSpeed writes no file."""
+    return hidden @ embeddings.word.weight.t()
 
 
 def flatten(batch: torch.Tensor) -> torch.Tensor:
     """A layer without a state, which is a function."""
     return batch.flatten(1)
+
+
+def list_token_layers() -> list[Any]:
+    tied = ("embed", Embeddings)
+    return [
+        TiedLayerSpec(*tied, tied_weight_attr=["word.weight"]),
+        TiedLayerSpec("mix", nn.Linear, 16, 16),
+        LayerSpec(nn.Linear, 16, 16),
+        nn.Tanh(),
+        TiedLayerSpec("mix", nn.Linear, 16, 16),
+        LayerSpec(nn.LayerNorm, 16),
+        TiedLayerSpec(*tied, forward_fn=score, tied_weight_attr=["word.weight"]),
+    ]
 
 
 def list_layers(dtype: torch.dtype, *, tied_twice: bool) -> list[Any]:
@@ -59,10 +89,27 @@ def list_layers(dtype: torch.dtype, *, tied_twice: bool) -> list[Any]:
     ]
 
 
-def make_batches(dtype: torch.dtype) -> Any:
+def score_tokens(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.float().flatten(0, 1), labels.flatten())
+
+
+def make_batches(dtype: torch.dtype, *, are_tokens: bool) -> Any:
     torch.manual_seed(2)
     while True:
+        if are_tokens:
+            yield torch.randint(0, WORDS, (2, 6)), torch.randint(0, WORDS, (2, 6))
+            continue
         yield torch.randn(2, 3, 16, 16).to(dtype), torch.randint(0, 5, (2,))
+
+
+def list_places(module: Any, name: str) -> list[str]:
+    """Return the names, by the layers' numbers, of what this stage has: several of a tied layer, none of a head."""
+    if not name.startswith("tied_modules."):
+        return [name]
+    _, key, end = name.split(".", 2)
+    specs = [(place, module._layer_specs[place]) for place in range(module._local_start, module._local_stop)]
+    tied = [(place, spec) for place, spec in specs if isinstance(spec, TiedLayerSpec) and spec.key == key]
+    return [f"{place}.{end}" for place, spec in tied if spec.forward_fn is None]
 
 
 def gather_truth(module: Any) -> dict[str, torch.Tensor]:
@@ -70,13 +117,12 @@ def gather_truth(module: Any) -> dict[str, torch.Tensor]:
     for name, parameter in module.named_parameters():
         master = safe_get_full_fp32_param(parameter)
         own[name] = (parameter if master is None else master).detach().float().clone()
+    own = {place: value for name, value in own.items() for place in list_places(module, name)}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     truth: dict[str, torch.Tensor] = {}
     for stage in gathered:
-        for name, value in stage.items():
-            end = name.removeprefix("tied_modules.mix.")
-            truth |= {name: value} if end == name else {f"{place}.{end}": value for place in TIED}
+        truth |= stage
     return truth
 
 
@@ -85,14 +131,14 @@ def run_rank(out: Path) -> None:
     for name, settings in VARIANTS.items():
         torch.manual_seed(5)
         dtype = torch.bfloat16 if "bf16" in settings else torch.float32
-        layers = list_layers(dtype, tied_twice=name == "tied_twice")
-        module = PipelineModule(
-            layers, num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform", base_seed=5
-        )
+        are_tokens = name.startswith("tokens")
+        layers = list_token_layers() if are_tokens else list_layers(dtype, tied_twice=name == "tied_twice")
+        loss = score_tokens if are_tokens else nn.CrossEntropyLoss()
+        module = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", base_seed=5)
         config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, **settings}
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-        batches = make_batches(dtype)
+        batches = make_batches(dtype, are_tokens=are_tokens)
         for _ in range(2):
             engine.train_batch(batches)
         engine.save_checkpoint(str(out / name))

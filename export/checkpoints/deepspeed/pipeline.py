@@ -3,7 +3,7 @@
 On disk (DeepSpeed 0.19.8, runtime/pipe/module.py, `save_state_dict`): `layer_LL-model_states.pt` holds layer LL in
 training precision, whose names the model has behind `LL.`, like an `nn.Sequential` of all layers; of functions there is
 no file. The optimizer names what it trained in the same way, but for a layer that stands in several places, which it
-trains as `tied_modules.KEY.` and saves in each of them.
+trains as `tied_modules.KEY.` in every stage that has one, and saves in each of them.
 
 The fp32 pieces are the weights wherever there are any, and the copies in training precision must agree with them.
 """
@@ -22,12 +22,11 @@ from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from .model_parallel import check_steps, has_megatrons_arguments, list_models, read_rank
 from .states import ModelStates
+from .tied_layers import TIED, place
 
 __all__ = ["LOOKED_FOR", "open_folder", "recognises"]
 
 Tensors = Mapping[str, StoredTensor]
-
-_TIED = "tied_modules."
 
 
 def recognises(directory: Path, tag: str | None = None) -> bool:
@@ -62,7 +61,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     paths = {layer: path for (layer, _), path in sorted(files.pipeline_layers.items())}
     low = {f"{layer}.{name}": tensor for layer, path in paths.items() for name, tensor in _read_layer(path).items()}
     _check_whole(files, stages, low)
-    masters = _place(files, {name: tensor for rank in ranks for name, tensor in rank.trained.items()}, low)
+    masters, lost = place(files.folder, [rank.trained for rank in ranks], low)
     kept = {name: masters[name].reshape(tensor.shape) if name in masters else tensor for name, tensor in low.items()}
     return StoredCheckpoint(
         directory=files.directory,
@@ -75,7 +74,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
             world_size=len(stages) * (stages[0].dp_world_size or 1),
             stage=stages[0].stage,
             step=stages[0].step,
-            missing=_list_missing(kept, stages),
+            missing=(*_list_missing(kept, stages), *lost),
         ),
     )
 
@@ -88,37 +87,6 @@ def _read_layer(path: Path) -> dict[str, StoredTensor]:
     return {str(name): value for name, value in state.items() if isinstance(value, StoredTensor)}
 
 
-def _place(files: DeepSpeedFiles, trained: Tensors, low: Tensors) -> dict[str, StoredTensor]:
-    """Return name in the layers → fp32 tensor.
-
-    A layer in several places is found by its names and shapes; its copies in training precision prove it.
-
-    Raises:
-        CheckpointError: It is not known of which layer one is.
-    """
-    placed = {name: tensor for name, tensor in trained.items() if name in low}
-    unplaced: list[str] = []
-    ends: dict[tuple[str, int], str] = {}
-    for name, tensor in trained.items():
-        if name in low:
-            continue
-        _, _, end = name.removeprefix(_TIED).partition(".")
-        others = [each for each in low if each not in trained and each.partition(".")[2] == end]
-        others = [each for each in others if low[each].numel == tensor.numel]
-        is_only = ends.setdefault((end, tensor.numel), name) == name
-        if not name.startswith(_TIED) or not others or not is_only:
-            unplaced.append(name)
-        placed |= dict.fromkeys(others, tensor)
-    if unplaced:
-        raise CheckpointError(
-            f"it cannot be told which layers in {files.folder} have what the optimizer trained",
-            expected="the names of its layers, or one layer of each shape that stands in several places",
-            got=list_some(unplaced),
-            remedy="gather the whole model in the trainer and save its state dict as one .pt file",
-        )
-    return placed
-
-
 def _check_whole(files: DeepSpeedFiles, stages: Sequence[ModelStates], low: Tensors) -> None:
     """Refuse a checkpoint without the file of a layer that was trained.
 
@@ -126,7 +94,7 @@ def _check_whole(files: DeepSpeedFiles, stages: Sequence[ModelStates], low: Tens
         CheckpointError: It is one.
     """
     named = {name for states in stages for group in states.groups or () for name in group}
-    missing = sorted(name for name in named - low.keys() if not name.startswith(_TIED))
+    missing = sorted(name for name in named - low.keys() if not name.startswith(TIED))
     if missing or not low:
         raise CheckpointError(
             f"{files.folder} lacks files of layers",
