@@ -1,5 +1,6 @@
 """How many tokens texts are, found without ever holding more of these than the answer takes."""
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ _AT_ONCE = 32 * 1024
 # Tokens that a text has less, at most, than its beginning: the word that is cut through may be a single token as a
 # whole, which WordPiece makes of a hundred characters and more.
 _FEWER = 128
+
+# With gRPC's own the gateway has twelve; with less than nine gRPC neither answers nor fails.
+_THREADS = 12
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def start_threads() -> None:
     """Start the threads that texts are tokenized on: where the first batch of several cannot, no later one is.
 
     Raises:
-        GatewayError: They cannot be started.
+        GatewayError: They cannot be started, or those that gRPC will want: it never asks anybody then.
     """
     try:
         Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode_batch(["a", "a"])
@@ -100,9 +104,33 @@ def start_threads() -> None:
     except BaseException as exc:
         if type(exc).__name__ != "PanicException":
             raise
-        raise GatewayError(
-            "texts cannot be tokenized",
-            expected="threads for that",
-            got=f"'{str(exc).splitlines()[0]}'",
-            remedy="raise the limit on threads (ulimit -u, TasksMax of systemd, pids_limit of a container)",
+        raise _refuse_threads(
+            "texts cannot be tokenized", "threads for that", f"'{str(exc).splitlines()[0]}'"
         ) from None
+    _try_threads()
+
+
+def _try_threads() -> None:
+    ended = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(_THREADS):
+            thread = threading.Thread(target=ended.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as exc:
+        expected = f"{_THREADS} more to be started"
+        raise _refuse_threads("too few threads may run", expected, f"{len(started)} and '{exc}'") from exc
+    finally:
+        ended.set()
+        for thread in started:
+            thread.join()
+
+
+def _refuse_threads(fault: str, expected: str, got: str) -> GatewayError:
+    return GatewayError(
+        fault,
+        expected=expected,
+        got=got,
+        remedy="raise the limit on threads (ulimit -u, TasksMax of systemd, pids_limit of a container)",
+    )

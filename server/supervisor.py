@@ -135,7 +135,7 @@ class Supervisor:
             GaveUpError: None of several tritonservers would start.
         """
         with self._notice.of_shortage():
-            if reason := self._watch.find_end():
+            if reason := self._watch.find_end() or self._roller.hang:
                 self._restart(reason)
             if not self._run.is_version_known and not self._run.pulse.owes_answer:
                 self._run.learn_version()
@@ -144,8 +144,9 @@ class Supervisor:
             healer = self._run.healer
             self._status.expect(self._follower.models)
             healer.look(self._follower.models)
-            # What was given up was said of louder.
-            self._run.absences.look(name for name in self._follower.models if name not in healer.down)
+            # What was given up was said of louder, and what we change ourselves is told of as that.
+            told = healer.down | self._follower.changing
+            self._run.absences.look(name for name in self._follower.models if name not in told)
             self._count_models()
 
     def _count_models(self) -> None:

@@ -127,6 +127,11 @@ class Follower:
         ]
 
     @property
+    def changing(self) -> set[str]:
+        """Names of what is being loaded now, and of its steps."""
+        return {name for taken in self._taken for name in taken.published.configs}
+
+    @property
     def waiting(self) -> Mapping[str, Waiting]:
         """Name → how it waits, of each model that has changed while others are being loaded."""
         return {**self._waiting}
@@ -245,11 +250,16 @@ class Follower:
         due = self._failures.are_due()
         if seen != self._seen or due:
             self._failures.hurry(self._find_changed(seen))
-            self._seen, self._busy = seen, None
+            before, self._seen, self._busy = self._seen, seen, None
             self._waits.begin(self._sums)
             task = self._follow if follows else self._retry
             self._worker = threading.Thread(target=self._carry_out, args=(task,), daemon=True)
-            self._worker.start()
+            try:
+                self._worker.start()
+            except RuntimeError:
+                # Without a thread nothing was done about it: the next look is to see it as new again.
+                self._seen = before
+                raise
         else:
             # Taken back meanwhile, or done. Else it waits on, until it is its turn.
             self._waiting = {}

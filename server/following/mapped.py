@@ -59,9 +59,15 @@ class _Watched:
             return
         state = self._look()
         if state != self._state:
-            self._state = state
-            self._reader = threading.Thread(target=self._read, args=(state,), daemon=True)
-            self._reader.start()
+            before, self._state = self._state, state
+            reader = threading.Thread(target=self._read, args=(state,), daemon=True)
+            try:
+                reader.start()
+            except RuntimeError:
+                # Without a thread it is read at the next look.
+                self._state = before
+                raise
+            self._reader = reader
 
     def close(self) -> None:
         """Let go of it."""

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError, ShortageError
-from ..limits import check_threads, check_threads_of
+from ..limits import check_threads
 from ..tritonserver.backend_processes import EndWatch, has_processes
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
@@ -34,6 +34,7 @@ from .health import JUDGING_PATIENCE_S, LostProcessError, LostServerError, check
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Loaded, Published, find_fault, find_missing, list_versions
+from .room import Room
 from .sums import GOLDEN_FILE, FileSums, Identity
 from .wishes import count_instances, is_decoupled, keeps_answers, limits_rate
 
@@ -69,6 +70,9 @@ class Roller:
         backend: Folder of its Python backend.
         sums: Tells which files have changed since they were published.
         find_pid: Returns the id of that tritonserver's process.
+
+    Attributes:
+        hang: Why that tritonserver will load a model no more; empty as a rule.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Roller:
         sums: FileSums,
         find_pid: Callable[[], int],
     ) -> None:
+        self.hang = ""
         self._find_pid = find_pid
         self._repository = repository
         self._overlay = overlay
@@ -90,6 +95,7 @@ class Roller:
         self._sums_at_load: dict[tuple[str, str], Mapping[Path, str]] = {}
         # Triton model → held while it is changed: it is revived by another thread than the one that rolls it.
         self._changing: dict[str, threading.RLock] = {}
+        self._room = Room()
         self._limits_rate = False
         # Model and version → what it was, of those whose answers may lie in the response cache.
         self._cached: dict[tuple[str, int], bytes] = {}
@@ -106,6 +112,7 @@ class Roller:
             shown: What it loads first.
             limits_rate: Whether its rate limiter is on.
         """
+        self.hang = ""
         self._limits_rate = limits_rate
         self._cached.clear()
         for published in shown:
@@ -135,8 +142,8 @@ class Roller:
                 raise ControlError(
                     f"{model} cannot be shown to tritonserver", expected="room for its configuration", got=f"'{exc}'"
                 ) from exc
-            self._make_room(model, config)
-            self._order(model)
+            with self._making_room(model, config):
+                self._order(model)
             try:
                 self._check_files(model, marks)
             except ControlError:
@@ -145,25 +152,59 @@ class Roller:
                     self._control.unload(model)
                 raise
 
-    def _make_room(self, model: str, config: str) -> None:
-        """Unload what is left of a model where no more threads may run beside it than it has.
+    @contextlib.contextmanager
+    def _making_room(self, model: str, config: str) -> Iterator[None]:
+        """Keep threads for a model; where too few may run beside what is left of it, that is unloaded first.
 
         Raises:
             ControlError: Too few may run all the same.
         """
         processes = count_instances(config) * len(self._overlay.list_versions(model))
-        with contextlib.suppress(ShortageError):
-            check_threads_of(processes)
-            return
+        with contextlib.ExitStack() as kept:
+            try:
+                kept.enter_context(self._room.keep(processes))
+            except ShortageError:
+                self._unload_for_room(model)
+                try:
+                    kept.enter_context(self._room.keep(processes))
+                except ShortageError as exc:
+                    raise _refuse_room(model, exc) from exc
+            yield
+
+    def _unload_for_room(self, model: str) -> None:
+        """Unload what is left of a model.
+
+        Raises:
+            ControlError: Too few threads may run even for that, or tritonserver refuses.
+        """
         try:
             check_threads(_THREADS_TO_UNLOAD)
-            self._control.unload(model)
-            self._await_unloaded(model)
-            check_threads_of(processes)
         except ShortageError as exc:
-            raise ControlError(
-                f"{model} cannot be loaded", expected="threads for its processes", got=exc.fault, remedy=exc.remedy
-            ) from exc
+            raise _refuse_room(model, exc) from exc
+        self._control.unload(model)
+        self._await_unloaded(model)
+
+    @contextlib.contextmanager
+    def _keeping_for(self, published: Published, consequence: str, copies: int = 1) -> Iterator[None]:
+        """Keep threads for what is loaded beside all that is: tritonserver would end, with everything that it serves.
+
+        Nothing may have been ordered by then: to undo that takes threads as well.
+
+        Args:
+            published: What is to be loaded.
+            consequence: What becomes of it.
+            copies: How many times it is loaded.
+
+        Raises:
+            RolloutError: Too few threads may run for its processes.
+        """
+        processes = copies * sum(map(count_instances, published.configs.values()))
+        with contextlib.ExitStack() as kept:
+            try:
+                kept.enter_context(self._room.keep(processes))
+            except ShortageError as exc:
+                raise _refuse(published, exc, consequence) from exc
+            yield
 
     def _change(self, model: str) -> threading.RLock:
         """Return what is held while a model is changed; another one may be loaded meanwhile, for minutes perhaps."""
@@ -178,6 +219,7 @@ class Roller:
             raise
         except ControlError as exc:
             if watch.has_ended:
+                self.hang = f"still loads {model}, whose processes have ended" if watch.is_unanswered else ""
                 raise watch.explain(exc) from exc
             raise
 
@@ -265,7 +307,11 @@ class Roller:
             RolloutError: It cannot be loaded or does not answer as verified; nothing of it stays loaded.
         """
         published = taken.published
-        _check_threads(published, "it is not served")
+        with self._keeping_for(published, "it is not served"):
+            self._add(taken)
+
+    def _add(self, taken: Loaded) -> None:
+        published = taken.published
         try:
             self._check_wishes(published)
             self.show(taken)
@@ -299,7 +345,11 @@ class Roller:
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
         before = f"version {old.version}" if old.version else "what was loaded"
         # What has no steps is loaded under two names, and the first may end while the second starts.
-        _check_threads(new, f"{before} is served as before", copies=1 if new.steps else 2)
+        with self._keeping_for(new, f"{before} is served as before", copies=1 if new.steps else 2):
+            return self._roll(served, taken, before)
+
+    def _roll(self, served: Loaded, taken: Loaded, before: str) -> str:
+        old, new = served.published, taken.published
         self._note(taken)
         try:
             self._check_wishes(new)
@@ -533,23 +583,10 @@ def refuse_still(published: Published, model: str) -> RolloutError:
     return _refuse(published, describe_still_start(model), "it is not served")
 
 
-def _check_threads(published: Published, consequence: str, copies: int = 1) -> None:
-    """Refuse to load what tritonserver would die of, and everything that it serves with it.
-
-    Nothing may have been ordered by then: to undo that takes threads as well.
-
-    Args:
-        published: What is to be loaded beside all that is.
-        consequence: What becomes of it.
-        copies: How many times it is loaded.
-
-    Raises:
-        RolloutError: Too few threads may run for its processes.
-    """
-    try:
-        check_threads_of(copies * sum(map(count_instances, published.configs.values())))
-    except ShortageError as exc:
-        raise _refuse(published, exc, consequence) from exc
+def _refuse_room(model: str, error: ShortageError) -> ControlError:
+    return ControlError(
+        f"{model} cannot be loaded", expected="threads for its processes", got=error.fault, remedy=error.remedy
+    )
 
 
 def _refuse(published: Published, exc: Exception, consequence: str) -> RolloutError:

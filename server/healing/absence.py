@@ -11,8 +11,9 @@ from ..tritonserver.control import Control, ModelState
 # Between two looks. One of them alone says nothing: while a model is rolled or loaded anew, it may be away.
 _INTERVAL_S = 2.0
 
-# What tritonserver calls a version that comes or goes.
-_MOVING = ("LOADING", "UNLOADING")
+# What tritonserver calls a version that comes, and one that goes: it lets nobody new in, and goes on writing texts for
+# as long as somebody reads them.
+_COMING, _GOING = "LOADING", "UNLOADING"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class Absences:
         except ControlError:
             # Whether it answers at all is for others to find out.
             return
-        there = {state.name for state in states if state.ready or state.state in _MOVING}
+        there = {state.name for state in states if state.ready or state.state == _COMING}
         before, missing = self._suspects, wanted - there
         self._suspects = missing
         known = self.found
@@ -80,7 +81,14 @@ class Absences:
 
 def _explain(name: str, states: Iterable[ModelState]) -> str:
     """Return in one sentence that a model is not loaded, with what tritonserver says of it."""
-    got = next((fold(state.reason) for state in states if state.name == name and state.reason), "no such model")
+    own = [state for state in states if state.name == name]
+    if any(state.state == _GOING for state in own):
+        # Loaded meanwhile, a model that still writes would cost tritonserver its memory.
+        return (
+            f"{name} is being unloaded: expected it to let callers in, got it answering none but those whom it answers "
+            f"already; load it again with the control key once these have left, or restart the server"
+        )
+    got = next((fold(state.reason) for state in own if state.reason), "no such model")
     return (
         f"{name} is not loaded any more: expected it to answer, got '{got}'; load it again with the control key, or "
         f"restart the server"

@@ -94,11 +94,20 @@ class LoadWatch:
         self._next_look = 0.0
         self._has_started = False
         self._ended_at: float | None = None
+        self._is_unanswered = False
 
     @property
     def has_ended(self) -> bool:
         """Whether the processes were ended."""
         return self._ended_at is not None
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether tritonserver, too, waits for ever: the processes were ended, and it did not say that the load failed.
+
+        2.51 does where the system let it start only some of the threads that it wants for an instance.
+        """
+        return self._is_unanswered
 
     def explain(self, error: ControlError) -> ControlError:
         """Return why a load has failed whose processes were ended, which tritonserver does not know."""
@@ -111,7 +120,9 @@ class LoadWatch:
         """
         now = time.monotonic()
         if self._ended_at is not None:
-            return now > self._ended_at + _LAST_WORD_S
+            is_late = now > self._ended_at + _LAST_WORD_S
+            self._is_unanswered = is_late and self._has_started
+            return is_late
         if now >= self._next_look:
             self._next_look = now + _LOAD_LOOK_S
             # That we cannot look is not that it stands still.

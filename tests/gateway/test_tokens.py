@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -126,11 +127,11 @@ def test_more_tokens_than_are_told_of_are_refused_before_there_are_any(by_letter
 
 
 _START = """
-import os, resource
+import os, resource, sys
 from gateway.tokens import start_threads
 from gateway.errors import GatewayError
 os.setresuid(54321, 54321, 54321)
-resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+resource.setrlimit(resource.RLIMIT_NPROC, (int(sys.argv[1]),) * 2)
 try:
     start_threads()
 except GatewayError as exc:
@@ -139,9 +140,22 @@ except GatewayError as exc:
 
 
 @as_root
-def test_threads_that_cannot_be_started_are_told_in_one_sentence() -> None:
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        (1, "texts cannot be tokenized: expected threads for that, got '"),
+        (8, "too few threads may run: expected 12 more to be started, got 5 and 'can't start new thread'"),
+    ],
+)
+def test_threads_that_cannot_be_started_are_told_in_one_sentence(limit: int, told: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _START], cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", _START, str(limit)],
+        cwd=CHECKOUT,
+        env={**os.environ, "RAYON_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
-    assert done.stdout.startswith("texts cannot be tokenized: expected threads for that, got '")
+    assert done.stdout.startswith(told)
     assert "; raise the limit on threads (ulimit -u" in done.stdout

@@ -11,17 +11,31 @@ from pathlib import Path
 import pytest
 from another_user import ANOTHER_USER, USER, as_root
 from followed import NAME, Callers, activate, copy_at_first, wait_for
-from launcher import Running, running
+from harness import CHECKOUT
+from launcher import IMPATIENT, Running, running
 
 from client import Client
 
 _MANY, _SPARE = 600, 20
 _TAKE = """
-import sys, threading
+import select, sys, threading
 ended = threading.Event()
-for _ in range(int(sys.argv[1])):
-    threading.Thread(target=ended.wait).start()
+wanted = int(sys.argv[1])
+
+def take():
+    global wanted
+    try:
+        while wanted:
+            threading.Thread(target=ended.wait).start()
+            wanted -= 1
+    except RuntimeError:
+        pass
+
+take()
 print("taken", flush=True)
+# What others end, if all are wanted.
+while wanted and not select.select([sys.stdin], [], [], 0.01)[0]:
+    take()
 sys.stdin.read()
 ended.set()
 """
@@ -51,8 +65,9 @@ def count_threads() -> int:
 
 @contextlib.contextmanager
 def few_left(spare: int = _SPARE) -> Iterator[None]:
-    """Leave but a few threads to the user, for another program has the rest."""
-    command = [*ANOTHER_USER, sys.executable, "-c", _TAKE, str(_MANY - spare - count_threads() - 1)]
+    """Leave but a few threads to the user, for another program has the rest; with none, also what ends meanwhile."""
+    wanted = _MANY - spare - count_threads() - 1 if spare else _MANY
+    command = [*ANOTHER_USER, sys.executable, "-c", _TAKE, str(wanted)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdin and program.stdout and program.stdout.readline() == "taken\n"
         yield
@@ -95,6 +110,41 @@ def test_a_model_of_which_a_process_died_is_reloaded_in_place_of_the_others_wher
     assert server.stop() == 0
 
 
+# Of 60 threads one is its own, and two processes have 24.
+_KEEP = """
+import os, resource
+from server.errors import ShortageError
+from server.following.room import Room
+os.setresuid(54321, 54321, 54321)
+resource.setrlimit(resource.RLIMIT_NPROC, (60, 60))
+room = Room()
+with room.keep(2):
+    try:
+        with room.keep(2):
+            pass
+    except ShortageError as exc:
+        print(exc)
+with room.keep(2):
+    print("kept")
+"""
+
+
+@as_root
+def test_what_is_started_at_once_does_not_count_on_the_same_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", _KEEP], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    refused, kept = done.stdout.splitlines()
+    assert refused.startswith("too few threads may run: expected 64 more at least, got 59; ") and kept == "kept"
+
+
+@as_root
+def test_what_was_activated_while_no_thread_could_start_is_served_once_one_can(served: tuple[Running, Path]) -> None:
+    server, repository = served
+    with few_left(0):
+        activate(repository, 2)
+        server.wait_for_line("cannot look after tritonserver for now: ", 60)
+    wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
+
+
 @as_root
 def test_several_texts_are_tokenized_at_once_where_no_thread_can_start(served: tuple[Running, Path]) -> None:
     server, _ = served
@@ -108,3 +158,67 @@ def test_several_texts_are_tokenized_at_once_where_no_thread_can_start(served: t
 
         # Each of the processes has a first time.
         assert set(pool.map(embed, range(64))) == {(8, 16)}
+
+
+# Has another program take all threads but two for some seconds, once; tritonserver wants four for each instance.
+_HUNGRY = """
+import pathlib, resource, subprocess, sys
+
+_TAKE = '''
+import sys, threading, time
+for _ in range(int(sys.argv[1])):
+    threading.Thread(target=time.sleep, args=(5,)).start()
+print("taken", flush=True)
+'''
+
+def count_threads():
+    found = 0
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            found += len([*(process / "task").iterdir()]) if process.stat().st_uid == {user} else 0
+        except OSError:
+            pass
+    return found
+
+class TritonPythonModel:
+    def initialize(self, args):
+        fuse = pathlib.Path({fuse!r})
+        if fuse.exists():
+            fuse.unlink()
+            free = {limit} - count_threads()
+            program = subprocess.Popen([{python!r}, "-c", _TAKE, str(free - 3)], stdout=subprocess.PIPE)
+            program.stdout.readline()
+"""
+_HARMLESS = "class TritonPythonModel:\n    pass\n"
+_CONFIG = """
+name: "hungry"
+backend: "python"
+input {{ name: "X" data_type: TYPE_FP32 dims: [1] }}
+output {{ name: "Y" data_type: TYPE_FP32 dims: [1] }}
+instance_group {{ kind: KIND_CPU }}
+version_policy {{ specific {{ versions: {version} }} }}
+"""
+
+
+@as_root
+def test_a_tritonserver_that_hangs_over_threads_that_it_could_not_start_is_started_anew() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        repository, fuse = Path(folder, "models"), Path(folder, "open", "fuse")
+        fuse.parent.mkdir()
+        fuse.touch()
+        hungry = _HUNGRY.format(user=USER, fuse=str(fuse), limit=_MANY, python=sys.executable)
+        for version, code in (("1", _HARMLESS), ("2", hungry)):
+            (repository / "hungry" / version).mkdir(parents=True)
+            (repository / "hungry" / version / "model.py").write_text(code)
+        config = repository / "hungry" / "config.pbtxt"
+        config.write_text(_CONFIG.format(version=1))
+        subprocess.run(["chmod", "-R", "a+rwX", folder], check=True)
+        under = ["prlimit", f"--nproc={_MANY}:{_MANY}", *ANOTHER_USER]
+        with running(repository, "--key-file", f"{folder}/control.key", under=under, program=IMPATIENT) as server:
+            server.read_until("serving HTTP")
+            server.follow()
+            config.write_text(_CONFIG.format(version=2))
+            server.wait_for_line("tritonserver still loads hungry, whose processes have ended; starting it anew", 60)
+            server.wait_for_line("tritonserver answers again", 60)
+            wait_for(server, lambda models: "hungry" not in models)
+            assert not fuse.exists() and server.stop() == 0

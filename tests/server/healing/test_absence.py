@@ -1,9 +1,11 @@
 """A model that somebody unloads: it is not served, and whoever asks is told so."""
 
+import json
 import re
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,51 @@ def test_readiness_follows_what_is_unloaded_and_loaded(published: Published, tmp
             wait_until_served(f"localhost:{server.status}", public, 1, print)
             assert server.check().code == 0
         assert not any("loading it anew" in line for line in server.lines)
+
+
+_WAITING = """
+import os, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        open({taken!r}, "w").close()
+        while os.path.exists({fuse!r}):
+            time.sleep(0.05)
+        answer = pb_utils.Tensor("Y", np.ones((1, 1), np.float32))
+        return [pb_utils.InferenceResponse([answer]) for _ in requests]
+"""
+_CONFIG = """
+backend: "python"
+max_batch_size: 1
+input { name: "X" data_type: TYPE_FP32 dims: [1] }
+output { name: "Y" data_type: TYPE_FP32 dims: [1] }
+instance_group { kind: KIND_CPU }
+"""
+
+
+def test_what_lets_nobody_new_in_while_it_still_answers_is_told_of(tmp_path: Path) -> None:
+    fuse, taken, folder = tmp_path / "fuse", tmp_path / "taken", tmp_path / "models" / "patient"
+    fuse.touch()
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(_WAITING.format(fuse=str(fuse), taken=str(taken)))
+    (folder / "config.pbtxt").write_text(_CONFIG)
+    key_file = tmp_path / "control.key"
+    with running(folder.parent, "--key-file", str(key_file)) as server, ThreadPoolExecutor(1) as pool:
+        server.read_until("serving HTTP")
+        server.follow()
+        values = {"name": "X", "shape": [1, 1], "datatype": "FP32", "data": [1]}
+        url = f"http://127.0.0.1:{server.http}/v2/models/patient/infer"
+        asked = urllib.request.Request(url, json.dumps({"inputs": [values]}).encode())
+        answer = pool.submit(urllib.request.urlopen, asked, timeout=60)
+        while not taken.exists():
+            time.sleep(0.05)
+        control = Control(f"http://127.0.0.1:{server.http}", open_key(key_file), ("127.0.0.1", server.grpc))
+        control.unload("patient")
+        assert wait_for_readiness(server, 503) == "not ready: none of 1 models is served\n"
+        server.wait_for_line("warning: patient is being unloaded: expected it to let callers in", 60)
+        fuse.unlink()
+        assert answer.result(60).status == 200
+        control.load("patient")
+        assert wait_for_readiness(server, 200) == "ready\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from followed import read_following, read_ready, wait_for
 from harness import Published
-from launcher import Running, running
+from launcher import IMPATIENT, Running, running
 
 from server.tritonserver import stillness
 from server.tritonserver.backend_processes import STUB
@@ -126,14 +126,6 @@ def test_a_load_is_waited_for_as_long_as_what_was_started_for_it_gets_on(
             assert (loading.poll() is not None) == stops
             loading.kill()
 
-
-# Waits for seconds where others wait for minutes.
-IMPATIENT = (
-    sys.executable,
-    "-c",
-    "import server.tritonserver.stillness as stillness\nstillness._STILL_LOAD_LOOKS, stillness.STILL_LOOKS = 4, 8\n"
-    "from server.__main__ import main\nraise SystemExit(main())",
-)
 
 # Ends the tritonserver that loads it.
 DEADLY = """
