@@ -42,7 +42,26 @@ from .vocabulary_options import AddedToken
 
 # Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
 # (transformers, modeling_roberta.py, create_position_ids_from_input_ids).
-_MODEL_TYPES_WITH_POSITION_OFFSET = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "data2vec-text")
+_MODEL_TYPES_WITH_POSITION_OFFSET = (
+    "altclip_text_model",
+    "camembert",
+    "clap_text_model",
+    "data2vec-text",
+    "esm",
+    "ibert",
+    "longformer",
+    "luke",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+
+# The first CLIP's configurations say 0 and 2 of the beginning and the end of texts, whatever its tokenizer has. With
+# this end transformers goes by the highest id (modeling_clip.py, CLIPTextTransformer.forward).
+_CLIPS_OLD_END = 2
 # What may belong to it and is no tokenizer alone.
 _MORE_FILES = (
     "special_tokens_map.json",
@@ -237,7 +256,8 @@ def check_special_ids(
     recorded = read_json_if_any(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
-    for kind in ("bos", "eos", "cls", "sep", "mask"):
+    is_old_clip = recorded.get("model_type") == "clip_text_model" and recorded.get("eos_token_id") == _CLIPS_OLD_END
+    for kind in ("bos", "eos", "cls", "sep", "mask") if not is_old_clip else ():
         wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
         if isinstance(wanted, int) and isinstance(got, int) and wanted != got:
             different.append(f"{kind}_token_id {got} where config.json says {wanted}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...errors import ModelError
 from ...signature import BATCH, STRING, ModelSignature, TensorSignature
 from ..cases import Outputs
 from ..comparison import (
@@ -137,8 +138,19 @@ class LabelAnswers(Answers):
         return replace(signature, outputs=(replace(logits, label_file=LABELS_FILE),))
 
     def answer(self, outputs: Sequence[torch.Tensor], geometry: Geometry) -> Mapping[str, Any]:
-        """See `Answers`."""
+        """See `Answers`.
+
+        Raises:
+            ModelError: It scores more than has a name, or less.
+        """
         (scores,) = FUNCTIONS[self.function](outputs[0])
+        if len(scores) != len(self.labels):
+            raise ModelError(
+                "the model does not score each label once",
+                expected=f"{len(self.labels)} scores, as id2label in config.json has labels",
+                got=str(len(scores)),
+                remedy="name as many in id2label as the model's last layer has rows",
+            )
         order = scores.argsort(descending=True, stable=True)[: self.top_k]
         return {LABEL: [self.labels[index] for index in order], SCORE: scores[order].tolist()}
 

@@ -10,7 +10,18 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from trainers.writers import BYTES, write_bpe
-from transformers import BertConfig, GPT2Tokenizer, OPTConfig, OPTForCausalLM
+from transformers import (
+    BertConfig,
+    ClapTextConfig,
+    GPT2Tokenizer,
+    IBertConfig,
+    LukeConfig,
+    OPTConfig,
+    OPTForCausalLM,
+    PretrainedConfig,
+    RobertaPreLayerNormConfig,
+    XmodConfig,
+)
 
 from export.consolidation.vocabulary import refuse_other_ids
 from export.errors import CheckpointError, VocabularyError
@@ -177,6 +188,18 @@ def test_another_padding_alone_is_a_warning(own: list[str], settings: dict[str, 
     assert warn_of_padding(tmp_path, tokenizer) == ()
 
 
+def test_the_ids_that_the_first_clip_has_in_its_configuration_are_no_sign(tmp_path: Path) -> None:
+    # As openai/clip-vit-base-patch32 has them, whose tokenizer begins with 49406 and ends with 49407.
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+    folder = write_tokenizer(tmp_path, ["<a>", "<b>", "<s>", "</s>"], bos_token="<s>", eos_token="</s>")
+    tokenizer = load_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "clip_text_model"} | ids))
+    check_special_ids(folder, tokenizer)
+    (folder / "config.json").write_text(json.dumps({"model_type": "clip_text_model"} | ids | {"eos_token_id": 0}))
+    with pytest.raises(VocabularyError, match="eos_token_id 3 where config.json says 0"):
+        check_special_ids(folder, tokenizer)
+
+
 def test_the_vocabulary_that_deepspeed_chat_saves_is_refused_with_the_remedy_that_works(tmp_path: Path) -> None:
     # OPT's: GPT-2's class, but texts begin with </s>. DeepSpeed-Chat saves the model and `save_vocabulary`'s two files.
     base = write_bpe(tmp_path / "base", ["<s>", "<pad>", "</s>", "<unk>"])
@@ -220,6 +243,11 @@ def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: P
     assert read_max_length(tmp_path, tokenizer, BertConfig(max_position_embeddings=64)) == 64
     with pytest.raises(CheckpointError, match="nothing in .* says how long a sequence may be"):
         read_max_length(tmp_path, tokenizer, BertConfig(max_position_embeddings=0))
+
+
+@pytest.mark.parametrize("family", [ClapTextConfig, IBertConfig, LukeConfig, RobertaPreLayerNormConfig, XmodConfig])
+def test_two_rows_of_robertas_table_are_no_positions(family: type[PretrainedConfig], tmp_path: Path) -> None:
+    assert read_max_length(tmp_path, None, family(max_position_embeddings=66)) == 64
 
 
 def test_the_length_is_read_from_the_file_that_sentence_transformers_reads(checkpoint: Path, tmp_path: Path) -> None:
