@@ -256,8 +256,7 @@ def check_special_ids(
     recorded = read_json_if_any(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
-    is_old_clip = recorded.get("model_type") == "clip_text_model" and recorded.get("eos_token_id") == _CLIPS_OLD_END
-    for kind in ("bos", "eos", "cls", "sep", "mask") if not is_old_clip else ():
+    for kind in () if _is_first_clip(recorded) else ("bos", "eos", "cls", "sep", "mask"):
         wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
         if isinstance(wanted, int) and isinstance(got, int) and wanted != got:
             different.append(f"{kind}_token_id {got} where config.json says {wanted}")
@@ -288,8 +287,17 @@ def find_other_padding(directory: Path, tokenizer: PreTrainedTokenizerBase) -> s
     recorded = read_json_if_any(directory / "config.json")
     wanted = recorded.get("pad_token_id") if isinstance(recorded, Mapping) else None
     got = tokenizer.pad_token_id
-    differ = isinstance(wanted, int) and isinstance(got, int) and wanted != got
+    differ = isinstance(wanted, int) and isinstance(got, int) and wanted != got and not _is_first_clip(recorded)
     return f"pad_token_id {got} where config.json says {wanted}" if differ else ""
+
+
+def _is_first_clip(recorded: Any) -> bool:
+    """Tell whether a configuration has the ids that the first CLIP's have, whatever its tokenizer's are."""
+    return (
+        isinstance(recorded, Mapping)
+        and recorded.get("model_type") == "clip_text_model"
+        and recorded.get("eos_token_id") == _CLIPS_OLD_END
+    )
 
 
 def warn_of_padding(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

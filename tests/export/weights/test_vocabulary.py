@@ -195,6 +195,7 @@ def test_the_ids_that_the_first_clip_has_in_its_configuration_are_no_sign(tmp_pa
     tokenizer = load_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "clip_text_model"} | ids))
     check_special_ids(folder, tokenizer)
+    assert warn_of_padding(folder, tokenizer) == ()
     (folder / "config.json").write_text(json.dumps({"model_type": "clip_text_model"} | ids | {"eos_token_id": 0}))
     with pytest.raises(VocabularyError, match="eos_token_id 3 where config.json says 0"):
         check_special_ids(folder, tokenizer)
