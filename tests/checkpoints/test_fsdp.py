@@ -293,16 +293,23 @@ def test_the_files_of_ranks_under_names_of_ones_own_are_read_once_named_as_told(
 ) -> None:
     files = sorted(path for path in (trained / "w2" / ranks).iterdir() if "rank" in path.name)
     for rank, path in enumerate(files):
-        shutil.copy(path, tmp_path / f"last_rank{rank}.pt")
-    message = refusal(lambda: open_checkpoint(tmp_path / "last_rank0.pt"))
+        shutil.copy(path, tmp_path / f"consolidated.{rank:02d}.pth")
+    message = refusal(lambda: open_checkpoint(tmp_path / "consolidated.00.pth"))
     assert message == refusal(lambda: open_checkpoint(tmp_path))
     assert message.endswith(
         "; put the files of all ranks into one folder as pytorch_model_fsdp_rankN.bin, N from 0, and pass the folder, "
         "or save the model's full state dict."
     )
     for rank in range(len(files)):
-        (tmp_path / f"last_rank{rank}.pt").rename(tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
+        (tmp_path / f"consolidated.{rank:02d}.pth").rename(tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
     assert_equal(open_checkpoint(tmp_path), read_truth(trained / "w2" / ranks))
+
+
+def test_rank_files_with_the_state_of_more_than_the_model_are_read(trained: Path, tmp_path: Path) -> None:
+    folder = copy(trained / "w2/rank_files", tmp_path / "nested")
+    for path in folder.glob("*rank*"):
+        torch.save({"epoch": 3, "state_dict": {"model": torch.load(path, weights_only=False)}}, path)
+    assert_equal(open_checkpoint(folder), read_truth(trained / "w2/rank_files"))
 
 
 def test_two_models_by_accelerate_are_refused_naming_both_files(trained: Path) -> None:

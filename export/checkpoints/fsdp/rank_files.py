@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from ..pickles.torch_zip import open_torch_zip
+from ..pickles.torch_zip import is_tensor, open_torch_zip
+from ..plain.torch_file import MAX_OUTER_KEYS, OUTER_KEYS
 from ..remedies import LOST_RANKS, MIXED_RUNS, RECOPY_WHOLE, SWAPPED
 from ..storage.assembled_tensor import Box, assemble
 from ..storage.paths import check_inside
@@ -87,7 +88,7 @@ def open_rank_files(
 
 
 def _read_rank_file(path: Path, rank: int) -> RankFile:
-    content = open_torch_zip(path).content
+    content = _find_state_dict(open_torch_zip(path).content)
     if not isinstance(content, dict) or not content:
         raise CheckpointError(
             f"{path} holds no state dict", expected="names and tensors", got=type(content).__name__, remedy=RECOPY_WHOLE
@@ -110,6 +111,18 @@ def _read_rank_file(path: Path, rank: int) -> RankFile:
             remedy="save the model's state dict alone",
         )
     return RankFile(path=path, rank=rank, plain=plain, sharded=sharded)
+
+
+def _find_state_dict(content: Any) -> Any:
+    """Return the state dict that lies under keys which name it, or else what there is."""
+    for _ in range(MAX_OUTER_KEYS):
+        if not isinstance(content, dict) or any(is_tensor(value) for value in content.values()):
+            break
+        inner = [content[key] for key in OUTER_KEYS if isinstance(content.get(key), dict)]
+        if len(inner) != 1:
+            break
+        content = inner[0]
+    return content
 
 
 def _check_ranks(directory: Path, files: list[RankFile], named: int | None) -> int:

@@ -45,6 +45,7 @@ from .inert_pickle import (
 
 __all__ = [
     "DTENSORS",
+    "GATHER_RANKS",
     "SHARDED_TENSOR",
     "ForeignTensor",
     "GlobalName",
@@ -68,7 +69,7 @@ DTENSORS = (
     "torch.distributed._tensor.api.DTensor",
 )
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_GATHER_RANKS = (
+GATHER_RANKS = (
     "put the files of all ranks into one folder as pytorch_model_fsdp_rankN.bin, N from 0, and pass the folder, or "
     "save the model's full state dict"
 )
@@ -183,7 +184,7 @@ def refuse_foreign_tensors(path: Path, state: Mapping[Any, Any]) -> None:
 def _find_remedy(value: ForeignTensor | Record) -> str:
     if isinstance(value, ForeignTensor):
         return value.remedy
-    return _GATHER_RANKS if value.type_name in (*DTENSORS, SHARDED_TENSOR) else _SAVE_DENSE
+    return GATHER_RANKS if value.type_name in (*DTENSORS, SHARDED_TENSOR) else _SAVE_DENSE
 
 
 def is_tensor(value: Any) -> bool:

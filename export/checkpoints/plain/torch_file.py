@@ -6,13 +6,14 @@ Both are the trainer's storage, so both are undone, when they are certain: a pre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, list_some
-from ..pickles.torch_zip import Record, is_tensor, open_torch_zip, refuse_foreign_tensors
+from ..pickles.torch_zip import GATHER_RANKS, Record, is_tensor, open_torch_zip, refuse_foreign_tensors
 from ..storage.paths import check_inside, open_regular, refuse_irregular
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint, find_tied
@@ -23,6 +24,8 @@ SUFFIXES = (".pth", ".pt", ".ckpt", ".pkl")
 LOOKED_FOR = "one *.pth, *.pt, *.ckpt or *.pkl"
 _PICKLE_SUFFIX = ".pkl"
 _ZIP_MAGIC = b"PK\3\4"
+
+_NUMBER = re.compile(r"\d+")
 
 # What trainers save beside the weights, under names of these suffixes (transformers, Accelerate, torchtune).
 OTHER_STATE = (
@@ -39,9 +42,9 @@ OTHER_STATE = (
 )
 
 # Keys under which trainers keep the model: Lightning and most recipes, DeiT and MAE, DDP recipes, older ones.
-_OUTER_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+OUTER_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 # How many of them may lie within each other.
-_MAX_OUTER_KEYS = 3
+MAX_OUTER_KEYS = 3
 
 # What a module that holds the model, such as Lightning's, usually calls it.
 _INNER_MODEL = "model."
@@ -62,9 +65,8 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     """
     found = [path for path in _candidates(directory) if tag is None or path.name == tag]
     if len(found) != 1:
-        if found and all("rank" in path.name.lower() for path in found):
-            # Each may hold the whole model; where each holds a part, which only reading them tells, this says so.
-            open_file(found[0])
+        if len({_NUMBER.sub("", path.name) for path in found}) == 1:
+            _refuse_rank(found[0])
         raise CheckpointError(
             f"{directory} holds several files that may be the model" if found else f"{directory} holds no {tag}",
             expected="one of them to be chosen",
@@ -72,6 +74,20 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
             remedy="pass the file itself, or --tag with its name",
         )
     return open_file(found[0])
+
+
+def _refuse_rank(path: Path) -> None:
+    """Refuse a file of several alike that each hold a rank's part, for which another name is the remedy.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    try:
+        open_file(path)
+    except CheckpointError as exc:
+        # Another fault may not be that of the file that is wanted.
+        if GATHER_RANKS in str(exc):
+            raise
 
 
 def open_file(path: Path) -> StoredCheckpoint:
@@ -144,17 +160,17 @@ def _find_state_dict(path: Path, content: Any) -> tuple[dict[str, StoredTensor],
     while isinstance(content, dict):
         if tensors := find_tensors(path, content):
             return tensors, ".".join(where)
-        inner = [key for key in _OUTER_KEYS if isinstance(content.get(key), dict)]
+        inner = [key for key in OUTER_KEYS if isinstance(content.get(key), dict)]
         if len(inner) > 1:
             # Settings may be kept under such a key as well.
             inner = [key for key in inner if _holds_tensors(content[key])]
-        if len(inner) != 1 or len(where) >= _MAX_OUTER_KEYS:
+        if len(inner) != 1 or len(where) >= MAX_OUTER_KEYS:
             break
         where.append(inner[0])
         content = content[inner[0]]
     raise CheckpointError(
         f"{path} holds no state dict",
-        expected="tensors by name, alone or under " + ", ".join(_OUTER_KEYS),
+        expected="tensors by name, alone or under " + ", ".join(OUTER_KEYS),
         got=_describe(content),
         remedy="save model.state_dict()",
     )
@@ -187,10 +203,10 @@ def _holds_tensors(state: Mapping[Any, Any]) -> bool:
     """Tell whether there are tensors in `state`, or where a state dict would be looked for in it."""
     # By identity, since a pickle may put one large dict under every key of every level.
     level = {id(state): state}
-    for _ in range(_MAX_OUTER_KEYS + 1):
+    for _ in range(MAX_OUTER_KEYS + 1):
         if any(is_tensor(value) for found in level.values() for value in found.values()):
             return True
-        inner = [found.get(key) for found in level.values() for key in _OUTER_KEYS]
+        inner = [found.get(key) for found in level.values() for key in OUTER_KEYS]
         level = {id(value): value for value in inner if isinstance(value, dict)}
     return False
 
