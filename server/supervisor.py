@@ -1,7 +1,7 @@
 """Keeps one tritonserver serving: starts it, watches it and its backend processes, and ends it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .announcement import announce
 from .draining import Retirement, drain
@@ -144,10 +144,18 @@ class Supervisor:
             healer = self._run.healer
             self._status.expect(self._follower.models)
             healer.look(self._follower.models)
-            # What was given up was said of louder, and what we change ourselves is told of as that.
-            told = healer.down | self._follower.changing
-            self._run.absences.look(name for name in self._follower.models if name not in told)
+            self._run.absences.look(self._list_left_alone())
             self._count_models()
+
+    def _list_left_alone(self) -> Iterator[str]:
+        """Yield the names of models, and of their steps, whose absence somebody else must have brought about.
+
+        What is brought back, or changed, by us is told of as that, and takes with it what it is a step of.
+        """
+        ours = self._run.healer.down | self._follower.changing
+        for published in self._follower.published:
+            if ours.isdisjoint(published.configs):
+                yield from published.configs
 
     def _count_models(self) -> None:
         """Tell the status how many models answer: all parts of each, as far as anything is known of them."""
