@@ -256,7 +256,7 @@ def check_special_ids(
     recorded = read_json_if_any(directory / "config.json") or derived or {}
     assert isinstance(recorded, Mapping), "Bug: the configuration was read before"
     different = []
-    for kind in () if _is_first_clip(recorded) else ("bos", "eos", "cls", "sep", "mask"):
+    for kind in () if _is_first_clip(recorded, tokenizer) else ("bos", "eos", "cls", "sep", "mask"):
         wanted, got = recorded.get(f"{kind}_token_id"), getattr(tokenizer, f"{kind}_token_id", None)
         if isinstance(wanted, int) and isinstance(got, int) and wanted != got:
             different.append(f"{kind}_token_id {got} where config.json says {wanted}")
@@ -287,17 +287,23 @@ def find_other_padding(directory: Path, tokenizer: PreTrainedTokenizerBase) -> s
     recorded = read_json_if_any(directory / "config.json")
     wanted = recorded.get("pad_token_id") if isinstance(recorded, Mapping) else None
     got = tokenizer.pad_token_id
-    differ = isinstance(wanted, int) and isinstance(got, int) and wanted != got and not _is_first_clip(recorded)
+    differ = (
+        isinstance(wanted, int) and isinstance(got, int) and wanted != got and not _is_first_clip(recorded, tokenizer)
+    )
     return f"pad_token_id {got} where config.json says {wanted}" if differ else ""
 
 
-def _is_first_clip(recorded: Any) -> bool:
-    """Tell whether a configuration has the ids that the first CLIP's have, whatever its tokenizer's are."""
-    return (
-        isinstance(recorded, Mapping)
-        and recorded.get("model_type") == "clip_text_model"
-        and recorded.get("eos_token_id") == _CLIPS_OLD_END
-    )
+def _is_first_clip(recorded: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether a configuration has the ids that the first CLIP's have, and a tokenizer is made like CLIP's.
+
+    That one's beginning and end are the last of its own vocabulary, and the end is what such a model looks for as the
+    highest id.
+    """
+    is_old = isinstance(recorded, Mapping) and recorded.get("model_type") == "clip_text_model"
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if not is_old or recorded.get("eos_token_id") != _CLIPS_OLD_END or not isinstance(end, int):
+        return False
+    return start == end - 1 and end >= tokenizer.vocab_size - 1
 
 
 def warn_of_padding(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

@@ -287,21 +287,22 @@ def test_a_plain_tensor_of_another_shape_on_another_rank_is_refused(trained: Pat
     )
 
 
+@pytest.mark.parametrize("name", ["consolidated.{}.pth", "ckpt-{}-of-2.bin", "rank{}.pt"])
 @pytest.mark.parametrize("ranks", ["rank_files", "verl"])
 def test_the_files_of_ranks_under_names_of_ones_own_are_read_once_named_as_told(
-    ranks: str, trained: Path, tmp_path: Path
+    ranks: str, name: str, trained: Path, tmp_path: Path
 ) -> None:
     files = sorted(path for path in (trained / "w2" / ranks).iterdir() if "rank" in path.name)
     for rank, path in enumerate(files):
-        shutil.copy(path, tmp_path / f"consolidated.{rank:02d}.pth")
-    message = refusal(lambda: open_checkpoint(tmp_path / "consolidated.00.pth"))
+        shutil.copy(path, tmp_path / name.format(rank))
+    message = refusal(lambda: open_checkpoint(tmp_path / name.format(0)))
     assert message == refusal(lambda: open_checkpoint(tmp_path))
     assert message.endswith(
         "; put the files of all ranks into one folder as pytorch_model_fsdp_rankN.bin, N from 0, and pass the folder, "
         "or save the model's full state dict."
     )
     for rank in range(len(files)):
-        (tmp_path / f"consolidated.{rank:02d}.pth").rename(tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
+        (tmp_path / name.format(rank)).rename(tmp_path / f"pytorch_model_fsdp_rank{rank}.bin")
     assert_equal(open_checkpoint(tmp_path), read_truth(trained / "w2" / ranks))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...errors import CheckpointError, list_some
 from ..pickles.torch_zip import open_torch_zip
@@ -19,6 +20,8 @@ from .checks import check_model_states
 from .files import DeepSpeedFiles
 from .reader import read_trained
 from .states import ModelStates, read_model_states
+
+_LAYER = "layer_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,23 @@ def has_megatrons_arguments(path: Path) -> bool:
     """
     content = open_torch_zip(path).content
     return isinstance(content, dict) and "checkpoint_version" in content and "args" in content
+
+
+def open_layer(path: Path) -> Any:
+    """Return what the file of a pipeline's layer holds.
+
+    Raises:
+        CheckpointError: It is damaged, or was saved as another layer's: nothing else tells layers of one shape apart.
+    """
+    opened = open_torch_zip(path)
+    if opened.root.startswith(_LAYER) and opened.root != path.stem:
+        raise CheckpointError(
+            f"{path} is the file of another layer",
+            expected=f"what was saved as {path.name}",
+            got=f"what was saved as {opened.root}{path.suffix}",
+            remedy=f"files of layers were swapped; {RECOPY_WHOLE}",
+        )
+    return opened.content
 
 
 def list_models(files: DeepSpeedFiles) -> list[Path]:

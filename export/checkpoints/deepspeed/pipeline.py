@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ...errors import CheckpointError, list_some
-from ..pickles.torch_zip import open_torch_zip, refuse_foreign_tensors
+from ..pickles.torch_zip import refuse_foreign_tensors
 from ..remedies import LOST_RANKS
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
-from .model_parallel import check_steps, has_megatrons_arguments, list_models, read_rank
+from .model_parallel import check_steps, has_megatrons_arguments, list_models, open_layer, read_rank
 from .states import ModelStates
 from .tied_layers import TIED, place
 
@@ -81,7 +80,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
 
 def _read_layer(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a layer; what else its state has, such as a number, a network of torch needs none of."""
-    content: Any = open_torch_zip(path).content
+    content = open_layer(path)
     state = content if isinstance(content, dict) else {}
     refuse_foreign_tensors(path, state)
     return {str(name): value for name, value in state.items() if isinstance(value, StoredTensor)}
@@ -110,5 +109,8 @@ def _list_missing(kept: Mapping[str, StoredTensor], stages: Sequence[ModelStates
     kept_as = "in the optimizer's state without names, given in" if has_masters else "saved only as"
     missing = [f"fp32 weights: {kept_as} {list_some(short)}"] if short else []
     if any(states.groups is None for states in stages):
-        missing.append("the names of what was trained, which show that the files of all layers are there")
+        missing.append(
+            "the names of what was trained, which show that the files of all layers are there, and what a head that is "
+            "a function of a tied layer has of its own"
+        )
     return tuple(missing)

@@ -85,9 +85,14 @@ _BARE_PICKLE = re.compile(rb"\x80[\2-\5]")
 
 @dataclass(frozen=True)
 class TorchZip:
-    """One file, or one archive within a file, as `open_torch_zip` found it."""
+    """One file, or one archive within a file, as `open_torch_zip` found it.
+
+    Attributes:
+        root: The folder in it that holds everything, which torch names after the file that it saves to.
+    """
 
     path: Path
+    root: str
     content: Any
     # Every storage of the file that the content's tensors lie in, by key.
     storages: dict[str, StoredBlock]
@@ -148,7 +153,7 @@ def open_torch_zip(path: Path, *, start: int = 0, length: int | None = None) -> 
         pickled, str(path), builders=_BUILDERS, constants=_CONSTANTS, load_persistent=storages.load_persistent
     )
     content = machine.load()
-    return TorchZip(path, content, storages.used)
+    return TorchZip(path, root, content, storages.used)
 
 
 def read_bare_pickle(path: Path) -> Any:

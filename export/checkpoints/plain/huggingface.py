@@ -152,6 +152,8 @@ def _list_shards(directory: Path, main_file: str) -> list[str] | None:
     ]
     if missing := [name for name in wanted if not (directory / name).is_file()]:
         refuse_irregular(directory, missing)
+        if match["suffix"] == ".bin":
+            torch_file.refuse_rank(directory / main_file)
         raise CheckpointError(
             f"{directory} lacks shards of its model",
             expected=list_some(missing),

@@ -66,7 +66,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     found = [path for path in _candidates(directory) if tag is None or path.name == tag]
     if len(found) != 1:
         if len({_NUMBER.sub("", path.name) for path in found}) == 1:
-            _refuse_rank(found[0])
+            refuse_rank(found[0])
         raise CheckpointError(
             f"{directory} holds several files that may be the model" if found else f"{directory} holds no {tag}",
             expected="one of them to be chosen",
@@ -76,7 +76,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     return open_file(found[0])
 
 
-def _refuse_rank(path: Path) -> None:
+def refuse_rank(path: Path) -> None:
     """Refuse a file of several alike that each hold a rank's part, for which another name is the remedy.
 
     Raises:

@@ -191,14 +191,20 @@ def test_another_padding_alone_is_a_warning(own: list[str], settings: dict[str, 
 def test_the_ids_that_the_first_clip_has_in_its_configuration_are_no_sign(tmp_path: Path) -> None:
     # As openai/clip-vit-base-patch32 has them, whose tokenizer begins with 49406 and ends with 49407.
     ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
-    folder = write_tokenizer(tmp_path, ["<a>", "<b>", "<s>", "</s>"], bos_token="<s>", eos_token="</s>")
+    folder = write_tokenizer(tmp_path, ["<a>", "<b>"], bos_token="<s>", eos_token="</s>")
     tokenizer = load_tokenizer(folder)
+    end = tokenizer.eos_token_id
     (folder / "config.json").write_text(json.dumps({"model_type": "clip_text_model"} | ids))
     check_special_ids(folder, tokenizer)
     assert warn_of_padding(folder, tokenizer) == ()
     (folder / "config.json").write_text(json.dumps({"model_type": "clip_text_model"} | ids | {"eos_token_id": 0}))
-    with pytest.raises(VocabularyError, match="eos_token_id 3 where config.json says 0"):
+    with pytest.raises(VocabularyError, match=f"eos_token_id {end} where config.json says 0"):
         check_special_ids(folder, tokenizer)
+    # Another model's begins with these.
+    other = write_tokenizer(tmp_path / "other", ["<s>", "</s>"], bos_token="<s>", eos_token="</s>")
+    (other / "config.json").write_text(json.dumps({"model_type": "clip_text_model"} | ids))
+    with pytest.raises(VocabularyError, match="eos_token_id 1 where config.json says 2"):
+        check_special_ids(other, load_tokenizer(other))
 
 
 def test_the_vocabulary_that_deepspeed_chat_saves_is_refused_with_the_remedy_that_works(tmp_path: Path) -> None:
