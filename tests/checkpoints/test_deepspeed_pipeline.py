@@ -70,6 +70,12 @@ def test_all_layers_are_the_live_ranks_bit_for_bit(name: str, trained: Path) -> 
     [
         ("bf16_stage1", "layer_04-*", "lacks files of layers: expected layer_04-model_states.pt"),
         ("bf16_stage1", "*mp_rank_01_optim*", "lacks the optimizer states that hold the fp32 weights of mp_rank_01"),
+        (
+            "plain",
+            "*mp_rank_01_*",
+            "lacks model states of model-parallel ranks: expected mp_rank_00 to mp_rank_01, got none",
+        ),
+        ("tokens", "*mp_rank_01_*", "lacks model states of model-parallel ranks: .* none for mp_rank_01"),
         ("plain", "mp_rank_00_*", "lacks model states of model-parallel ranks: .* none for mp_rank_00"),
     ],
 )

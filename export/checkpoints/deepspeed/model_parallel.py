@@ -82,13 +82,28 @@ def list_models(files: DeepSpeedFiles) -> list[Path]:
     count = 1 + max([*ranks, *(rank for _, rank in files.optimizers)], default=-1)
     missing = [rank for rank in range(count) if rank not in ranks]
     if missing or not ranks:
-        raise CheckpointError(
-            f"{files.folder} lacks model states of model-parallel ranks",
-            expected=f"mp_rank_00 to mp_rank_{max(0, count - 1):02d}",
-            got=f"none for {list_some(f'mp_rank_{rank:02d}' for rank in missing)}" if missing else "no such file",
-            remedy=LOST_RANKS,
-        )
+        raise _lack(files, count, missing)
     return [files.models[0, rank] for rank in ranks]
+
+
+def check_count(files: DeepSpeedFiles, ranks: Sequence[ModelParallelRank]) -> None:
+    """Refuse a checkpoint without its last model-parallel ranks, of which each other one knows.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    count = max(rank.states.mp_world_size or 0 for rank in ranks)
+    if count > len(ranks):
+        raise _lack(files, count, range(len(ranks), count))
+
+
+def _lack(files: DeepSpeedFiles, count: int, missing: Sequence[int]) -> CheckpointError:
+    return CheckpointError(
+        f"{files.folder} lacks model states of model-parallel ranks",
+        expected=f"mp_rank_00 to mp_rank_{max(0, count - 1):02d}",
+        got=f"none for {list_some(f'mp_rank_{rank:02d}' for rank in missing)}" if missing else "no such file",
+        remedy=LOST_RANKS,
+    )
 
 
 def read_rank(files: DeepSpeedFiles, index: int, path: Path) -> ModelParallelRank:

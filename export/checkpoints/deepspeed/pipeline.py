@@ -19,7 +19,7 @@ from ..remedies import LOST_RANKS
 from ..storage.stored_tensor import StoredTensor
 from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
-from .model_parallel import check_steps, has_megatrons_arguments, list_models, open_layer, read_rank
+from .model_parallel import check_count, check_steps, has_megatrons_arguments, list_models, open_layer, read_rank
 from .states import ModelStates
 from .tied_layers import TIED, place
 
@@ -55,6 +55,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     """
     files = find_files(directory, tag)
     ranks = [read_rank(files, index, path) for index, path in enumerate(list_models(files))]
+    check_count(files, ranks)
     check_steps(files, ranks)
     stages = [rank.states for rank in ranks]
     paths = {layer: path for (layer, _), path in sorted(files.pipeline_layers.items())}
