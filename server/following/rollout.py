@@ -219,7 +219,8 @@ class Roller:
             raise
         except ControlError as exc:
             if watch.has_ended:
-                self.hang = f"still loads {model}, whose processes have ended" if watch.is_unanswered else ""
+                if watch.is_unanswered:
+                    self.hang = f"still loads {model}, whose processes have ended"
                 raise watch.explain(exc) from exc
             raise
 

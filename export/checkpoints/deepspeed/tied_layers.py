@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
-from ..storage.integrity import scan
-from ..storage.second_copies import SecondCopy
+from ..storage.second_copies import agrees
 from ..storage.stored_tensor import StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
@@ -132,19 +131,7 @@ def _choose(fitting: Sequence[_Tied], held: Tensors) -> _Tied | None:
 
 def _list_different(masters: Tensors, others: Tensors) -> list[str]:
     """Return the names of fp32 tensors that do not agree with others of the same or lower precision; reads both."""
-    return [name for name, tensor in masters.items() if not _agree(tensor, others[name])]
-
-
-def _agree(master: StoredTensor, other: StoredTensor) -> bool:
-    try:
-        scan(
-            {"": master.reshape(other.shape)},
-            copies=[SecondCopy(name="", holder="", tensor=other, group=0)],
-            allow_non_finite=True,
-        )
-    except CheckpointError:
-        return False
-    return True
+    return [name for name, tensor in masters.items() if not agrees(tensor.reshape(others[name].shape), others[name])]
 
 
 def _describe_lost(tied: _Tied, home: int, placed: Tensors) -> list[str]:

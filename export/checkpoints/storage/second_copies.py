@@ -79,11 +79,7 @@ class SecondCopies:
 
     def compare_whole(self, copy: SecondCopy) -> None:
         """Read an unpaired copy and its tensor, and compare them."""
-        tensor = self._tensors[copy.holder]
-        same = tensor.shape == copy.tensor.shape
-        for ours, theirs in zip(_read_windows(tensor), _read_windows(copy.tensor), strict=True) if same else ():
-            same = same and cast_bytes(ours, tensor.dtype, copy.tensor.dtype) == theirs
-        if not same:
+        if not agrees(self._tensors[copy.holder], copy.tensor):
             self._differing.add((copy.group, copy.name))
 
     def refuse_different(self) -> None:
@@ -109,6 +105,18 @@ class SecondCopies:
             got=f"{len(wrong)} that differ",
             remedy=f"a rank file is swapped, doubled, damaged or from another step; {RECOPY}{beside}",
         )
+
+
+def agrees(tensor: StoredTensor, other: StoredTensor) -> bool:
+    """Tell whether another tensor is this one, cast to its dtype; reads both until they differ, and no checksum.
+
+    Raises:
+        CheckpointError: A file ends early or cannot be opened.
+    """
+    return tensor.shape == other.shape and all(
+        cast_bytes(ours, tensor.dtype, other.dtype) == theirs
+        for ours, theirs in zip(_read_windows(tensor), _read_windows(other), strict=True)
+    )
 
 
 def _read_windows(tensor: StoredTensor) -> Iterator[bytes]:
