@@ -17,7 +17,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import save_file
 from task_sources import build_source
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from trainers.architectures import ARCHITECTURES, Architecture, build_several, save_model
 from trainers.task_checkpoints import build_reward_model
 from transformers import AutoImageProcessor, BertConfig, OPTConfig, OPTModel
@@ -575,6 +575,33 @@ def test_a_tokenizer_that_writes_otherwise_in_the_server_is_refused(tmp_path: Pa
     files = Artefacts(model=(tmp_path / "tokenizer.json",))
     with pytest.raises(VerificationError, match=r"writes the same tokens differently .*; say false for clean_up_tok"):
         task.check_files(files)
+
+
+@pytest.mark.parametrize(("left_out", "read"), [("[^a-z]+", 17), ("[^0-9]+", 5)])
+def test_texts_that_a_tokenizer_makes_nothing_of_are_no_cases(left_out: str, read: int, tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["bert classification"], tmp_path)
+    save_tokenizer_without(left_out, tmp_path)
+    task = build_task("text-classification", build_source(tmp_path))
+    cases = {case.name: case for case in task.build_cases()}
+    assert len(cases["sentences one by one"].rows) == read
+    assert all(len(row["input_ids"]) for case in cases.values() for row in case.rows)
+    assert len(task.build_golden()["samples"]) == min(read, 16)
+
+
+def test_a_tokenizer_that_makes_nothing_of_any_text_is_refused(tmp_path: Path) -> None:
+    save_model(ARCHITECTURES["bert classification"], tmp_path)
+    save_tokenizer_without(".+", tmp_path)
+    task = build_task("text-classification", build_source(tmp_path))
+    with pytest.raises(CheckpointError, match=r"makes no token of 22 of the 22 texts .*; correct the normalizer and"):
+        next(task.build_cases())
+
+
+def save_tokenizer_without(left_out: str, folder: Path) -> None:
+    """Write a tokenizer that puts no token around a text, and reads nothing of what the pattern finds."""
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "the": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(left_out), "removed")
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    saved.save_pretrained(folder)
 
 
 def test_a_sound_model_that_cannot_run_is_refused(tmp_path: Path) -> None:
