@@ -405,7 +405,38 @@ def _load_weights(module: nn.Module, weights: StateDict) -> None:
             got="; ".join([*got, *shapes[:10]]),
             remedy="pass the checkpoint that this module was trained to",
         )
-    module.load_state_dict({name: weights.read(name) for name in wanted})
+    values = {name: weights.read(name) for name in wanted}
+    module.load_state_dict(values)
+    _check_shared(module, values)
+
+
+def _check_shared(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Refuse a module that shares what was trained apart: the last of the values would stand for all.
+
+    DeepSpeed ties the weights alone of a layer that stands at several places of its pipeline; what else such a layer
+    has, as its bias, each place trains for itself.
+
+    Args:
+        module: With the values in it.
+        values: Name in its state dict → what was loaded there.
+
+    Raises:
+        ModelError: Names of one tensor have several values.
+    """
+    held = module.state_dict()
+    names: dict[int, list[str]] = {}
+    for name, tensor in held.items():
+        names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    shared = {name: several for several in names.values() if len(several) > 1 for name in several}
+    lost = [name for name in shared if not torch.equal(held[name], values[name].to(held[name].dtype))]
+    if lost:
+        raise ModelError(
+            "the module shares tensors that were trained apart",
+            expected=f"the same values under {list_some(shared[lost[0]])}, which are one tensor of the module",
+            got=f"others under {list_some(name for name in shared[lost[0]] if name in lost)}",
+            remedy="have the factory build a layer of its own for each of these places; where only its weight was "
+            "trained as one, share that alone",
+        )
 
 
 def _check_finite(module: nn.Module) -> None:

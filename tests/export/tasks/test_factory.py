@@ -138,6 +138,17 @@ class Recurrent(nn.Module):
         return self.cells(frames)[0]
 
 
+class Twice(nn.Module):
+    """One layer at two places, as the tied layers of a pipeline are."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.last = nn.Linear(8, 8)
+
+    def forward(self, values):
+        return self.last(self.first(values).tanh())
+
+
 def frames(width=16):
     torch.manual_seed(0)
     return Frames(width)
@@ -232,6 +243,30 @@ def test_trained_weights_are_placed_and_others_are_refused(
     assert "the weights do not fit the module" in done.err
     assert "none for head.bias" in done.err
     assert fingerprint(folder / "models") == before
+
+
+def test_a_layer_that_is_shared_takes_the_values_of_places_that_were_trained_alike_alone(
+    export_cli: Callable[..., Finished], module_file: Path
+) -> None:
+    torch.manual_seed(0)
+    trained = {
+        f"{place}.{name}": value
+        for place in ("first", "last")
+        for name, value in torch.nn.Linear(8, 8).state_dict().items()
+    }
+    one = {f"first.{name}": trained[f"last.{name}"].clone() for name in ("weight", "bias")}
+    spec = {"inputs": {"values": {"shape": ["batch", 8]}}, "outputs": ["result"]}
+    torch.save(trained | one, module_file.parent / "one.pt")
+    done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "one.pt"))
+    assert done.code == 0, done.err
+    # Only weights are tied by DeepSpeed.
+    torch.save(trained | one | {"first.bias": trained["first.bias"]}, module_file.parent / "apart.pt")
+    done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "apart.pt"))
+    assert done.code == 1
+    assert (
+        "the module shares tensors that were trained apart: expected the same values under first.bias, last.bias, "
+        "which are one tensor of the module, got others under first.bias; have the factory build a layer of its own"
+    ) in done.err
 
 
 def test_rows_that_change_one_another_are_never_joined(export_cli: Callable[..., Finished], module_file: Path) -> None:
