@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -390,7 +390,8 @@ def _import_function(entry: str) -> Callable[..., Any]:
 
 def _load_weights(module: nn.Module, weights: StateDict) -> None:
     wanted, specs = module.state_dict(), weights.specs()
-    missing, unexpected = sorted(set(wanted) - set(specs)), sorted(set(specs) - set(wanted))
+    holders = _find_holders(module, specs)
+    missing, unexpected = sorted(set(wanted) - set(holders)), sorted(set(specs) - set(wanted))
     shapes = [
         f"{name} {list(specs[name].shape)} where {list(wanted[name].shape)} belongs"
         for name in sorted(set(wanted) & set(specs))
@@ -405,9 +406,23 @@ def _load_weights(module: nn.Module, weights: StateDict) -> None:
             got="; ".join([*got, *shapes[:10]]),
             remedy="pass the checkpoint that this module was trained to",
         )
-    values = {name: weights.read(name) for name in wanted}
-    module.load_state_dict(values)
+    values = {name: weights.read(name) for name in specs}
+    module.load_state_dict({name: values[holders[name]] for name in wanted})
     _check_shared(module, values)
+
+
+def _find_holders(module: nn.Module, names: Container[str]) -> dict[str, str]:
+    """Return name in the module's state dict → which of `names` holds its value, its own or another of that tensor.
+
+    A pipeline keeps a tied layer once, where a module has it at each of its places.
+    """
+    tensors = module.state_dict(keep_vars=True)
+    held = {id(tensor): name for name, tensor in tensors.items() if name in names}
+    return {
+        name: name if name in names else held[id(tensor)]
+        for name, tensor in tensors.items()
+        if name in names or id(tensor) in held
+    }
 
 
 def _check_shared(module: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -428,7 +443,9 @@ def _check_shared(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, tensor in held.items():
         names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     shared = {name: several for several in names.values() if len(several) > 1 for name in several}
-    lost = [name for name in shared if not torch.equal(held[name], values[name].to(held[name].dtype))]
+    lost = [
+        name for name in shared if name in values and not torch.equal(held[name], values[name].to(held[name].dtype))
+    ]
     if lost:
         raise ModelError(
             "the module shares tensors that were trained apart",

@@ -259,6 +259,12 @@ def test_a_layer_that_is_shared_takes_the_values_of_places_that_were_trained_ali
     torch.save(trained | one, module_file.parent / "one.pt")
     done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "one.pt"))
     assert done.code == 0, done.err
+    # A pipeline keeps a tied layer once.
+    torch.save(
+        {name: value for name, value in trained.items() if name.startswith("first.")}, module_file.parent / "once.pt"
+    )
+    done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "once.pt"))
+    assert done.code == 0, done.err
     # Only weights are tied by DeepSpeed.
     torch.save(trained | one | {"first.bias": trained["first.bias"]}, module_file.parent / "apart.pt")
     done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "apart.pt"))
