@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..checkpoints.plain.documents import check_documents
+from ..checkpoints.plain.sentence_modules import tell_missing_settings
 from ..checkpoints.storage.paths import find_linked, read_json_beside
 from ..errors import ModelError, escape_controls
 from ..fetching import fetch_all
@@ -101,7 +102,7 @@ def inspect_checkpoint(directory: Path, *, tag: str | None = None) -> Inspection
         dtypes=dict(Counter(tensor.dtype.name for tensor in checkpoint.tensors.values())),
         tied=list(groups.values()),
         tied_by=_find_tie(checkpoint),
-        missing=list(facts.missing),
+        missing=[*facts.missing, *tell_missing_settings(checkpoint.directory)],
         files=[str(find_linked(path)) for path in checkpoint.weight_files],
         estimates=_estimate(checkpoint, is_exported=not not_exported),
         not_exported=not_exported,

@@ -16,6 +16,7 @@ from ..checkpoints import StoredCheckpoint, open_checkpoint
 from ..checkpoints.plain.config_match import ConfigMatch, match_config
 from ..checkpoints.plain.documents import check_documents
 from ..checkpoints.plain.huggingface import FORMAT_KEY, ZERO_SIZE_KEY
+from ..checkpoints.plain.sentence_modules import tell_missing_settings
 from ..checkpoints.storage.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from ..checkpoints.storage.file_state import refuse_late_save
 from ..checkpoints.storage.paths import has_file
@@ -133,7 +134,7 @@ def consolidate(
         tied=len(checkpoint.tied),
         total_bytes=output.total_bytes,
         files=files,
-        missing=checkpoint.facts.missing,
+        missing=(*checkpoint.facts.missing, *tell_missing_settings(directory)),
         warnings=(
             *(_warn_of_sizes(directory, match.sizes) if fitted is None else fitted.warnings),
             *_warn_of_model(directory, match),

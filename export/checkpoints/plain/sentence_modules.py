@@ -19,6 +19,11 @@ TRANSFORMER_FILES = tuple(
 )
 
 
+# What each of these modules does is said in a file of its own; of none of the others is it known to need one.
+SETTINGS_FILE = "config.json"
+_WITH_SETTINGS = ("Pooling", "Dense", "LayerNorm")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SentenceModule:
     """One step from a text to its vector.
@@ -78,6 +83,20 @@ def find_sentence_home(directory: Path) -> Path | None:
         if _is_entry(entry) and entry["path"] == directory.name:
             return above
     return None
+
+
+def tell_missing_settings(directory: Path) -> tuple[str, ...]:
+    """Return what is missing of the modules that Sentence-Transformers recorded, as a copy without folders lacks it.
+
+    Raises:
+        CheckpointError: `modules.json` is not a list of modules, or one of them lies outside its folder.
+    """
+    modules = [module for module in read_sentence_modules(directory) or () if module.kind in _WITH_SETTINGS]
+    return tuple(
+        f"{module.entry['path']}/{SETTINGS_FILE}, which says what the {module.kind} in {MODULES_FILE} does"
+        for module in modules
+        if not has_file(module.folder / SETTINGS_FILE)
+    )
 
 
 def read_transformer_settings(directory: Path) -> dict[str, Any]:

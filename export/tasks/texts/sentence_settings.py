@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_transformer_settings
-from ...checkpoints.storage.paths import read_json_if_any
+from ...checkpoints.plain.sentence_modules import (
+    MODULES_FILE,
+    SETTINGS_FILE,
+    SentenceModule,
+    find_sentence_home,
+    read_transformer_settings,
+)
+from ...checkpoints.storage.paths import has_file, read_json_if_any
 from ...errors import ModelError
 
 if TYPE_CHECKING:
@@ -54,7 +60,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 def read_mode(directory: Path, folder: Path) -> str:
     """Return how `Pooling` makes one vector of a text's tokens, as `PoolingSettings` names it.
 
-    Where nothing is recorded that is the mean, as Sentence-Transformers takes it to be.
+    Where the file records nothing that is the mean, as Sentence-Transformers takes it to be.
 
     Args:
         directory: The checkpoint.
@@ -63,7 +69,15 @@ def read_mode(directory: Path, folder: Path) -> str:
     Raises:
         ModelError: It is not known, or several at once, which stand one behind the other in a longer vector.
     """
-    settings = read_settings(folder / "config.json")
+    path = folder / SETTINGS_FILE
+    if not has_file(path):
+        raise ModelError(
+            f"{path}, which {MODULES_FILE} names, is missing",
+            expected="how the vectors of a text's tokens become one",
+            got="no such file",
+            remedy="copy it from where the model was trained or published, with the other folders",
+        )
+    settings = read_settings(path)
     recorded = settings.get("pooling_mode")
     if recorded is None:
         known = _FLAGGED_MODES

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from task_sources import build_source
 from torch import nn
@@ -13,7 +14,12 @@ from trainers.task_checkpoints import BUILDERS
 from transformers import BertConfig
 
 from export.checkpoints import open_checkpoint
+from export.commands.inspect_checkpoint import inspect_checkpoint
+from export.consolidation.consolidate import consolidate
 from export.errors import CheckpointError, ModelError
+from export.options import ExportRequest
+from export.progress import Progress
+from export.source import load_source
 from export.tasks.building import build_task, find_task_name
 from export.tasks.foreseen import check_layers
 from export.tasks.texts.classification import TextPairClassification
@@ -62,6 +68,22 @@ def test_modes_of_sentence_transformers_6_that_are_not_exported_are_refused(
     write_modules(tmp_path, ["Transformer", "Pooling"], embedding_dimension=32, pooling_mode=recorded)
     with pytest.raises(ModelError, match=f"expected one of mean, cls, lasttoken, max, .*, got {got}; export"):
         read_pooling(tmp_path)
+
+
+def test_a_pooling_whose_file_was_left_behind_is_never_guessed(checkpoint: Path, tmp_path: Path) -> None:
+    # As a copy of a folder's files alone leaves it.
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    shutil.rmtree(folder / "1_Pooling")
+    left = "1_Pooling/config.json, which says what the Pooling in modules.json does"
+    assert inspect_checkpoint(folder).missing == [left]
+    assert consolidate(folder, tmp_path / "out").missing == (left,)
+    with pytest.raises(
+        ModelError, match=r"1_Pooling/config.json, which modules.json names, is missing: .*; copy it from"
+    ):
+        read_pooling(folder)
+    request = ExportRequest(checkpoint=folder, name="x", repository=tmp_path / "models")
+    with pytest.raises(ModelError, match="is missing"):
+        load_source(request, Progress(Console(quiet=True)))
 
 
 def test_a_prompt_that_the_pooling_leaves_out_is_refused_and_another_is_the_clients(
