@@ -1,4 +1,4 @@
-"""Positions that are scaled by how long a text is, which those that are computed together with it would share."""
+"""How many positions a model has, and those scaled by how long a text is, which others beside it would share."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,6 +6,35 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ..errors import ModelError
+
+# Whose positions start at pad_token_id + 1 (transformers, modeling_roberta.py, create_position_ids_from_input_ids).
+_LIKE_ROBERTA = (
+    "altclip_text_model",
+    "camembert",
+    "clap_text_model",
+    "data2vec-text",
+    "esm",
+    "ibert",
+    "longformer",
+    "luke",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+# MPNet's start behind this one, whatever it pads with (modeling_mpnet.py, MPNetEmbeddings).
+_MPNETS_PADDING = 1
+
+
+def count_rows_without_position(config: PretrainedConfig) -> int:
+    """Return how many rows a table of positions has that no token is ever given, which all come first."""
+    is_rotary = getattr(config, "position_embedding_type", "absolute") == "rotary"
+    if config.model_type not in _LIKE_ROBERTA or is_rotary:
+        return 0
+    padding = _MPNETS_PADDING if config.model_type == "mpnet" else config.pad_token_id
+    return (padding or 0) + 1
 
 
 def find_unscaled_length(config: PretrainedConfig) -> int:

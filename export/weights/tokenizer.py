@@ -26,7 +26,7 @@ from ..checkpoints.storage.paths import (
 from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
-from .positions import find_unscaled_length
+from .positions import count_rows_without_position, find_unscaled_length
 from .tokenizer_refusals import (
     DESCRIBED_BY,
     PASS_BASE,
@@ -39,25 +39,6 @@ from .tokenizer_refusals import (
     refuse_wrong_case,
 )
 from .vocabulary_options import AddedToken
-
-# Position tables of the RoBERTa family start at pad_token_id + 1, so two of their rows name no position
-# (transformers, modeling_roberta.py, create_position_ids_from_input_ids).
-_MODEL_TYPES_WITH_POSITION_OFFSET = (
-    "altclip_text_model",
-    "camembert",
-    "clap_text_model",
-    "data2vec-text",
-    "esm",
-    "ibert",
-    "longformer",
-    "luke",
-    "mpnet",
-    "roberta",
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-)
 
 # The first CLIP's configurations say 0 and 2 of the beginning and the end of texts, whatever its tokenizer has. With
 # this end transformers goes by the highest id (modeling_clip.py, CLIPTextTransformer.forward).
@@ -206,8 +187,7 @@ def read_max_length(
         limits.append(int(tokenizer.model_max_length))
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
-        offset = 2 if config.model_type in _MODEL_TYPES_WITH_POSITION_OFFSET else 0
-        limits.append(positions - offset)
+        limits.append(positions - count_rows_without_position(config))
     limits = [limit for limit in (*limits, find_unscaled_length(config)) if limit > 0]
     if not limits and not is_required:
         return 0

@@ -1,11 +1,12 @@
-"""Positions that are scaled by how long a text is: nothing is served that would change what is beside it."""
+"""How many positions there are, and those scaled by how long a text is: nothing is served that would change others."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaModel, Phi3Config, Phi3Model
+import transformers
+from transformers import AutoTokenizer, EsmConfig, LlamaConfig, LlamaModel, Phi3Config, Phi3Model
 
 from export.errors import ModelError
 from export.tasks.building import must_read_text, writes_text
@@ -15,6 +16,34 @@ from export.weights.torch_model import load_config
 
 SIZES = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+LIKE_ROBERTA = [
+    *("CamembertModel", "Data2VecTextModel", "EsmModel", "IBertModel", "LukeModel", "MPNetModel", "RobertaModel"),
+    *("RobertaPreLayerNormModel", "XLMRobertaModel", "XLMRobertaXLModel", "XmodModel", "ClapTextModel"),
+]
+
+
+@pytest.mark.parametrize("padding", [0, 1, 3])
+@pytest.mark.parametrize("name", LIKE_ROBERTA)
+def test_as_many_tokens_are_read_as_there_are_positions_behind_the_padding(
+    name: str, padding: int, tmp_path: Path
+) -> None:
+    class_ = getattr(transformers, name)
+    config = class_.config_class(**{**SIZES, "pad_token_id": padding}, max_position_embeddings=30)
+    if name == "XmodModel":
+        config.default_language = "en_XX"
+    model = class_(config).eval()
+    longest = read_max_length(tmp_path, None, config)
+    ids = torch.full((1, longest), 7)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    more = torch.full((1, longest + 1), 7)
+    with pytest.raises((IndexError, RuntimeError)), torch.no_grad():
+        model(input_ids=more, attention_mask=torch.ones_like(more))
+
+
+def test_a_model_that_turns_its_positions_has_all_of_them(tmp_path: Path) -> None:
+    config = EsmConfig(**SIZES, pad_token_id=1, max_position_embeddings=30, position_embedding_type="rotary")
+    assert read_max_length(tmp_path, None, config) == 30
 
 
 def save_longrope(folder: Path) -> Path:

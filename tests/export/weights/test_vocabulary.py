@@ -12,15 +12,9 @@ from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from trainers.writers import BYTES, write_bpe
 from transformers import (
     BertConfig,
-    ClapTextConfig,
     GPT2Tokenizer,
-    IBertConfig,
-    LukeConfig,
     OPTConfig,
     OPTForCausalLM,
-    PretrainedConfig,
-    RobertaPreLayerNormConfig,
-    XmodConfig,
 )
 
 from export.consolidation.vocabulary import refuse_other_ids
@@ -250,11 +244,6 @@ def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: P
     assert read_max_length(tmp_path, tokenizer, BertConfig(max_position_embeddings=64)) == 64
     with pytest.raises(CheckpointError, match="nothing in .* says how long a sequence may be"):
         read_max_length(tmp_path, tokenizer, BertConfig(max_position_embeddings=0))
-
-
-@pytest.mark.parametrize("family", [ClapTextConfig, IBertConfig, LukeConfig, RobertaPreLayerNormConfig, XmodConfig])
-def test_two_rows_of_robertas_table_are_no_positions(family: type[PretrainedConfig], tmp_path: Path) -> None:
-    assert read_max_length(tmp_path, None, family(max_position_embeddings=66)) == 64
 
 
 def test_the_length_is_read_from_the_file_that_sentence_transformers_reads(checkpoint: Path, tmp_path: Path) -> None:
