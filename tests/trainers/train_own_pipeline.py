@@ -49,6 +49,19 @@ class Embeddings(nn.Module):
         return self.word(ids) + self.position
 
 
+class Mirror(nn.Module):
+    """One weight under two names, which the optimizer has once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there, self.back = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.back.weight = self.there.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        seen: torch.Tensor = self.back(self.there(hidden).tanh())
+        return seen
+
+
 def score(embeddings: Embeddings, hidden: torch.Tensor) -> torch.Tensor:
     """A head out of the first layer's words, of which DeepSpeed writes no file."""
     return hidden @ embeddings.word.weight.t()
@@ -64,7 +77,7 @@ def list_token_layers() -> list[Any]:
     return [
         TiedLayerSpec(*tied, tied_weight_attr=["word.weight"]),
         TiedLayerSpec("mix", nn.Linear, 16, 16),
-        LayerSpec(nn.Linear, 16, 16),
+        LayerSpec(Mirror),
         nn.Tanh(),
         TiedLayerSpec("mix", nn.Linear, 16, 16),
         LayerSpec(nn.LayerNorm, 16),
@@ -114,7 +127,7 @@ def list_places(module: Any, name: str) -> list[str]:
 
 def gather_truth(module: Any) -> dict[str, torch.Tensor]:
     own = {name: value.detach().clone() for name, value in module.named_buffers()}
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         master = safe_get_full_fp32_param(parameter)
         own[name] = (parameter if master is None else master).detach().float().clone()
     own = {place: value for name, value in own.items() for place in list_places(module, name)}

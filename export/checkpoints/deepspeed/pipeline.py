@@ -62,6 +62,12 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     low = {f"{layer}.{name}": tensor for layer, path in paths.items() for name, tensor in _read_layer(path).items()}
     _check_whole(files, stages, low)
     masters, lost = place(files.folder, [rank.trained for rank in ranks], low)
+    masters |= {
+        name: masters[holder]
+        for states in stages
+        for name, holder in states.shared.items()
+        if holder in masters and name in low and low[name].shape == low[holder].shape
+    }
     kept = {name: masters[name].reshape(tensor.shape) if name in masters else tensor for name, tensor in low.items()}
     return StoredCheckpoint(
         directory=files.directory,
