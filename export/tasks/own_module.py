@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -390,8 +390,10 @@ def _import_function(entry: str) -> Callable[..., Any]:
 
 def _load_weights(module: nn.Module, weights: StateDict) -> None:
     wanted, specs = module.state_dict(), weights.specs()
-    holders = _find_holders(module, specs)
-    missing, unexpected = sorted(set(wanted) - set(holders)), sorted(set(specs) - set(wanted))
+    groups = _group_shared(wanted)
+    held = [[name for name in group if name in specs] for group in groups]
+    missing = sorted(name for group, names in zip(groups, held, strict=True) if not names for name in group)
+    unexpected = sorted(set(specs) - set(wanted))
     shapes = [
         f"{name} {list(specs[name].shape)} where {list(wanted[name].shape)} belongs"
         for name in sorted(set(wanted) & set(specs))
@@ -406,54 +408,47 @@ def _load_weights(module: nn.Module, weights: StateDict) -> None:
             got="; ".join([*got, *shapes[:10]]),
             remedy="pass the checkpoint that this module was trained to",
         )
-    values = {name: weights.read(name) for name in specs}
-    module.load_state_dict({name: values[holders[name]] for name in wanted})
-    _check_shared(module, values)
+    values: dict[str, Tensor] = {}
+    for group, names in zip(groups, held, strict=True):
+        values |= dict.fromkeys(group, _read_shared(weights, names))
+    module.load_state_dict(values)
 
 
-def _find_holders(module: nn.Module, names: Container[str]) -> dict[str, str]:
-    """Return name in the module's state dict → which of `names` holds its value, its own or another of that tensor.
-
-    A pipeline keeps a tied layer once, where a module has it at each of its places.
-    """
-    tensors = module.state_dict(keep_vars=True)
-    held = {id(tensor): name for name, tensor in tensors.items() if name in names}
-    return {
-        name: name if name in names else held[id(tensor)]
-        for name, tensor in tensors.items()
-        if name in names or id(tensor) in held
-    }
+def _group_shared(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names of a state dict, in groups of those that are one tensor."""
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        # A module may keep what is no tensor under a name of its own.
+        is_placed = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.data_ptr()
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if is_placed else name
+        groups.setdefault(place, []).append(name)
+    return [*groups.values()]
 
 
-def _check_shared(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Refuse a module that shares what was trained apart: the last of the values would stand for all.
+def _read_shared(weights: StateDict, names: Sequence[str]) -> Tensor:
+    """Return the value of a tensor that a checkpoint holds under one name or several.
 
-    DeepSpeed ties the weights alone of a layer that stands at several places of its pipeline; what else such a layer
-    has, as its bias, each place trains for itself.
-
-    Args:
-        module: With the values in it.
-        values: Name in its state dict → what was loaded there.
+    A pipeline keeps a tied layer once, where a module may have it at each of its places. What one weight was trained as
+    may lie beside copies of it in training precision.
 
     Raises:
-        ModelError: Names of one tensor have several values.
+        ModelError: They have several values: DeepSpeed ties the weights alone of a layer at several places of its
+            pipeline, and each place trains what else it has, as a bias, for itself.
     """
-    held = module.state_dict()
-    names: dict[int, list[str]] = {}
-    for name, tensor in held.items():
-        names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    shared = {name: several for several in names.values() if len(several) > 1 for name in several}
-    lost = [
-        name for name in shared if name in values and not torch.equal(held[name], values[name].to(held[name].dtype))
-    ]
-    if lost:
-        raise ModelError(
-            "the module shares tensors that were trained apart",
-            expected=f"the same values under {list_some(shared[lost[0]])}, which are one tensor of the module",
-            got=f"others under {list_some(name for name in shared[lost[0]] if name in lost)}",
-            remedy="have the factory build a layer of its own for each of these places; where only its weight was "
-            "trained as one, share that alone",
-        )
+    values = [weights.read(name) for name in names]
+    if len(values) == 1:
+        return values[0]
+    for value in values:
+        rounded = (value.bfloat16(), value.half()) if value.is_floating_point() else ()
+        if all(any(torch.equal(other, copy.to(other.dtype)) for copy in (value, *rounded)) for other in values):
+            return value
+    raise ModelError(
+        "the module shares tensors that were trained apart",
+        expected=f"the same values under {list_some(names)}, which are one tensor of the module",
+        got="several",
+        remedy="have the factory build a layer of its own for each of these places; where only its weight was trained "
+        "as one, share that alone",
+    )
 
 
 def _check_finite(module: nn.Module) -> None:

@@ -11,10 +11,12 @@ from harness import Finished, fingerprint
 from launcher import running
 from tritonclient.grpc import model_config_pb2 as pb
 
+from export.checkpoints import open_checkpoint
 from export.errors import ModelError, SettingsError
 from export.repository.model_config import build_configs, name_models
 from export.signature import BATCH, ModelSignature, TensorSignature
 from export.tasks.own_module import FactoryTask, build_factory_task, read_spec
+from export.weights.transforms import CastToFloat32
 
 MODULES = '''
 import torch
@@ -245,33 +247,37 @@ def test_trained_weights_are_placed_and_others_are_refused(
     assert fingerprint(folder / "models") == before
 
 
-def test_a_layer_that_is_shared_takes_the_values_of_places_that_were_trained_alike_alone(
+def load_twice(module_file: Path, saved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a module with one layer at two places, `first` and `last`, holds of a checkpoint."""
+    torch.save(saved, module_file.parent / "trained.pt")
+    checkpoint = open_checkpoint(module_file.parent / "trained.pt")
+    spec = write_spec(module_file.parent, {"inputs": {"values": {"shape": ["batch", 8]}}, "outputs": ["result"]})
+    return build_factory_task(f"{module_file}:Twice", spec, CastToFloat32(source=checkpoint)).module.module.state_dict()
+
+
+def test_a_layer_at_several_places_takes_what_was_trained_as_one(module_file: Path) -> None:
+    layer = torch.nn.Linear(8, 8).state_dict()
+    first, last = ({f"{place}.{name}": value.clone() for name, value in layer.items()} for place in ("first", "last"))
+    rounded = {name: value.bfloat16() for name, value in first.items()}
+    # Saved for each place; once, as a pipeline keeps a tied layer; and in training precision beside the fp32 weights.
+    for saved in (first | last, last, rounded | last):
+        held = load_twice(module_file, saved)
+        assert all(torch.equal(held[name], value) for name, value in (first | last).items())
+
+
+def test_a_layer_at_several_places_that_were_trained_apart_is_refused(
     export_cli: Callable[..., Finished], module_file: Path
 ) -> None:
-    torch.manual_seed(0)
-    trained = {
-        f"{place}.{name}": value
-        for place in ("first", "last")
-        for name, value in torch.nn.Linear(8, 8).state_dict().items()
-    }
-    one = {f"first.{name}": trained[f"last.{name}"].clone() for name in ("weight", "bias")}
-    spec = {"inputs": {"values": {"shape": ["batch", 8]}}, "outputs": ["result"]}
-    torch.save(trained | one, module_file.parent / "one.pt")
-    done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "one.pt"))
-    assert done.code == 0, done.err
-    # A pipeline keeps a tied layer once.
-    torch.save(
-        {name: value for name, value in trained.items() if name.startswith("first.")}, module_file.parent / "once.pt"
-    )
-    done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "once.pt"))
-    assert done.code == 0, done.err
+    layer = torch.nn.Linear(8, 8).state_dict()
+    trained = {f"{place}.{name}": value.clone() for place in ("first", "last") for name, value in layer.items()}
     # Only weights are tied by DeepSpeed.
-    torch.save(trained | one | {"first.bias": trained["first.bias"]}, module_file.parent / "apart.pt")
+    torch.save(trained | {"first.bias": trained["first.bias"] + 0.01}, module_file.parent / "apart.pt")
+    spec = {"inputs": {"values": {"shape": ["batch", 8]}}, "outputs": ["result"]}
     done, _ = publish(export_cli, module_file, "Twice", spec, str(module_file.parent / "apart.pt"))
     assert done.code == 1
     assert (
         "the module shares tensors that were trained apart: expected the same values under first.bias, last.bias, "
-        "which are one tensor of the module, got others under first.bias; have the factory build a layer of its own"
+        "which are one tensor of the module, got several; have the factory build a layer of its own"
     ) in done.err
 
 
