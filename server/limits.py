@@ -19,6 +19,7 @@ MIN_OPEN_FILES = 256
 MIN_THREADS = 128
 _THREADS_OF_NONE = 64
 _THREADS_OF_A_PROCESS = 12
+_THREADS_OF_AN_ENDED = 8
 # What else comes and goes meanwhile: connections, and the launcher's own looks.
 _SPARE_THREADS = 16
 
@@ -85,16 +86,31 @@ def check_threads(needed: int = MIN_THREADS) -> float:
     return _check_free_threads(needed, _RAISE_THREADS)
 
 
-def check_threads_of(processes: int) -> None:
+def check_threads_of(processes: int, freed: int = 0) -> None:
     """Refuse to start so many backend processes at once where too few threads may run.
 
     tritonserver 2.51 aborts where it cannot start one (std::system_error), and waits without end for a process that
     did.
 
+    Args:
+        processes: How many.
+        freed: Threads that end before.
+
     Raises:
         ShortageError: Too few for them.
     """
-    _check_free_threads(_SPARE_THREADS + _THREADS_OF_A_PROCESS * processes, f"{_RAISE_THREADS}, or serve fewer models")
+    needed = _SPARE_THREADS + _THREADS_OF_A_PROCESS * processes - freed
+    _check_free_threads(needed, f"{_RAISE_THREADS}, or serve fewer models")
+
+
+def count_threads_of(processes: int, living: int) -> int:
+    """Return how many threads end with a model that is unloaded.
+
+    Args:
+        processes: How many it was loaded with.
+        living: How many of them have not ended; tritonserver keeps its own threads for the others.
+    """
+    return _THREADS_OF_A_PROCESS * living + _THREADS_OF_AN_ENDED * max(0, processes - living)
 
 
 def _check_free_threads(needed: int, remedy: str) -> float:

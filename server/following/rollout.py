@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError, ShortageError
-from ..limits import check_threads
-from ..tritonserver.backend_processes import EndWatch, has_processes
+from ..limits import check_threads, count_threads_of
+from ..tritonserver.backend_processes import EndWatch, count_running
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
 from ..tritonserver.stillness import LoadWatch, describe_still_start
@@ -164,21 +164,26 @@ class Roller:
             try:
                 kept.enter_context(self._room.keep(processes))
             except ShortageError:
-                self._unload_for_room(model)
+                self._unload_for_room(model, processes)
                 try:
                     kept.enter_context(self._room.keep(processes))
                 except ShortageError as exc:
                     raise _refuse_room(model, exc) from exc
             yield
 
-    def _unload_for_room(self, model: str) -> None:
-        """Unload what is left of a model.
+    def _unload_for_room(self, model: str, processes: int) -> None:
+        """Unload what is left of a model, unless it could not be loaded even then: it may still answer.
 
         Raises:
-            ControlError: Too few threads may run even for that, or tritonserver refuses.
+            ControlError: Too few threads may run for that, or after it, or tritonserver refuses.
         """
         try:
             check_threads(_THREADS_TO_UNLOAD)
+            living = 0
+            # Where they cannot be looked at now, they count as ended: fewer threads come free of those.
+            with contextlib.suppress(OSError):
+                living = count_running(self._find_pid(), model)
+            self._room.check_after(count_threads_of(processes, living), processes)
         except ShortageError as exc:
             raise _refuse_room(model, exc) from exc
         self._control.unload(model)
@@ -246,7 +251,7 @@ class Roller:
                 states = {state.state for state in self._control.read_states() if state.name == model}
                 if "UNLOADING" not in states or "READY" in states:
                     return
-                if has_processes(self._find_pid(), model, version):
+                if count_running(self._find_pid(), model, version):
                     last = time.monotonic() + _LAST_UNLOAD_S
                 elif time.monotonic() > last:
                     return

@@ -17,6 +17,15 @@ class Room:
         self._processes = 0
         self._lock = threading.Lock()
 
+    def check_after(self, freed: int, processes: int) -> None:
+        """Refuse to end so many threads for so many backend processes where those could not be started even then.
+
+        Raises:
+            ShortageError: They could not.
+        """
+        with self._lock:
+            check_threads_of(self._processes + processes, freed)
+
     @contextlib.contextmanager
     def keep(self, processes: int) -> Iterator[None]:
         """Keep threads for so many backend processes until they have been started.

@@ -24,8 +24,8 @@ def read_model_folder(pid: int) -> Path | None:
     return Path(arguments[1]).parent if len(arguments) > 1 and arguments[0].endswith(STUB) else None
 
 
-def has_processes(pid: int, model: str, version: int = 0) -> bool:
-    """Tell whether a process of tritonserver's runs a version of a model.
+def count_running(pid: int, model: str, version: int = 0) -> int:
+    """Return how many processes of tritonserver's run a version of a model.
 
     Args:
         pid: Id of tritonserver's process.
@@ -38,7 +38,7 @@ def has_processes(pid: int, model: str, version: int = 0) -> bool:
     # One that has ended has no command line any more.
     folders = map(read_model_folder, list_children(pid))
     found = (folder for folder in folders if folder is not None and folder.parent.name == model)
-    return any(version == 0 or folder.name == str(version) for folder in found)
+    return sum(version == 0 or folder.name == str(version) for folder in found)
 
 
 class EndWatch:

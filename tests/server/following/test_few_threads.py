@@ -111,6 +111,26 @@ def test_a_model_of_which_a_process_died_is_reloaded_in_place_of_the_others_wher
     assert server.stop() == 0
 
 
+@as_root
+def test_what_is_left_of_a_model_answers_where_it_could_not_be_reloaded_in_their_place_either(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    pid = server.tritonserver
+    for step in (f"{NAME}_preprocess", f"{NAME}_model"):
+        with few_left(1):
+            others = [stub.pid for stub in server.find_stubs(step)[1:]]
+            server.find_stubs(step)[0].kill()
+            server.wait_for_line(f"{step} cannot be loaded: expected threads for its processes, got too few", 60)
+            with Callers(server, repository) as callers:
+                wait_for(server, lambda _: callers.answers[1] > 200)
+            # tritonserver itself learns of the end from the request that it gives the process.
+            assert all("is not healthy" in failure for failure in callers.failures) and len(callers.failures) <= 1
+            assert {stub.pid for stub in server.find_stubs(step)} >= {*others}
+        server.wait_for_line(f"{step}: answers again", 60)
+    assert server.tritonserver == pid
+
+
 # Of 60 threads one is its own, and two processes have 24.
 _KEEP = """
 import os, resource
