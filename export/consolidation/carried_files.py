@@ -10,9 +10,14 @@ from typing import Any
 
 from ..checkpoints.plain import huggingface
 from ..checkpoints.plain.documents import DOCUMENTS, find_documents
-from ..checkpoints.plain.sentence_modules import MODULES_FILE, read_sentence_modules
+from ..checkpoints.plain.sentence_modules import (
+    MODULES_FILE,
+    RECORD_FILE,
+    find_sentence_home,
+    read_sentence_modules,
+)
 from ..checkpoints.plain.tokenizer_files import find_renamed
-from ..checkpoints.storage.paths import check_inside, open_regular, read_json
+from ..checkpoints.storage.paths import check_inside, has_file, open_regular, read_json
 from ..errors import CheckpointError
 from ..file_limit import writing_to
 from .fitted import Fitted
@@ -53,11 +58,14 @@ def carry_over(directory: Path, staged: Path, dtype_names: set[str]) -> dict[Pat
 def _carry_sentence_modules(directory: Path, staged: Path) -> dict[Path, Path]:
     """Copy how token vectors become a text's: without it, a model that is pooled otherwise is served with the mean.
 
-    The transformer, which may have had a folder of its own, is the new folder itself.
+    The transformer, which may have had a folder of its own, is the new folder itself, and has what was beside that.
     """
     modules = read_sentence_modules(directory)
     if modules is None:
         return {}
+    home = find_sentence_home(directory)
+    if home and home.resolve() != directory.resolve() and has_file(home / RECORD_FILE):
+        _copy_file(home / RECORD_FILE, home, staged / RECORD_FILE)
     entries, weights = [], {}
     for module in modules:
         if module.folder.resolve() == directory.resolve():

@@ -7,7 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.plain.sentence_modules import SentenceModule, find_sentence_home, read_sentence_modules
+from ..checkpoints.plain.sentence_modules import (
+    RECORD_FILE,
+    SentenceModule,
+    find_sentence_home,
+    read_sentence_modules,
+)
 from ..checkpoints.plain.tokenizer_files import has_tokenizer
 from ..checkpoints.plain.value_model import VALUE_HEAD
 from ..checkpoints.storage.paths import read_json_if_any
@@ -143,7 +148,7 @@ def is_cross_encoder(directory: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _is_saved_as_cross_encoder(directory: Path) -> bool:
-    recorded = read_json_if_any(directory / "config_sentence_transformers.json")
+    recorded = read_json_if_any(directory / RECORD_FILE)
     return isinstance(recorded, Mapping) and recorded.get("model_type") == "CrossEncoder"
 
 

@@ -87,7 +87,7 @@ def list_token_layers() -> list[Any]:
 
 def list_layers(dtype: torch.dtype, *, tied_twice: bool) -> list[Any]:
     # In bf16 on a CPU the one with buffers does not run.
-    norm = LayerSpec(nn.BatchNorm2d, 8) if dtype == torch.float32 else LayerSpec(nn.GroupNorm, 2, 8)
+    norm = LayerSpec(nn.BatchNorm2d, 8, affine=False) if dtype == torch.float32 else LayerSpec(nn.GroupNorm, 2, 8)
     return [
         LayerSpec(nn.Conv2d, 3, 8, 3, stride=2),
         norm,

@@ -76,7 +76,9 @@ def list_models(files: DeepSpeedFiles) -> list[Path]:
             f"{files.folder} is of a layout over model-parallel ranks that is not proven",
             expected="ZeRO stage 0 to 2 without experts",
             got=kind,
-            remedy="convert it with the trainer's own tools to a Hugging Face folder",
+            remedy="pass the checkpoint that it was converted from, or one that training saved after going on from it"
+            if files.universal
+            else "convert it with the trainer's own tools to a Hugging Face folder",
         )
     ranks = sorted(rank for _, rank in files.models)
     count = 1 + max([*ranks, *(rank for _, rank in files.optimizers)], default=-1)

@@ -94,12 +94,13 @@ def _read_layer(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_whole(files: DeepSpeedFiles, stages: Sequence[ModelStates], low: Tensors) -> None:
-    """Refuse a checkpoint without the file of a layer that was trained.
+    """Refuse a checkpoint without the file of a layer that was trained, or has buffers.
 
     Raises:
         CheckpointError: It is one.
     """
-    named = {name for states in stages for group in states.groups or () for name in group}
+    trained = {name for states in stages for group in states.groups or () for name in group}
+    named = trained.union(*(states.buffer_names for states in stages))
     missing = sorted(name for name in named - low.keys() if not name.startswith(TIED))
     if missing or not low:
         raise CheckpointError(

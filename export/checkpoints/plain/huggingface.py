@@ -311,6 +311,7 @@ def read_state_dict(path: Path) -> dict[str, StoredTensor]:
     content = open_torch_zip(path).content
     tensors = find_tensors(path, content) if isinstance(content, dict) else {}
     if not tensors:
+        torch_file.refuse_rank(path)
         raise CheckpointError(
             f"{path} is not a state dict",
             expected="a dict of tensors",

@@ -11,6 +11,8 @@ from ..remedies import RECOPY
 from ..storage.paths import check_inside, has_file, read_json, read_json_if_any
 
 MODULES_FILE = "modules.json"
+# What it records of the whole model.
+RECORD_FILE = "config_sentence_transformers.json"
 
 # In the order in which Sentence-Transformers looks for them; before 3.0 it named them after the model's type.
 TRANSFORMER_FILES = tuple(

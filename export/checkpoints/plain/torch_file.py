@@ -42,7 +42,7 @@ OTHER_STATE = (
 )
 
 # Keys under which trainers keep the model: Lightning and most recipes, DeiT and MAE, DDP recipes, older ones.
-OUTER_KEYS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+OUTER_KEYS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights")
 # How many of them may lie within each other.
 MAX_OUTER_KEYS = 3
 

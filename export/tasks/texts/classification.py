@@ -17,6 +17,7 @@ from transformers import (
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ...checkpoints import TensorSpec
+from ...checkpoints.plain.sentence_modules import RECORD_FILE
 from ...checkpoints.plain.value_model import VALUE_HEAD, VALUE_MODEL_PREFIXES
 from ...errors import ModelError, VocabularyError
 from ...signature import BATCH, STRING, TensorSignature
@@ -28,7 +29,7 @@ from ..foreseen import is_cross_encoder
 from ..labels import LABEL, SCORE, choose_function, count_labels, measure_function, read_labels
 from .encoding import Question
 from .last_end import LastEndModule, check_end, reads_last_end
-from .sentence_settings import RECORD_FILE, read_settings
+from .sentence_settings import read_settings
 from .text import Answer, TextTask, replace_model
 
 REWARD = "REWARD"

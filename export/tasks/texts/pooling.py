@@ -22,7 +22,13 @@ from ..foreseen import check_layers, is_sentence_model
 from ..towers import find_encoder, find_text_class, find_text_tower
 from .encoding import Question
 from .sentence_layers import LAYERS, build_layers
-from .sentence_settings import check_transformer, check_vector_module, find_default_prompt, read_mode
+from .sentence_settings import (
+    check_transformer,
+    check_vector_module,
+    find_default_prompt,
+    find_recorded_width,
+    read_mode,
+)
 from .text import Answer, TextTask
 
 EMBEDDING = "EMBEDDING"
@@ -57,6 +63,7 @@ class FeatureExtraction(TextTask):
         if not self.pooling.is_default:
             check_transformer(source.directory, self.tokenizer)
         self.default_prompt = find_default_prompt(source.directory)
+        self.recorded_width = find_recorded_width(source.directory)
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         encoder = find_encoder(source.config)
         without = ("decoder.",) if encoder else ()
@@ -83,7 +90,7 @@ class FeatureExtraction(TextTask):
     @property
     def warnings(self) -> tuple[str, ...]:
         """See `Task`."""
-        return (*super().warnings, *self._warn_of_guess(), *self._warn_of_prompt())
+        return (*super().warnings, *self._warn_of_guess(), *self._warn_of_prompt(), *self._warn_of_width())
 
     def _warn_of_guess(self) -> tuple[str, ...]:
         if not self.pooling.is_default:
@@ -100,6 +107,15 @@ class FeatureExtraction(TextTask):
         return (
             f"Sentence-Transformers puts {self.default_prompt!r} in front of every text for this model, which what is "
             "served does not: have clients send it as the beginning of each text.",
+        )
+
+    def _warn_of_width(self) -> tuple[str, ...]:
+        width = self.signature.outputs[0].dims[1]
+        if not isinstance(width, int) or not 0 < self.recorded_width < width:
+            return ()
+        return (
+            f"Sentence-Transformers cuts the {width} numbers of a vector of this model to the first "
+            f"{self.recorded_width} (truncate_dim), which what is served does not: have clients take so many of each.",
         )
 
     def answer(self, question: Question) -> Answer:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.plain.sentence_modules import (
     MODULES_FILE,
+    RECORD_FILE,
     SETTINGS_FILE,
     SentenceModule,
     find_sentence_home,
@@ -16,9 +17,6 @@ from ...errors import ModelError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-# What it records of the whole model.
-RECORD_FILE = "config_sentence_transformers.json"
 
 # Pooling.py of release 6: `pooling_mode` → what it is called here; and of those before: `pooling_mode_*`.
 _MODES = {
@@ -103,6 +101,15 @@ def find_default_prompt(directory: Path) -> str:
     prompts, name = recorded.get("prompts"), recorded.get("default_prompt_name")
     prompt = prompts.get(name) if isinstance(prompts, Mapping) and isinstance(name, str) else None
     return prompt if isinstance(prompt, str) else ""
+
+
+def find_recorded_width(directory: Path) -> int:
+    """Return to how many numbers Sentence-Transformers cuts every vector of the model; 0 where it does not.
+
+    Release 6 records it where the model was given one (sentence_transformers, SentenceTransformer.py, `truncate_dim`).
+    """
+    recorded = read_settings((find_sentence_home(directory) or directory) / RECORD_FILE).get("truncate_dim")
+    return recorded if type(recorded) is int and recorded > 0 else 0
 
 
 def _check_prompts(directory: Path, pooling: Mapping[str, Any]) -> None:

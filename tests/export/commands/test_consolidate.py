@@ -28,6 +28,7 @@ from export.signature import SEQ_LEN
 from export.source import load_source
 from export.tasks.texts.encoding import Question
 from export.tasks.texts.pooling import FeatureExtraction
+from export.tasks.texts.sentence_settings import find_default_prompt
 
 # What the format promises whatever the model's size; measured at 22 MB on Python 3.11.
 ANONYMOUS_LIMIT_BYTES = 100 * 10**6
@@ -118,7 +119,10 @@ def test_an_embedding_model_stays_the_same_model(checkpoint: Path, tmp_path: Pat
             path.rename(source / path.name)
         modules = (home / "modules.json").read_text()
         (home / "modules.json").write_text(modules.replace('"path": ""', f'"path": "{inner}"'))
+    prompts = {"prompts": {"q": "query: "}, "default_prompt_name": "q"}
+    (home / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     done = consolidate(source, tmp_path / "out")
+    assert find_default_prompt(tmp_path / "out") == "query: "
     assert {"modules.json", "1_Pooling/config.json", "2_Dense/config.json"} <= {*done.files}
     assert [name for name in done.files if "2_Dense/" in name][1:] == ["2_Dense/model.safetensors"]
     before, after = ask_embedder(source), ask_embedder(tmp_path / "out")

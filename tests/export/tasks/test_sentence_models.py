@@ -102,6 +102,17 @@ def test_a_prompt_that_the_pooling_leaves_out_is_refused_and_another_is_the_clie
     assert read_pooling(folder).mode == "mean"
 
 
+@pytest.mark.parametrize(("recorded", "is_cut"), [(8, True), (384, False), (None, False), ("8", False)])
+def test_vectors_that_sentence_transformers_cuts_are_told_of(
+    recorded: object, is_cut: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"truncate_dim": recorded}))
+    warnings = build_task("feature-extraction", build_source(folder)).warnings
+    told = "Sentence-Transformers cuts the 384 numbers of a vector of this model to the first 8 (truncate_dim), which"
+    assert [warning.startswith(told) for warning in warnings] == ([True] if is_cut else [])
+
+
 @pytest.mark.parametrize(
     ("module", "settings", "got"),
     [
