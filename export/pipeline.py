@@ -15,7 +15,7 @@ from .file_limit import locating
 from .graph.batchings import BATCHINGS
 from .graph.conversion import PrecisionReport
 from .graph.onnx_export import PROVENANCE_PREFIX
-from .graph.precisions import PRECISIONS, Precision
+from .graph.precisions import FP32, PRECISIONS, Precision
 from .identity import CONFIGURATION, describe_options, hash_files, list_tools
 from .options import ExportRequest
 from .progress import Progress
@@ -281,7 +281,7 @@ def _run_stage(
         else:
             if report.passed or is_last:
                 on_report(report, stage)
-                require_passed(report)
+                require_passed(report, is_lossy=stage.precision is not FP32)
                 notes += [f"{way.name}, after other ways failed"] if notes else []
                 return replace(draft, notes=(*before.notes, *notes)), report
             reason = f"{describe_errors(report.worst.errors, report.tolerances)} in {report.worst.name!r}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from .checkpoints import StateDict, StoredCheckpoint, open_checkpoint
 from .checkpoints.adapter_names import ADAPTER_FILE
 from .checkpoints.plain.documents import refuse_false_documents
+from .checkpoints.plain.model_shapes import refuse_too_many_layers
 from .checkpoints.plain.tokenizer_files import has_tokenizer, warn_of_unknown_names
 from .checkpoints.storage.file_state import FileState, refuse_any_changed, refuse_late_save
 from .checkpoints.storage.paths import has_file
@@ -208,6 +209,7 @@ def _read_task_source(
     refuse_false_documents(directory)
     config = load_config(directory, checkpoint.config, weights=checkpoint.directory)
     check_architecture(directory, config.to_dict())
+    refuse_too_many_layers(directory, len(checkpoint.tensors))
     warnings = settle_quantization(config, checkpoint.specs(), directory)
     weights: StateDict = CastToFloat32(source=checkpoint)
     settings = checkpoint.directory if has_file(checkpoint.directory / ADAPTER_FILE) else directory

@@ -259,10 +259,11 @@ class Supervisor:
         does_any_answer = any(verdict.answers and verdict.model in public for verdict in verdicts)
         lost = {verdict.model for verdict in verdicts if verdict.was_lost}
         is_any_tried_again = is_any_touched or self._loads_each or self._run.has_ended_loads or bool(lost)
+        known = ", ".join(item.name for item in self._follower.known)
         if not (does_any_answer or is_any_tried_again):
             raise StartError(
                 f"no model of {self._settings.repository} can be served",
-                expected=f"at least one of {', '.join(item.name for item in self._follower.known)} to load",
+                expected=f"at least one of {known} to load" if known else "a model that clients can ask",
                 got="none",
                 remedy="see the log above",
             )

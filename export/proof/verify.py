@@ -218,15 +218,17 @@ def verify(
     )
 
 
-def _find_way(report: VerificationReport) -> str:
+def _find_way(*, is_lossy: bool) -> str:
     """Return what there is besides for a precision that does not hold; a graph in fp32 is equal or wrong."""
-    if report.precision is None:
-        return ""
-    return ", and ask for less with --tolerance and --accept-worse, or pass --precision fp32"
+    return "" if not is_lossy else ", and ask for less with --tolerance and --accept-worse, or pass --precision fp32"
 
 
-def require_passed(report: VerificationReport) -> None:
+def require_passed(report: VerificationReport, *, is_lossy: bool) -> None:
     """Refuse files that are not equal to the checkpoint.
+
+    Args:
+        report: How they compare.
+        is_lossy: Whether they are in another precision than fp32.
 
     Raises:
         VerificationError: Says in how many cases, and how far off the worst is.
@@ -239,7 +241,7 @@ def require_passed(report: VerificationReport) -> None:
             f"worst in {report.worst.name!r}",
             expected=describe_bounds(report.tolerances),
             got=describe_errors(judged or report.worst.errors, report.tolerances),
-            remedy="nothing was published; see every case in the table above" + _find_way(report),
+            remedy="nothing was published; see every case in the table above" + _find_way(is_lossy=is_lossy),
         )
 
 

@@ -202,7 +202,7 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
     # Some towers of texts, such as MetaClip 2's, are no model of their own to `AutoModel`.
     is_known = type(config) in AutoModel._model_mapping
     model = build_on_meta(make_buildable(config), AutoModel if is_known else find_named_class(config) or AutoModel)
-    embedding = model.get_input_embeddings().weight
+    embedding = _find_input_embedding(model)
     local_name = next(name for name, parameter in model.named_parameters() if parameter is embedding)
     found = [name for name in specs if name == local_name or name.endswith("." + local_name)]
     if len(found) != 1:
@@ -213,6 +213,23 @@ def find_input_embedding(config: PretrainedConfig, specs: Mapping[str, TensorSpe
             remedy="check that config.json belongs to these weights",
         )
     return found[0]
+
+
+def _find_input_embedding(model: PreTrainedModel) -> Any:
+    """Return the table of a text model's tokens.
+
+    Raises:
+        ModelError: It has none, as CANINE, which hashes characters.
+    """
+    try:
+        return model.get_input_embeddings().weight
+    except (NotImplementedError, AttributeError) as exc:
+        raise ModelError(
+            f"a model of type {model.config.model_type} is not exported",
+            expected="an architecture with one table of tokens",
+            got=type(model).__name__,
+            remedy="pass --factory with a module of your own around it",
+        ) from exc
 
 
 def find_named_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:

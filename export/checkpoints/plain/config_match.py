@@ -25,6 +25,7 @@ from .model_shapes import (
     load_described,
     load_headless,
     names_no_class,
+    refuse_too_many_layers,
     rename_as_built,
 )
 from .value_model import VALUE_HEAD, find_value_model
@@ -123,6 +124,7 @@ def match_config(directory: Path, shapes: Shapes, tied: Mapping[str, str] = Mapp
     Raises:
         CheckpointError: The weights are not of the model that it describes.
     """
+    refuse_too_many_layers(directory, len(shapes))
     config = load_headless(directory) if (front := find_value_model(shapes)) else None
     if config is not None:
         inner = {name.removeprefix(front): shape for name, shape in shapes.items() if name != VALUE_HEAD}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import CheckpointError
 from ..storage.paths import read_json_beside
 
 # What transformers' decoders, and most encoders, call their input embedding.
@@ -18,6 +19,34 @@ INPUT_EMBEDDINGS = (
 )
 # And of CLIP's text, and of T5 and BART.
 ALL_INPUT_EMBEDDINGS = (*INPUT_EMBEDDINGS, "token_embedding.weight", "shared.weight")
+
+
+# Of layers alone no architecture of transformers has as many, and hardly one as many more than tensors.
+_MAX_LAYERS = 1000
+
+
+def refuse_too_many_layers(directory: Path, tensors: int) -> None:
+    """Refuse a configuration that names far more layers than the weights can be of: to build them takes hours.
+
+    Args:
+        directory: The folder with `config.json`.
+        tensors: How many there are in the checkpoint.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    path = directory / "config.json"
+    content = read_json_beside(path)
+    parts = [("", content), *((f"{key}.", value) for key, value in content.items() if isinstance(value, dict))]
+    for front, part in parts:
+        for key, value in part.items():
+            if key.endswith(("layers", "layer")) and type(value) is int and value > max(tensors, _MAX_LAYERS):
+                raise CheckpointError(
+                    f"{front}{key} in {path} cannot be that of the weights",
+                    expected=f"{_MAX_LAYERS} at most, as there are {tensors} tensors",
+                    got=str(value),
+                    remedy="correct it, or use the config.json that the checkpoint was trained with",
+                )
 
 
 def read_model_shapes(directory: Path) -> dict[str, tuple[int, ...]] | None:

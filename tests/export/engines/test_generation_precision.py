@@ -69,5 +69,7 @@ def test_what_exceeds_a_bound_is_refused_and_not_published(tmp_path: Path, capsy
     checkpoint = save_writer("llama", tmp_path / "checkpoint")
     asked = ["run", str(checkpoint), "--name", "writer", "--repository", str(tmp_path / "models")]
     assert main([*asked, "--precision", "int8"]) == 1
-    assert "is not equal to the checkpoint" in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert "is not equal to the checkpoint" in told
+    assert "see every case in the table above, and ask for less with --tolerance and --accept-worse, or pass" in told
     assert not (tmp_path / "models" / "writer" / "1").exists()

@@ -44,7 +44,7 @@ def test_each_precision_holds_its_bounds_in_openvino_itself(exported: Exported, 
     path = tmp_path / OPENVINO.model_file
     files = replace(exported.files, model=(path, *(other for other in tmp_path.iterdir() if other != path)))
     report = verify(task=task, files=files, target=DEFAULT_TARGET, tolerances=tolerances, engine=OPENVINO)
-    require_passed(report)
+    require_passed(report, is_lossy=precision != "fp32")
     assert report.versions["openvino"] == read_model(path).openvino
     assert (report.worst.error > 1e-5) == (precision != "fp32"), "it computes in the precision that it says"
 

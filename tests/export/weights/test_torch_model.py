@@ -9,7 +9,7 @@ from harness import run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from trainers.architectures import build_several
-from transformers import MarianConfig, MarianModel
+from transformers import CanineConfig, MarianConfig, MarianModel
 
 from export.checkpoints import open_checkpoint
 from export.consolidation.consolidate import consolidate
@@ -104,6 +104,25 @@ def test_the_input_embedding_is_found_below_a_prefix(copy: Path) -> None:
     assert find_input_embedding(config, prefixed) == "bert.embeddings.word_embeddings.weight"
     with pytest.raises(ModelError, match="input embedding cannot be determined"):
         find_input_embedding(config, {})
+
+
+def test_a_model_without_a_table_of_tokens_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ModelError, match="type canine is not exported: expected an architecture with one table of tok"):
+        find_input_embedding(CanineConfig(vocab_size=99), {})
+
+
+@pytest.mark.parametrize("where", ["num_hidden_layers", "vision_config"])
+def test_far_more_layers_than_tensors_are_refused_before_they_are_built(where: str, copy: Path, tmp_path: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    key = where if where in config else f"{where}.num_hidden_layers"
+    config[where] = 10**7 if where in config else {"num_hidden_layers": 10**7}
+    (copy / "config.json").write_text(json.dumps(config))
+    told = f"{key} in .*config.json cannot be that of the weights: expected 1000 at most, .*, got 10000000; correct it"
+    with pytest.raises(CheckpointError, match=told):
+        consolidate(copy, tmp_path / "out")
+    request = ExportRequest(checkpoint=copy, name="x", repository=tmp_path / "models")
+    with pytest.raises(CheckpointError, match=told):
+        load_source(request, Progress(Console(quiet=True)))
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "llava", "encoder-decoder", "vision-encoder-decoder", "clap"])
