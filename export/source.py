@@ -10,9 +10,10 @@ from .checkpoints.adapter_names import ADAPTER_FILE
 from .checkpoints.plain.documents import refuse_false_documents
 from .checkpoints.plain.model_shapes import refuse_too_many_layers
 from .checkpoints.plain.tokenizer_files import has_tokenizer, warn_of_unknown_names
+from .checkpoints.remedies import GATHER_PIPELINE
 from .checkpoints.storage.file_state import FileState, refuse_any_changed, refuse_late_save
 from .checkpoints.storage.paths import has_file
-from .errors import SettingsError, VocabularyError
+from .errors import CheckpointError, SettingsError, VocabularyError, list_some
 from .foresight import check_factory, check_layout, refuse_batching
 from .graph.batchings import BATCHINGS
 from .graph.precisions import PRECISIONS
@@ -105,6 +106,7 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
 
 def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress: Progress) -> Source:
     weights: StateDict | None = None
+    fills = True
     missing: tuple[str, ...] = ()
     opened: dict[Path, FileState] = {}
     files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
@@ -117,6 +119,8 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
             checkpoint = open_checkpoint(request.checkpoint, tag=request.tag, allow_non_finite=request.allow_non_finite)
             weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.files
             missing, opened = checkpoint.facts.missing, checkpoint.opened
+            _refuse_unfiled(checkpoint)
+            fills = checkpoint.unfiled is not None
         recipe, pictures = request.task_options["preprocess"], request.task_options["pictures"]
         check_factory(request)
         build = None
@@ -125,13 +129,29 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
             build = partial(FactoryPictures, preparation=read_preparation(recipe), pictures=pictures)
         else:
             _check_tolerances(request, FactoryTask)
-        task = build_factory_task(entry, spec_file, weights, build=build)
+        task = build_factory_task(entry, spec_file, weights, build=build, fills=fills)
         _lay_out(request, task)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry
     return Source(
         origin=origin, files=files, task=task, parameters=parameters, missing=missing, opened=opened, weights=opened
     )
+
+
+def _refuse_unfiled(checkpoint: StoredCheckpoint) -> None:
+    """Refuse a checkpoint in which a place has weights of its own that stand under no name: no module would have them.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    if checkpoint.unfiled:
+        raise CheckpointError(
+            f"{checkpoint.directory} lacks weights of a place of the model",
+            expected="those that it trained for itself in the file of a layer, as of the place that is given as "
+            f"{list_some(checkpoint.unfiled)}",
+            got="no such file, for the place is a function",
+            remedy=GATHER_PIPELINE,
+        )
 
 
 def _load_checkpoint(request: ExportRequest, path: Path, progress: Progress) -> Source:

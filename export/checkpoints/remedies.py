@@ -2,6 +2,7 @@
 
 import errno
 
+GATHER_PIPELINE = "gather the whole model in the trainer and save its state dict as one .pt file"
 RECOPY = "copy the checkpoint again"
 RECOPY_OR_USE_OLDER = f"{RECOPY}, or use the one before it"
 RECOPY_WHOLE = "copy the whole checkpoint again, from every node"

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints import StateDict
+from ..checkpoints.remedies import GATHER_PIPELINE
 from ..errors import ModelError, SettingsError, list_some
 from ..signature import BATCH, ModelSignature, TensorSignature
 from .cases import Outputs, Row, Side, join_rows
@@ -207,6 +208,7 @@ def build_factory_task(
     weights: StateDict | None,
     *,
     build: Callable[[nn.Module, InputSpec], FactoryTask] | None = None,
+    fills: bool = True,
 ) -> FactoryTask:
     """Return the task around what the user's function builds, with `weights` in it where there are any.
 
@@ -218,6 +220,7 @@ def build_factory_task(
         weights: Tensors with exactly the names and shapes of the module's state dict; None keeps those that the
             function made.
         build: Makes the task, where that is another than `FactoryTask`, whose clients send the module's own tensors.
+        fills: Whether a name without a value surely has that of another name of the same tensor.
 
     Raises:
         SettingsError: The entry or the file cannot be used.
@@ -240,7 +243,7 @@ def build_factory_task(
     if not isinstance(module, nn.Module):
         raise ModelError(f"{entry} does not build a module", expected="a torch.nn.Module", got=type(module).__name__)
     if weights is not None:
-        _load_weights(module, weights)
+        _load_weights(module, weights, fills=fills)
     try:
         return (build or FactoryTask)(module, spec)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as exc:
@@ -388,7 +391,7 @@ def _import_function(entry: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _load_weights(module: nn.Module, weights: StateDict) -> None:
+def _load_weights(module: nn.Module, weights: StateDict, *, fills: bool) -> None:
     wanted, specs = module.state_dict(), weights.specs()
     groups = _group_shared(wanted)
     held = [[name for name in group if name in specs] for group in groups]
@@ -408,10 +411,20 @@ def _load_weights(module: nn.Module, weights: StateDict) -> None:
             got="; ".join([*got, *shapes[:10]]),
             remedy="pass the checkpoint that this module was trained to",
         )
+    filled = sorted(name for group, names in zip(groups, held, strict=True) for name in {*group} - {*names})
+    if filled and not fills:
+        raise ModelError(
+            f"nothing tells whether {list_some(filled)} of the module was trained as the tensor that it shares",
+            expected="a file of the layer, or names of all that was trained, as DeepSpeed saves them with ZeRO",
+            got="neither",
+            remedy="where it was, have the module's forward use the one tensor (x @ self[0].weight.t()) without "
+            f"another name for it; else {GATHER_PIPELINE}",
+        )
     values: dict[str, Tensor] = {}
     for group, names in zip(groups, held, strict=True):
         values |= dict.fromkeys(group, _read_shared(weights, names))
     module.load_state_dict(values)
+    _check_overlaps(module, values)
 
 
 def _group_shared(tensors: Mapping[str, Tensor]) -> list[list[str]]:
@@ -423,6 +436,22 @@ def _group_shared(tensors: Mapping[str, Tensor]) -> list[list[str]]:
         place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if is_placed else name
         groups.setdefault(place, []).append(name)
     return [*groups.values()]
+
+
+def _check_overlaps(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Refuse a module of which one tensor is a part of another, or it transposed, where their values do not agree.
+
+    Raises:
+        ModelError: What was loaded last has changed what was loaded before.
+    """
+    held = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, Tensor)}
+    names: dict[int, list[str]] = {}
+    for name, tensor in held.items():
+        if tensor.layout == torch.strided and tensor.data_ptr():
+            names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    for shared in names.values():
+        if len(shared) > 1 and not all(torch.equal(held[name], values[name].to(held[name].dtype)) for name in shared):
+            raise _refuse_apart(shared)
 
 
 def _read_shared(weights: StateDict, names: Sequence[str]) -> Tensor:
@@ -442,7 +471,11 @@ def _read_shared(weights: StateDict, names: Sequence[str]) -> Tensor:
         rounded = (value.bfloat16(), value.half()) if value.is_floating_point() else ()
         if all(any(torch.equal(other, copy.to(other.dtype)) for copy in (value, *rounded)) for other in values):
             return value
-    raise ModelError(
+    raise _refuse_apart(names)
+
+
+def _refuse_apart(names: Sequence[str]) -> ModelError:
+    return ModelError(
         "the module shares tensors that were trained apart",
         expected=f"the same values under {list_some(names)}, which are one tensor of the module",
         got="several",

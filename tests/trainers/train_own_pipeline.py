@@ -32,9 +32,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16_stage1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     # Two layers of one shape, each of which stands in two places: only their weights tell them apart.
     "tied_twice": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    # Tied layers in both stages, which train their own of what is not tied: a bias, a table of positions.
+    # Tied layers in both stages, which train their own of what is not tied: a bias.
     "tokens": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "tokens_fp32": {"zero_optimization": {"stage": 1}},
+    # And a head that uses more of the first layer than what is tied.
+    "tokens_more": {"zero_optimization": {"stage": 1}},
 }
 WORDS = 13
 
@@ -67,12 +69,17 @@ def score(embeddings: Embeddings, hidden: torch.Tensor) -> torch.Tensor:
     return hidden @ embeddings.word.weight.t()
 
 
+def score_more(embeddings: Embeddings, hidden: torch.Tensor) -> torch.Tensor:
+    """The same with the positions, of which the head's stage trains its own."""
+    return score(embeddings, hidden + embeddings.position)
+
+
 def flatten(batch: torch.Tensor) -> torch.Tensor:
     """A layer without a state, which is a function."""
     return batch.flatten(1)
 
 
-def list_token_layers() -> list[Any]:
+def list_token_layers(head: Any) -> list[Any]:
     tied = ("embed", Embeddings)
     return [
         TiedLayerSpec(*tied, tied_weight_attr=["word.weight"]),
@@ -81,7 +88,7 @@ def list_token_layers() -> list[Any]:
         nn.Tanh(),
         TiedLayerSpec("mix", nn.Linear, 16, 16),
         LayerSpec(nn.LayerNorm, 16),
-        TiedLayerSpec(*tied, forward_fn=score, tied_weight_attr=["word.weight"]),
+        TiedLayerSpec(*tied, forward_fn=head, tied_weight_attr=["word.weight"]),
     ]
 
 
@@ -145,7 +152,8 @@ def run_rank(out: Path) -> None:
         torch.manual_seed(5)
         dtype = torch.bfloat16 if "bf16" in settings else torch.float32
         are_tokens = name.startswith("tokens")
-        layers = list_token_layers() if are_tokens else list_layers(dtype, tied_twice=name == "tied_twice")
+        head = score_more if name == "tokens_more" else score
+        layers = list_token_layers(head) if are_tokens else list_layers(dtype, tied_twice=name == "tied_twice")
         loss = score_tokens if are_tokens else nn.CrossEntropyLoss()
         module = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", base_seed=5)
         config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, **settings}

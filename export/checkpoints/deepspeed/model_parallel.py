@@ -18,7 +18,7 @@ from ..remedies import ALL_NODES, LOST_RANKS, RECOPY_WHOLE
 from ..storage.stored_tensor import StoredTensor
 from .checks import check_model_states
 from .files import DeepSpeedFiles
-from .reader import read_trained
+from .reader import read_second_moments, read_trained
 from .states import ModelStates, read_model_states
 
 _LAYER = "layer_"
@@ -31,10 +31,21 @@ class ModelParallelRank:
     Attributes:
         states: Its `mp_rank_NN_model_states.pt`.
         trained: Pipeline or module name → fp32 tensor; empty where the optimizer keeps none, or none that can be named.
+        files: Its own.
     """
 
     states: ModelStates
     trained: Mapping[str, StoredTensor]
+    files: DeepSpeedFiles
+
+    def is_unused(self, name: str) -> bool:
+        """Tell whether something of what was trained surely never changed an answer, for it had no gradient; reads it.
+
+        Raises:
+            CheckpointError: What Adam keeps of it does not fit the parameters, or cannot be read.
+        """
+        moment = read_second_moments(self.files, [self.states]).get(name)
+        return moment is not None and moment.is_constant() and not any(next(iter(moment.chunks()), b"")[:8])
 
 
 def has_megatrons_arguments(path: Path) -> bool:
@@ -122,7 +133,7 @@ def read_rank(files: DeepSpeedFiles, index: int, path: Path) -> ModelParallelRan
     states = read_model_states(path, nested=True)
     check_model_states(own, [states])
     if own.optimizers:
-        return ModelParallelRank(states=states, trained=read_trained(own, [states]))
+        return ModelParallelRank(states=states, trained=read_trained(own, [states]), files=own)
     if states.stage or files.optimizers:
         raise CheckpointError(
             f"{files.folder} lacks the optimizer states that hold the fp32 weights of mp_rank_{index:02d}",
@@ -130,7 +141,7 @@ def read_rank(files: DeepSpeedFiles, index: int, path: Path) -> ModelParallelRan
             got="none",
             remedy=ALL_NODES,
         )
-    return ModelParallelRank(states=states, trained={})
+    return ModelParallelRank(states=states, trained={}, files=own)
 
 
 def check_steps(files: DeepSpeedFiles, ranks: Sequence[ModelParallelRank]) -> None:

@@ -21,7 +21,7 @@ from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from .model_parallel import check_count, check_steps, has_megatrons_arguments, list_models, open_layer, read_rank
 from .states import ModelStates
-from .tied_layers import TIED, place
+from .tied_layers import TIED, Lost, place
 
 __all__ = ["LOOKED_FOR", "open_folder", "recognises"]
 
@@ -61,7 +61,8 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     paths = {layer: path for (layer, _), path in sorted(files.pipeline_layers.items())}
     low = {f"{layer}.{name}": tensor for layer, path in paths.items() for name, tensor in _read_layer(path).items()}
     _check_whole(files, stages, low)
-    masters, lost = place(files.folder, [rank.trained for rank in ranks], low)
+    trained = [rank.trained for rank in ranks]
+    masters, lost = place(files.folder, trained, low, lambda stage, name: ranks[stage].is_unused(name))
     masters |= {
         name: masters[holder]
         for states in stages
@@ -80,9 +81,14 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
             world_size=len(stages) * (stages[0].dp_world_size or 1),
             stage=stages[0].stage,
             step=stages[0].step,
-            missing=(*_list_missing(kept, stages), *lost),
+            missing=(*_list_missing(kept, stages), *map(str, lost)),
         ),
+        unfiled=_list_unfiled(lost) if len(ranks) == 1 or all(trained) else None,
     )
+
+
+def _list_unfiled(lost: Sequence[Lost]) -> frozenset[str]:
+    return frozenset(f"{each.home}.{name}" for each in lost for name in each.names)
 
 
 def _read_layer(path: Path) -> dict[str, StoredTensor]:

@@ -7,6 +7,7 @@ taken from the model states: buffers, frozen parameters, and what stage 0 traine
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
@@ -98,6 +99,24 @@ def read_trained(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict[s
         CheckpointError: Ranks are missing, or the pieces do not fit the parameters or each other.
     """
     return _join_groups(files, models[0], _read_states(files, models), {})
+
+
+def read_second_moments(files: DeepSpeedFiles, models: Sequence[ModelStates]) -> dict[str, StoredTensor]:
+    """Return name → Adam's `exp_avg_sq` of all that the optimizer trained; empty where another optimizer has none.
+
+    Args:
+        files: As for `read_trained`.
+        models: As for `read_trained`.
+
+    Raises:
+        CheckpointError: They do not fit the parameters.
+    """
+    states = _read_states(files, models)
+    moments = [[moment for moment in state.second_moments if moment is not None] for state in states]
+    if any(len(found) < len(state.pieces) for found, state in zip(moments, states, strict=True)):
+        return {}
+    both = zip(states, moments, strict=True)
+    return _join_groups(files, models[0], [replace(state, pieces=tuple(found)) for state, found in both], {})
 
 
 def _name_trainer(model: ModelStates) -> str:

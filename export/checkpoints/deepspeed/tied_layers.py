@@ -8,11 +8,12 @@ place that is a function of the layer, such as a head of the first layer's embed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError, list_some
+from ..remedies import GATHER_PIPELINE
 from ..storage.second_copies import agrees
 from ..storage.stored_tensor import StoredTensor
 
@@ -41,7 +42,33 @@ class _Tied:
         return all(name in layer and layer[name].numel == tensor.numel for name, tensor in self.tensors.items())
 
 
-def place(folder: Path, trained: Sequence[Tensors], low: Tensors) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """What a stage trained for itself of a layer, at a place for which DeepSpeed writes no file, such as a head.
+
+    Attributes:
+        stage: The stage, from 0.
+        key: What the trainer calls the layer.
+        home: Number of the layer whose file has the others.
+        names: In the layer.
+    """
+
+    stage: int
+    key: str
+    home: int
+    names: Sequence[str]
+
+    def __str__(self) -> str:
+        where = f"{TIED}{self.key}"
+        return (
+            f"a layer for what stage {self.stage} has of its own in {where}: {list_some(self.names)}; "
+            f"layer {self.home}'s are given"
+        )
+
+
+def place(
+    folder: Path, trained: Sequence[Tensors], low: Tensors, is_unused: Callable[[int, str], bool]
+) -> tuple[dict[str, StoredTensor], list[Lost]]:
     """Find what was trained of each layer.
 
     A tied layer is found by its stage, names and sizes; where several may be it, by which of them agrees with the
@@ -51,9 +78,10 @@ def place(folder: Path, trained: Sequence[Tensors], low: Tensors) -> tuple[dict[
         folder: The checkpoint's, for messages.
         trained: Of each stage, what its optimizer names → fp32 tensor.
         low: Name in the layers, such as `3.weight` → tensor in training precision.
+        is_unused: Tells whether what the optimizer of a stage names never changed an answer.
 
     Returns:
-        Name in the layers → fp32 tensor, and sentences about what of a tied layer is in no layer's file.
+        Name in the layers → fp32 tensor, and what of a tied layer is in no layer's file.
 
     Raises:
         CheckpointError: It is not known of which layer something is.
@@ -83,11 +111,12 @@ def place(folder: Path, trained: Sequence[Tensors], low: Tensors) -> tuple[dict[
             f"it cannot be told which layers in {folder} have what the optimizer trained",
             expected="the names of its layers, or tied layers whose weights tell them apart",
             got=list_some(dict.fromkeys(unplaced)),
-            remedy="gather the whole model in the trainer and save its state dict as one .pt file",
+            remedy=GATHER_PIPELINE,
         )
     # Such as a head that is a function of the first layer's module: DeepSpeed writes no file for it.
-    lost = [each for each in tied if (each.stage, each.key) not in with_file]
-    return placed, tuple(text for each in lost for text in _describe_lost(each, homes[each.key], placed))
+    without = [each for each in tied if (each.stage, each.key) not in with_file]
+    lost = [_find_lost(each, homes[each.key], placed, is_unused) for each in without]
+    return placed, [each for each in lost if each.names]
 
 
 def _group_tied(stage: int, trained: Tensors) -> list[_Tied]:
@@ -134,8 +163,7 @@ def _list_different(masters: Tensors, others: Tensors) -> list[str]:
     return [name for name, tensor in masters.items() if not agrees(tensor.reshape(others[name].shape), others[name])]
 
 
-def _describe_lost(tied: _Tied, home: int, placed: Tensors) -> list[str]:
-    """Say what a stage trained for itself of a tied layer, at a place for which DeepSpeed writes no file."""
+def _find_lost(tied: _Tied, home: int, placed: Tensors, is_unused: Callable[[int, str], bool]) -> Lost:
     different = _list_different(tied.tensors, {name: placed[f"{home}.{name}"] for name in tied.tensors})
-    told = f"a layer for what stage {tied.stage} has of its own in {TIED}{tied.key}: {list_some(different)}"
-    return [f"{told}; layer {home}'s are given"] if different else []
+    used = [name for name in different if not is_unused(tied.stage, f"{TIED}{tied.key}.{name}")]
+    return Lost(stage=tied.stage, key=tied.key, home=home, names=used)

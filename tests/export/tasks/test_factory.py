@@ -151,6 +151,18 @@ class Twice(nn.Module):
         return self.last(self.first(values).tanh())
 
 
+class Turned(nn.Module):
+    """Two weights of which one is the other transposed, as of an autoencoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.last.weight = nn.Parameter(self.first.weight.t())
+
+    def forward(self, values):
+        return self.last(self.first(values).tanh())
+
+
 def frames(width=16):
     torch.manual_seed(0)
     return Frames(width)
@@ -263,6 +275,21 @@ def test_a_layer_at_several_places_takes_what_was_trained_as_one(module_file: Pa
     for saved in (first | last, last, rounded | last):
         held = load_twice(module_file, saved)
         assert all(torch.equal(held[name], value) for name, value in (first | last).items())
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_weight_that_is_another_transposed_takes_what_is_so_alone(is_alike: bool, module_file: Path) -> None:
+    weight = torch.randn(8, 8)
+    saved = {"first.weight": weight, "last.weight": weight.t() if is_alike else weight}
+    torch.save({name: value.clone() for name, value in saved.items()}, module_file.parent / "trained.pt")
+    checkpoint = CastToFloat32(source=open_checkpoint(module_file.parent / "trained.pt"))
+    spec = write_spec(module_file.parent, {"inputs": {"values": {"shape": ["batch", 8]}}, "outputs": ["result"]})
+    if is_alike:
+        held = build_factory_task(f"{module_file}:Turned", spec, checkpoint).module.module.state_dict()
+        assert torch.equal(held["first.weight"], weight) and torch.equal(held["last.weight"], weight.t())
+        return
+    with pytest.raises(ModelError, match="shares tensors that were trained apart: .* first.weight, last.weight, which"):
+        build_factory_task(f"{module_file}:Turned", spec, checkpoint)
 
 
 def test_a_layer_at_several_places_that_were_trained_apart_is_refused(
