@@ -93,12 +93,28 @@ def tell_missing_settings(directory: Path) -> tuple[str, ...]:
     Raises:
         CheckpointError: `modules.json` is not a list of modules, or one of them lies outside its folder.
     """
-    modules = [module for module in read_sentence_modules(directory) or () if module.kind in _WITH_SETTINGS]
-    return tuple(
+    modules = read_sentence_modules(directory) or ()
+    missing = [
         f"{module.entry['path']}/{SETTINGS_FILE}, which says what the {module.kind} in {MODULES_FILE} does"
         for module in modules
-        if not has_file(module.folder / SETTINGS_FILE)
-    )
+        if module.kind in _WITH_SETTINGS and not read_json_if_any(module.folder / SETTINGS_FILE)
+    ]
+    return (*missing, *tell_missing_limits(directory))
+
+
+def tell_missing_limits(directory: Path) -> tuple[str, ...]:
+    """Return which files are missing that Sentence-Transformers always writes, and that say how long a text is read.
+
+    Raises:
+        CheckpointError: One of them is there and cannot be read.
+    """
+    if not any(module.kind == "Transformer" for module in read_sentence_modules(directory) or ()):
+        return ()
+    has = {
+        TRANSFORMER_FILES[0]: bool(read_transformer_settings(directory)),
+        "tokenizer_config.json": has_file(directory / "tokenizer_config.json"),
+    }
+    return tuple(f"{name}, which says how long a text is read" for name, is_there in has.items() if not is_there)
 
 
 def read_transformer_settings(directory: Path) -> dict[str, Any]:

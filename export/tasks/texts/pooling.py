@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...checkpoints import TensorSpec
-from ...checkpoints.plain.sentence_modules import MODULES_FILE, SentenceModule, read_sentence_modules
+from ...checkpoints.plain.sentence_modules import (
+    MODULES_FILE,
+    SentenceModule,
+    read_sentence_modules,
+    tell_missing_limits,
+)
 from ...errors import ModelError
 from ...signature import BATCH, TensorSignature
 from ...weights.torch_model import find_output_width, load_model
@@ -63,6 +68,7 @@ class FeatureExtraction(TextTask):
         if not self.pooling.is_default:
             check_transformer(source.directory, self.tokenizer)
         self.default_prompt = find_default_prompt(source.directory)
+        self.missing_limits = tell_missing_limits(source.directory)
         self.recorded_width = find_recorded_width(source.directory)
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         encoder = find_encoder(source.config)
@@ -90,7 +96,13 @@ class FeatureExtraction(TextTask):
     @property
     def warnings(self) -> tuple[str, ...]:
         """See `Task`."""
-        return (*super().warnings, *self._warn_of_guess(), *self._warn_of_prompt(), *self._warn_of_width())
+        return (
+            *super().warnings,
+            *self._warn_of_guess(),
+            *self._warn_of_prompt(),
+            *self._warn_of_width(),
+            *self._warn_of_limit(),
+        )
 
     def _warn_of_guess(self) -> tuple[str, ...]:
         if not self.pooling.is_default:
@@ -116,6 +128,13 @@ class FeatureExtraction(TextTask):
         return (
             f"Sentence-Transformers cuts the {width} numbers of a vector of this model to the first "
             f"{self.recorded_width} (truncate_dim), which what is served does not: have clients take so many of each.",
+        )
+
+    def _warn_of_limit(self) -> tuple[str, ...]:
+        return tuple(
+            f"{told}, is missing: up to {self.max_length} tokens of one are, and the model may have been trained for "
+            "fewer; copy the file from where it was trained or published."
+            for told in self.missing_limits
         )
 
     def answer(self, question: Question) -> Answer:

@@ -68,14 +68,14 @@ def read_mode(directory: Path, folder: Path) -> str:
         ModelError: It is not known, or several at once, which stand one behind the other in a longer vector.
     """
     path = folder / SETTINGS_FILE
-    if not has_file(path):
+    settings = read_settings(path)
+    if not any(key.startswith("pooling_mode") or key.endswith("embedding_dimension") for key in settings):
         raise ModelError(
-            f"{path}, which {MODULES_FILE} names, is missing",
+            f"{path}, which {MODULES_FILE} names, does not say what it is for",
             expected="how the vectors of a text's tokens become one",
-            got="no such file",
+            got="none of that" if has_file(path) else "no such file",
             remedy="copy it from where the model was trained or published, with the other folders",
         )
-    settings = read_settings(path)
     recorded = settings.get("pooling_mode")
     if recorded is None:
         known = _FLAGGED_MODES

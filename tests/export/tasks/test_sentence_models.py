@@ -78,12 +78,34 @@ def test_a_pooling_whose_file_was_left_behind_is_never_guessed(checkpoint: Path,
     assert inspect_checkpoint(folder).missing == [left]
     assert consolidate(folder, tmp_path / "out").missing == (left,)
     with pytest.raises(
-        ModelError, match=r"1_Pooling/config.json, which modules.json names, is missing: .*; copy it from"
+        ModelError,
+        match=r"1_Pooling/config.json, which modules.json names, does not say what it is for: .* got no such file;",
     ):
         read_pooling(folder)
     request = ExportRequest(checkpoint=folder, name="x", repository=tmp_path / "models")
-    with pytest.raises(ModelError, match="is missing"):
+    with pytest.raises(ModelError, match="got no such file"):
         load_source(request, Progress(Console(quiet=True)))
+
+
+def test_a_pooling_whose_file_says_nothing_is_never_guessed(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    assert inspect_checkpoint(folder).missing == [
+        "1_Pooling/config.json, which says what the Pooling in modules.json does"
+    ]
+    with pytest.raises(ModelError, match="got none of that; copy it from"):
+        read_pooling(folder)
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "tokenizer_config.json"])
+def test_a_lost_limit_of_texts_is_told_of(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / name).unlink()
+    assert inspect_checkpoint(folder).missing == [f"{name}, which says how long a text is read"]
+    (warning,) = build_task("feature-extraction", build_source(folder)).warnings
+    assert warning.startswith(
+        f"{name}, which says how long a text is read, is missing: up to 64 tokens of one are, and"
+    )
 
 
 def test_a_prompt_that_the_pooling_leaves_out_is_refused_and_another_is_the_clients(
