@@ -59,6 +59,9 @@ _LAST_UNLOAD_S = 0.5
 # tritonserver starts some for that, and ends where it cannot.
 _THREADS_TO_UNLOAD = 4
 
+# What may take threads between a look at them and the end of an unload.
+_THREADS_LEFT = 8
+
 
 class Roller:
     """Loads, switches and unloads published models in one tritonserver.
@@ -164,30 +167,23 @@ class Roller:
             try:
                 kept.enter_context(self._room.keep(processes))
             except ShortageError:
-                self._unload_for_room(model, processes)
                 try:
-                    kept.enter_context(self._room.keep(processes))
+                    kept.enter_context(self._room.keep(processes, self._count_freed(model, processes)))
+                    check_threads(_THREADS_TO_UNLOAD)
+                    self._control.unload(model)
+                    self._await_unloaded(model)
+                    self._room.check()
                 except ShortageError as exc:
                     raise _refuse_room(model, exc) from exc
             yield
 
-    def _unload_for_room(self, model: str, processes: int) -> None:
-        """Unload what is left of a model, unless it could not be loaded even then: it may still answer.
-
-        Raises:
-            ControlError: Too few threads may run for that, or after it, or tritonserver refuses.
-        """
-        try:
-            check_threads(_THREADS_TO_UNLOAD)
-            living = 0
-            # Where they cannot be looked at now, they count as ended: fewer threads come free of those.
-            with contextlib.suppress(OSError):
-                living = count_running(self._find_pid(), model)
-            self._room.check_after(count_threads_of(processes, living), processes)
-        except ShortageError as exc:
-            raise _refuse_room(model, exc) from exc
-        self._control.unload(model)
-        self._await_unloaded(model)
+    def _count_freed(self, model: str, processes: int) -> int:
+        """Return how many threads surely come free where what is left of a model is unloaded: it may still answer."""
+        living = 0
+        # Where they cannot be looked at now, they count as ended: fewer threads come free of those.
+        with contextlib.suppress(OSError):
+            living = count_running(self._find_pid(), model)
+        return max(0, count_threads_of(processes, living) - _THREADS_LEFT)
 
     @contextlib.contextmanager
     def _keeping_for(self, published: Published, consequence: str, copies: int = 1) -> Iterator[None]:

@@ -17,24 +17,28 @@ class Room:
         self._processes = 0
         self._lock = threading.Lock()
 
-    def check_after(self, freed: int, processes: int) -> None:
-        """Refuse to end so many threads for so many backend processes where those could not be started even then.
+    def check(self) -> None:
+        """Refuse to start what threads are kept for where they have not come free.
 
         Raises:
-            ShortageError: They could not.
+            ShortageError: Too few may run.
         """
         with self._lock:
-            check_threads_of(self._processes + processes, freed)
+            check_threads_of(self._processes)
 
     @contextlib.contextmanager
-    def keep(self, processes: int) -> Iterator[None]:
+    def keep(self, processes: int, freed: int = 0) -> Iterator[None]:
         """Keep threads for so many backend processes until they have been started.
+
+        Args:
+            processes: How many.
+            freed: Threads that end before that, which are then to be asked for with `check`.
 
         Raises:
             ShortageError: Too few may run beside those that are kept already.
         """
         with self._lock:
-            check_threads_of(self._processes + processes)
+            check_threads_of(self._processes + processes, freed)
             self._processes += processes
         try:
             yield

@@ -100,7 +100,7 @@ def test_a_model_of_which_a_process_died_is_reloaded_in_place_of_the_others_wher
 ) -> None:
     server, repository = served
     pid = server.tritonserver
-    with few_left():
+    with few_left(32):
         for step in (f"{NAME}_preprocess", f"{NAME}_model"):
             server.find_stubs(step)[0].kill()
             server.wait_for_line(f"{step}: answers again", 60)
@@ -124,8 +124,9 @@ def test_what_is_left_of_a_model_answers_where_it_could_not_be_reloaded_in_their
             server.wait_for_line(f"{step} cannot be loaded: expected threads for its processes, got too few", 60)
             with Callers(server, repository) as callers:
                 wait_for(server, lambda _: callers.answers[1] > 200)
-            # tritonserver itself learns of the end from the request that it gives the process.
-            assert all("is not healthy" in failure for failure in callers.failures) and len(callers.failures) <= 1
+            # Now and then tritonserver 2.51 gives the process that ended a request.
+            assert all("is not healthy" in failure for failure in callers.failures)
+            assert len(callers.failures) * 10 < callers.answers[1]
             assert {stub.pid for stub in server.find_stubs(step)} >= {*others}
         server.wait_for_line(f"{step}: answers again", 60)
     assert server.tritonserver == pid
