@@ -6,6 +6,7 @@ import os
 import resource
 import shlex
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import NotFoundError, ShortageError
@@ -30,6 +31,12 @@ _RAISE_THREADS = "raise the limit (ulimit -Hu, LimitNPROC and TasksMax of system
 # limit.
 MIN_ADDRESS_BYTES = 176 << 30
 COMFORTABLE_ADDRESS_BYTES = 512 << 30
+
+# Of a control group, in either version: limit, what is taken, and what of that is cache that can be given up.
+_MEMORY_OF_A_GROUP = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 # Every connection is an open file.
 COMFORTABLE_OPEN_FILES = 1024
@@ -120,6 +127,39 @@ def _check_free_threads(needed: int, remedy: str) -> float:
             "too few threads may run", expected=f"{needed} more at least", got=f"{free:.0f}", remedy=remedy
         )
     return free
+
+
+def check_memory(needed: int, freed: int = 0) -> None:
+    """Refuse to start what takes more memory than may be taken: the kernel would end whatever it chooses.
+
+    Args:
+        needed: Bytes.
+        freed: Bytes that come free before.
+
+    Raises:
+        ShortageError: Fewer may be taken, of the machine or of a control group.
+    """
+    free = count_free_memory()
+    if free + freed < needed:
+        raise ShortageError(
+            "too little memory may be taken",
+            expected=f"{(needed - freed) / 1e6:.0f} MB more at least",
+            got=f"{free / 1e6:.0f}",
+            remedy="raise the limit (MemoryMax of systemd, mem_limit of a container), or serve fewer models",
+        )
+
+
+def count_free_memory() -> float:
+    """Return how many bytes may be taken before the kernel ends processes: of the machine, and of this control group.
+
+    What is cached of files counts as free.
+    """
+    free = _read_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
+    for folder in _list_groups("memory"):
+        for limit, taken, cached in _MEMORY_OF_A_GROUP:
+            room = _read_number(folder / limit) - _read_number(folder / taken, unknown=0)
+            free = min(free, room + _read_number(folder / "memory.stat", cached, unknown=0))
+    return max(0.0, free)
 
 
 def describe_few_threads(processes: int) -> str:
@@ -243,18 +283,28 @@ def _count_own_threads(process: Path) -> int:
 
 def _count_free_threads_of_group() -> float:
     """Return how many more threads the control group allows, and those around it, as far as they can be seen."""
-    free = math.inf
+    return min(map(_read_free, _list_groups("pids")), default=math.inf)
+
+
+def _list_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of the control group that this process is in, and of those around it."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, name = line.split(":", 2)
-        if controllers not in ("", "pids"):
+        if controllers not in ("", controller):
             continue
         root = Path("/sys/fs/cgroup", controllers)
         group = root / name.lstrip("/")
         # Inside a container the name may be that of the machine's tree, of which only the container's part is there.
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(root):
-                free = min(free, _read_free(folder))
-    return free
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _read_number(path: Path, key: str = "", unknown: float = math.inf) -> float:
+    """Return the number in a file, or the one behind `key`; `unknown` where there is none, as of `max`."""
+    try:
+        words = path.read_text().split()
+        return float(int(words[words.index(key) + 1 if key else 0]))
+    except (OSError, ValueError, IndexError):
+        return unknown
 
 
 def _read_free(folder: Path) -> float:

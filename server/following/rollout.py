@@ -20,21 +20,22 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from ..errors import ControlError, GoneError, RolloutError, ShortageError
 from ..limits import check_threads, count_threads_of
-from ..tritonserver.backend_processes import EndWatch, count_running
+from ..tritonserver.backend_processes import EndWatch, list_running
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
+from ..tritonserver.processes import count_own_bytes
 from ..tritonserver.stillness import LoadWatch, describe_still_start
 from .health import JUDGING_PATIENCE_S, LostProcessError, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Loaded, Published, find_fault, find_missing, list_versions
-from .room import Room
+from .room import Freed, Room
 from .sums import GOLDEN_FILE, FileSums, Identity
 from .wishes import count_instances, is_decoupled, keeps_answers, limits_rate
 
@@ -61,6 +62,9 @@ _THREADS_TO_UNLOAD = 4
 
 # What may take threads between a look at them and the end of an unload.
 _THREADS_LEFT = 8
+
+# Of the bytes of processes that end, what may be counted on.
+_MEMORY_FREED = 0.9
 
 
 class Roller:
@@ -157,18 +161,22 @@ class Roller:
 
     @contextlib.contextmanager
     def _making_room(self, model: str, config: str) -> Iterator[None]:
-        """Keep threads for a model; where too few may run beside what is left of it, that is unloaded first.
+        """Keep room for a model; where there is too little beside what is left of it, that is unloaded first.
+
+        Unless it is too little even then: what is left may still answer.
 
         Raises:
-            ControlError: Too few may run all the same.
+            ControlError: There is too little.
         """
         processes = count_instances(config) * len(self._overlay.list_versions(model))
+        left = self._measure_left(model)
+        memory = processes * max(left, default=0)
         with contextlib.ExitStack() as kept:
             try:
-                kept.enter_context(self._room.keep(processes))
+                kept.enter_context(self._room.keep(processes, memory))
             except ShortageError:
                 try:
-                    kept.enter_context(self._room.keep(processes, self._count_freed(model, processes)))
+                    kept.enter_context(self._room.keep(processes, memory, _find_freed(processes, left)))
                     check_threads(_THREADS_TO_UNLOAD)
                     self._control.unload(model)
                     self._await_unloaded(model)
@@ -177,13 +185,12 @@ class Roller:
                     raise _refuse_room(model, exc) from exc
             yield
 
-    def _count_freed(self, model: str, processes: int) -> int:
-        """Return how many threads surely come free where what is left of a model is unloaded: it may still answer."""
-        living = 0
-        # Where they cannot be looked at now, they count as ended: fewer threads come free of those.
+    def _measure_left(self, model: str) -> list[int]:
+        """Return the bytes that each living process of a model has of its own; the others are taken to have as many."""
+        # Where they cannot be looked at now, they count as ended: less comes free of those.
         with contextlib.suppress(OSError):
-            living = count_running(self._find_pid(), model)
-        return max(0, count_threads_of(processes, living) - _THREADS_LEFT)
+            return [count_own_bytes(process) for process in list_running(self._find_pid(), model)]
+        return []
 
     @contextlib.contextmanager
     def _keeping_for(self, published: Published, consequence: str, copies: int = 1) -> Iterator[None]:
@@ -247,7 +254,7 @@ class Roller:
                 states = {state.state for state in self._control.read_states() if state.name == model}
                 if "UNLOADING" not in states or "READY" in states:
                     return
-                if count_running(self._find_pid(), model, version):
+                if list_running(self._find_pid(), model, version):
                     last = time.monotonic() + _LAST_UNLOAD_S
                 elif time.monotonic() > last:
                     return
@@ -585,9 +592,15 @@ def refuse_still(published: Published, model: str) -> RolloutError:
     return _refuse(published, describe_still_start(model), "it is not served")
 
 
+def _find_freed(processes: int, left: Sequence[int]) -> Freed:
+    """Return what surely comes free where what is left of a model is unloaded, of so many processes."""
+    threads = count_threads_of(processes, len(left)) - _THREADS_LEFT
+    return Freed(threads=max(0, threads), memory=int(_MEMORY_FREED * sum(left)))
+
+
 def _refuse_room(model: str, error: ShortageError) -> ControlError:
     return ControlError(
-        f"{model} cannot be loaded", expected="threads for its processes", got=error.fault, remedy=error.remedy
+        f"{model} cannot be loaded", expected="room for its processes", got=error.fault, remedy=error.remedy
     )
 
 

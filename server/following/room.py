@@ -1,10 +1,27 @@
-"""Threads for backend processes that are being started."""
+"""Threads and memory for backend processes that are being started."""
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from ..limits import check_threads_of
+from ..limits import check_memory, check_threads_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freed:
+    """What comes free where a model is unloaded.
+
+    Attributes:
+        threads: How many may be started in their place.
+        memory: Bytes.
+    """
+
+    threads: int = 0
+    memory: int = 0
+
+
+NOTHING = Freed()
 
 
 class Room:
@@ -14,34 +31,40 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._processes = 0
+        self._processes = self._memory = 0
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Refuse to start what threads are kept for where they have not come free.
+        """Refuse to start what room is kept for where it has not come free.
 
         Raises:
-            ShortageError: Too few may run.
+            ShortageError: Too few threads may run, or too little memory may be taken.
         """
         with self._lock:
             check_threads_of(self._processes)
+            check_memory(self._memory)
 
     @contextlib.contextmanager
-    def keep(self, processes: int, freed: int = 0) -> Iterator[None]:
-        """Keep threads for so many backend processes until they have been started.
+    def keep(self, processes: int, memory: int = 0, freed: Freed = NOTHING) -> Iterator[None]:
+        """Keep room for so many backend processes until they have been started.
 
         Args:
             processes: How many.
-            freed: Threads that end before that, which are then to be asked for with `check`.
+            memory: Bytes that all of them take, as far as that is known.
+            freed: What comes free before that, which is then to be asked for with `check`.
 
         Raises:
-            ShortageError: Too few may run beside those that are kept already.
+            ShortageError: There is too little beside what is kept already.
         """
         with self._lock:
-            check_threads_of(self._processes + processes, freed)
+            check_threads_of(self._processes + processes, freed.threads)
+            if memory:
+                check_memory(self._memory + memory, freed.memory)
             self._processes += processes
+            self._memory += memory
         try:
             yield
         finally:
             with self._lock:
                 self._processes -= processes
+                self._memory -= memory

@@ -24,8 +24,8 @@ def read_model_folder(pid: int) -> Path | None:
     return Path(arguments[1]).parent if len(arguments) > 1 and arguments[0].endswith(STUB) else None
 
 
-def count_running(pid: int, model: str, version: int = 0) -> int:
-    """Return how many processes of tritonserver's run a version of a model.
+def list_running(pid: int, model: str, version: int = 0) -> list[int]:
+    """Return the ids of tritonserver's processes that run a version of a model.
 
     Args:
         pid: Id of tritonserver's process.
@@ -36,9 +36,9 @@ def count_running(pid: int, model: str, version: int = 0) -> int:
         OSError: This process has no descriptor or memory left to look with.
     """
     # One that has ended has no command line any more.
-    folders = map(read_model_folder, list_children(pid))
-    found = (folder for folder in folders if folder is not None and folder.parent.name == model)
-    return sum(version == 0 or folder.name == str(version) for folder in found)
+    found = ((child, read_model_folder(child)) for child in list_children(pid))
+    of_model = ((child, folder.name) for child, folder in found if folder is not None and folder.parent.name == model)
+    return [child for child, name in of_model if version == 0 or name == str(version)]
 
 
 class EndWatch:

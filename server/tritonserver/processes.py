@@ -65,6 +65,20 @@ def _read(path: str) -> str:
     return b"".join(pieces).decode(errors="surrogateescape")
 
 
+def count_own_bytes(pid: int) -> int:
+    """Return the bytes of memory that process `pid` shares with no file or other process; 0 where it is no more.
+
+    Raises:
+        OSError: This process has no descriptor or memory left to look with.
+    """
+    try:
+        text = _read(f"/proc/{pid}/status")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    own = next((line.split()[1] for line in text.splitlines() if line.startswith("RssAnon:")), "0")
+    return 1024 * int(own)
+
+
 def read_stat(pid: int, task: int | None = None) -> ProcessStat | None:
     """Return what /proc says of process `pid`, or of its thread `task`; None if it is no more.
 

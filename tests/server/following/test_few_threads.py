@@ -16,6 +16,7 @@ from harness import CHECKOUT
 from launcher import IMPATIENT, Running, running
 
 from client import Client
+from server.tritonserver.processes import list_children
 
 _MANY, _SPARE = 600, 20
 _TAKE = """
@@ -121,7 +122,7 @@ def test_what_is_left_of_a_model_answers_where_it_could_not_be_reloaded_in_their
         with few_left(1):
             others = [stub.pid for stub in server.find_stubs(step)[1:]]
             server.find_stubs(step)[0].kill()
-            server.wait_for_line(f"{step} cannot be loaded: expected threads for its processes, got too few", 60)
+            server.wait_for_line(f"{step} cannot be loaded: expected room for its processes, got too few", 60)
             with Callers(server, repository) as callers:
                 wait_for(server, lambda _: callers.answers[1] > 200)
             # Now and then tritonserver 2.51 gives the process that ended a request.
@@ -129,6 +130,63 @@ def test_what_is_left_of_a_model_answers_where_it_could_not_be_reloaded_in_their
             assert len(callers.failures) * 10 < callers.answers[1]
             assert {stub.pid for stub in server.find_stubs(step)} >= {*others}
         server.wait_for_line(f"{step}: answers again", 60)
+    assert server.tritonserver == pid
+
+
+@contextlib.contextmanager
+def little_memory(server: Running, spare_bytes: int) -> Iterator[None]:
+    """Leave but so many bytes to a launcher and all that it has started, in a control group; they stay in it."""
+    group = Path("/sys/fs/cgroup/memory", f"modelyard_{server.tritonserver}")
+    try:
+        group.mkdir()
+        limit = group / "memory.limit_in_bytes"
+        limit.write_text(str(spare_bytes))
+    except OSError as exc:
+        pytest.skip(f"no control group of memory can be made here: {exc.strerror}")
+    launcher = server.process.pid
+    try:
+        # What they have taken so far stays with the group that they were in.
+        for pid in (launcher, *list_descendants(launcher)):
+            (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        limit.write_text("-1")
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                Path("/sys/fs/cgroup/memory/cgroup.procs").write_text(pid)
+        wait_until_gone(group)
+
+
+def list_descendants(pid: int) -> list[int]:
+    children = list_children(pid)
+    return [*children, *(each for child in children for each in list_descendants(child))]
+
+
+def wait_until_gone(group: Path) -> None:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.2)
+
+
+@as_root
+def test_what_is_left_of_a_model_answers_where_too_little_memory_is_left_to_reload_it(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    pid, step = server.tritonserver, f"{NAME}_preprocess"
+    with little_memory(server, 40 << 20):
+        others = [stub.pid for stub in server.find_stubs(step)[1:]]
+        server.find_stubs(step)[0].kill()
+        server.wait_for_line(f"{step} cannot be loaded: expected room for its processes, got too little memory may", 60)
+        with Callers(server, repository) as callers:
+            wait_for(server, lambda _: callers.answers[1] > 200)
+        assert all("is not healthy" in failure for failure in callers.failures)
+        assert len(callers.failures) * 10 < callers.answers[1]
+        assert {stub.pid for stub in server.find_stubs(step)} >= {*others}
+    server.wait_for_line(f"{step}: answers again", 60)
     assert server.tritonserver == pid
 
 
