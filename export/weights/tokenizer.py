@@ -32,6 +32,7 @@ from .tokenizer_refusals import (
     PASS_BASE,
     UNLIMITED,
     name_unconverted,
+    refuse_other_case,
     refuse_own_code,
     refuse_sentencepiece,
     refuse_settings,
@@ -112,8 +113,8 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         # Of what it converts, such as a SentencePiece file alone, the converted one was loaded.
         raise name_unconverted(directory, type(tokenizer).__name__)
     refuse_settings(directory, tokenizer)
-    if is_bare_vocabulary(directory):
-        refuse_wrong_case(directory, tokenizer)
+    refuse_wrong_case(directory, tokenizer)
+    refuse_other_case(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import transformers
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.tokenizer_files import TOKENIZER_FILES
@@ -85,17 +86,47 @@ def _is_sentencepiece(path: Path) -> bool:
 
 def refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a vocabulary with capitals for a tokenizer that, for want of a word on it, would take them off texts."""
-    if not getattr(tokenizer, "do_lower_case", False):
+    is_said = "do_lower_case" in read_json_beside(directory / DESCRIBED_BY[1])
+    if is_said or (directory / DESCRIBED_BY[0]).is_file() or not getattr(tokenizer, "do_lower_case", False):
         return
     capitals = sorted(token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
     capitals = [token for token in capitals if token != token.lower() and not token.startswith("[")]
     if capitals:
         raise VocabularyError(
             f"nothing in {directory} says whether its tokenizer keeps capitals",
-            expected=f"{DESCRIBED_BY[1]}, because the vocabulary has {len(capitals)} tokens with capitals",
-            got="the vocabulary alone, whose tokenizer takes them off by default",
+            expected=f"do_lower_case in {DESCRIBED_BY[1]}, for the vocabulary has {len(capitals)} tokens with capitals",
+            got="none that says so, and a tokenizer that takes them off by default",
             remedy=PASS_BASE,
         )
+
+
+def refuse_other_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer of which one file says that it keeps capitals, and another, or none, that it does not.
+
+    transformers makes some tokenizers, such as BERT's, anew by what tokenizer_config.json says, and lowers texts where
+    that says nothing.
+
+    Raises:
+        VocabularyError: They do not agree.
+    """
+    path = directory / DESCRIBED_BY[0]
+    # The others are made of tokenizer.json as it is.
+    if type(tokenizer) is PreTrainedTokenizerFast or not path.is_file():
+        return
+    own, made = (_keeps_capitals(each) for each in (Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer))
+    if own is not None and own != made:
+        raise VocabularyError(
+            f"the files of the tokenizer in {directory} do not agree on whether it keeps capitals",
+            expected=f"what {path.name} says, which {'keeps' if own else 'lowers'} them",
+            got=f"a tokenizer that {'keeps' if made else 'lowers'} them, by {DESCRIBED_BY[1]} or for want of it",
+            remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or write "
+            f'"do_lower_case": {str(not own).lower()} into it',
+        )
+
+
+def _keeps_capitals(tokenizer: Tokenizer) -> bool | None:
+    """Tell whether a tokenizer keeps capitals; None where it has nothing that changes texts."""
+    return None if tokenizer.normalizer is None else "ABC" in tokenizer.normalizer.normalize_str("ABC")
 
 
 def refuse_without_unknown(directory: Path, tokenizer: Tokenizer) -> None:

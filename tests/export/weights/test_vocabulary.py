@@ -12,6 +12,7 @@ from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from trainers.writers import BYTES, write_bpe
 from transformers import (
     BertConfig,
+    BertTokenizer,
     GPT2Tokenizer,
     OPTConfig,
     OPTForCausalLM,
@@ -231,8 +232,38 @@ def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp
     (tmp_path / "vocab.txt").write_text("\n".join([*words, "Cat"]))
     with pytest.raises(VocabularyError, match="keeps capitals: .* has 1 tokens with capitals, .* with --base"):
         load_tokenizer(tmp_path, BertConfig())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    with pytest.raises(VocabularyError, match="keeps capitals: .* has 1 tokens with capitals, .* with --base"):
+        load_tokenizer(tmp_path, BertConfig())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": false}')
     assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == ["Cat"]
+
+
+@pytest.mark.parametrize("lowers", [False, True])
+def test_files_that_do_not_agree_on_capitals_are_refused_with_what_makes_them_agree(
+    lowers: bool, tmp_path: Path
+) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "Cat"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    BertConfig(vocab_size=7).save_pretrained(tmp_path)
+    BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=lowers).save_pretrained(tmp_path)
+    said = tmp_path / "tokenizer_config.json"
+    right = ["cat" if lowers else "Cat"]
+    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
+    content = json.loads(said.read_text())
+    said.write_text(json.dumps(content | {"do_lower_case": not lowers}))
+    with pytest.raises(
+        VocabularyError, match=f'do not agree on whether it keeps .*, or write "do_lower_case": {str(lowers).lower()} '
+    ):
+        load_tokenizer(tmp_path, BertConfig())
+    said.write_text(json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": lowers}))
+    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
+    said.unlink()
+    if lowers:
+        assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
+        return
+    with pytest.raises(VocabularyError, match="do not agree on whether it keeps capitals"):
+        load_tokenizer(tmp_path, BertConfig())
 
 
 def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: Path, tmp_path: Path) -> None:
