@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import sys
 import traceback
@@ -18,9 +20,7 @@ import torch.distributed as dist
 
 def fork_ranks(world_size: int, run: Callable[[int], None]) -> None:
     """Call `run(rank)` in one forked process per rank, with the environment of `torchrun`; fail if one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _find_port()
     children = []
     for rank in range(world_size):
         child = os.fork()
@@ -44,3 +44,12 @@ def fork_ranks(world_size: int, run: Callable[[int], None]) -> None:
     failed = [rank for rank, child in enumerate(children) if os.waitpid(child, 0)[1]]
     if failed:
         raise SystemExit(f"ranks {failed} of {world_size} failed")
+
+
+def _find_port() -> int:
+    """Return a port that is free, and none of those that the system gives to whoever asks for any meanwhile."""
+    for port in random.Random().sample(range(20000, 32000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise SystemExit("no port is free")
