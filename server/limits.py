@@ -34,8 +34,8 @@ COMFORTABLE_ADDRESS_BYTES = 512 << 30
 
 # Of a control group, in either version: limit, what is taken, and what of that is cache that can be given up.
 _MEMORY_OF_A_GROUP = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 
 # Every connection is an open file.
@@ -158,7 +158,7 @@ def count_free_memory() -> float:
     for folder in _list_groups("memory"):
         for limit, taken, cached in _MEMORY_OF_A_GROUP:
             room = _read_number(folder / limit) - _read_number(folder / taken, unknown=0)
-            free = min(free, room + _read_number(folder / "memory.stat", cached, unknown=0))
+            free = min(free, room + sum(_read_number(folder / "memory.stat", key, unknown=0) for key in cached))
     return max(0.0, free)
 
 

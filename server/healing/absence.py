@@ -73,8 +73,10 @@ class Absences:
             for name in sorted(missing & (before | known.keys()))
         }
         self.found = found
-        for name in sorted(found.keys() - known.keys()):
-            self._say(f"warning: {found[name].reason}")
+        for name in found:
+            # One that was still being unloaded may be loaded again only once it is gone, which is told as well.
+            if name not in known or found[name].reason != known[name].reason:
+                self._say(f"warning: {found[name].reason}")
         for name in sorted((known.keys() - found.keys()) & wanted):
             self._say(f"{name} is loaded again")
 

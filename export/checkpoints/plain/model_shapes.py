@@ -37,13 +37,14 @@ def refuse_too_many_layers(directory: Path, tensors: int) -> None:
     """
     path = directory / "config.json"
     content = read_json_beside(path)
+    most = max(tensors, _MAX_LAYERS)
     parts = [("", content), *((f"{key}.", value) for key, value in content.items() if isinstance(value, dict))]
     for front, part in parts:
         for key, value in part.items():
-            if key.endswith(("layers", "layer")) and type(value) is int and value > max(tensors, _MAX_LAYERS):
+            if key.endswith(("layers", "layer")) and type(value) is int and value > most:
                 raise CheckpointError(
                     f"{front}{key} in {path} cannot be that of the weights",
-                    expected=f"{_MAX_LAYERS} at most, as there are {tensors} tensors",
+                    expected=f"{most} at most, for there are {tensors} tensors",
                     got=str(value),
                     remedy="correct it, or use the config.json that the checkpoint was trained with",
                 )
