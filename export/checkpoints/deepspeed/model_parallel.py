@@ -7,7 +7,7 @@ each NN by ZeRO's own rule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,18 @@ class ModelParallelRank:
     trained: Mapping[str, StoredTensor]
     files: DeepSpeedFiles
 
-    def is_unused(self, name: str) -> bool:
-        """Tell whether something of what was trained surely never changed an answer, for it had no gradient; reads it.
+    def list_unused(self, names: Collection[str]) -> set[str]:
+        """Return which of what was trained surely never changed an answer, for it had no gradient; reads that.
 
         Raises:
-            CheckpointError: What Adam keeps of it does not fit the parameters, or cannot be read.
+            CheckpointError: What Adam keeps of them does not fit the parameters, or cannot be read.
         """
-        moment = read_second_moments(self.files, [self.states]).get(name)
-        return moment is not None and moment.is_constant() and not any(next(iter(moment.chunks()), b"")[:8])
+        moments = read_second_moments(self.files, [self.states]) if names else {}
+        return {name for name in names if name in moments and _is_zero(moments[name])}
+
+
+def _is_zero(tensor: StoredTensor) -> bool:
+    return tensor.is_constant() and not any(next(iter(tensor.chunks()), b"")[: tensor.dtype.itemsize])
 
 
 def has_megatrons_arguments(path: Path) -> bool:

@@ -62,7 +62,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
     low = {f"{layer}.{name}": tensor for layer, path in paths.items() for name, tensor in _read_layer(path).items()}
     _check_whole(files, stages, low)
     trained = [rank.trained for rank in ranks]
-    masters, lost = place(files.folder, trained, low, lambda stage, name: ranks[stage].is_unused(name))
+    masters, lost = place(files.folder, trained, low, lambda stage, names: ranks[stage].list_unused(names))
     masters |= {
         name: masters[holder]
         for states in stages

@@ -67,7 +67,7 @@ class Lost:
 
 
 def place(
-    folder: Path, trained: Sequence[Tensors], low: Tensors, is_unused: Callable[[int, str], bool]
+    folder: Path, trained: Sequence[Tensors], low: Tensors, list_unused: Callable[[int, Sequence[str]], set[str]]
 ) -> tuple[dict[str, StoredTensor], list[Lost]]:
     """Find what was trained of each layer.
 
@@ -78,7 +78,7 @@ def place(
         folder: The checkpoint's, for messages.
         trained: Of each stage, what its optimizer names → fp32 tensor.
         low: Name in the layers, such as `3.weight` → tensor in training precision.
-        is_unused: Tells whether what the optimizer of a stage names never changed an answer.
+        list_unused: Returns what of that which the optimizer of a stage names never changed an answer.
 
     Returns:
         Name in the layers → fp32 tensor, and what of a tied layer is in no layer's file.
@@ -115,7 +115,7 @@ def place(
         )
     # Such as a head that is a function of the first layer's module: DeepSpeed writes no file for it.
     without = [each for each in tied if (each.stage, each.key) not in with_file]
-    lost = [_find_lost(each, homes[each.key], placed, is_unused) for each in without]
+    lost = [_find_lost(each, homes[each.key], placed, list_unused) for each in without]
     return placed, [each for each in lost if each.names]
 
 
@@ -163,7 +163,8 @@ def _list_different(masters: Tensors, others: Tensors) -> list[str]:
     return [name for name, tensor in masters.items() if not agrees(tensor.reshape(others[name].shape), others[name])]
 
 
-def _find_lost(tied: _Tied, home: int, placed: Tensors, is_unused: Callable[[int, str], bool]) -> Lost:
+def _find_lost(tied: _Tied, home: int, placed: Tensors, list_unused: Callable[[int, Sequence[str]], set[str]]) -> Lost:
     different = _list_different(tied.tensors, {name: placed[f"{home}.{name}"] for name in tied.tensors})
-    used = [name for name in different if not is_unused(tied.stage, f"{TIED}{tied.key}.{name}")]
+    unused = list_unused(tied.stage, [f"{TIED}{tied.key}.{name}" for name in different])
+    used = [name for name in different if f"{TIED}{tied.key}.{name}" not in unused]
     return Lost(stage=tied.stage, key=tied.key, home=home, names=used)
