@@ -6,8 +6,9 @@ import os
 import resource
 import shlex
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+
+from modelyard.free_memory import list_groups, read_free_memory
 
 from .errors import NotFoundError, ShortageError
 
@@ -31,12 +32,6 @@ _RAISE_THREADS = "raise the limit (ulimit -Hu, LimitNPROC and TasksMax of system
 # limit.
 MIN_ADDRESS_BYTES = 176 << 30
 COMFORTABLE_ADDRESS_BYTES = 512 << 30
-
-# Of a control group, in either version: limit, what is taken, and what of that is cache that can be given up.
-_MEMORY_OF_A_GROUP = (
-    ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-)
 
 # Every connection is an open file.
 COMFORTABLE_OPEN_FILES = 1024
@@ -139,27 +134,14 @@ def check_memory(needed: int, freed: int = 0) -> None:
     Raises:
         ShortageError: Fewer may be taken, of the machine or of a control group.
     """
-    free = count_free_memory()
-    if free + freed < needed:
+    free = read_free_memory()
+    if free is not None and free + freed < needed:
         raise ShortageError(
             "too little memory may be taken",
             expected=f"{(needed - freed) / 1e6:.0f} MB more at least",
             got=f"{free / 1e6:.0f}",
             remedy="raise the limit (MemoryMax of systemd, mem_limit of a container), or serve fewer models",
         )
-
-
-def count_free_memory() -> float:
-    """Return how many bytes may be taken before the kernel ends processes: of the machine, and of this control group.
-
-    What is cached of files counts as free.
-    """
-    free = _read_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
-    for folder in _list_groups("memory"):
-        for limit, taken, cached in _MEMORY_OF_A_GROUP:
-            room = _read_number(folder / limit) - _read_number(folder / taken, unknown=0)
-            free = min(free, room + sum(_read_number(folder / "memory.stat", key, unknown=0) for key in cached))
-    return max(0.0, free)
 
 
 def describe_few_threads(processes: int) -> str:
@@ -283,28 +265,7 @@ def _count_own_threads(process: Path) -> int:
 
 def _count_free_threads_of_group() -> float:
     """Return how many more threads the control group allows, and those around it, as far as they can be seen."""
-    return min(map(_read_free, _list_groups("pids")), default=math.inf)
-
-
-def _list_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of the control group that this process is in, and of those around it."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers not in ("", controller):
-            continue
-        root = Path("/sys/fs/cgroup", controllers)
-        group = root / name.lstrip("/")
-        # Inside a container the name may be that of the machine's tree, of which only the container's part is there.
-        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
-
-
-def _read_number(path: Path, key: str = "", unknown: float = math.inf) -> float:
-    """Return the number in a file, or the one behind `key`; `unknown` where there is none, as of `max`."""
-    try:
-        words = path.read_text().split()
-        return float(int(words[words.index(key) + 1 if key else 0]))
-    except (OSError, ValueError, IndexError):
-        return unknown
+    return min(map(_read_free, list_groups("pids")), default=math.inf)
 
 
 def _read_free(folder: Path) -> float:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from modelyard.free_memory import read_free_memory
+
 from ..checkpoints import StoredCheckpoint, join_folders, open_checkpoint
 from ..engines.table import AUTO
 from ..errors import ExportError, SettingsError, escape_controls
@@ -24,7 +26,6 @@ from ..progress import Progress
 from ..repository.lock import check_destination
 from ..targets import find_target
 from ..tasks.table import TASKS
-from .free_memory import read_free_memory
 from .memory_estimates import estimate_memory
 from .standard_streams import write_answer
 from .verb import Verbs, add_verb, choose_next, open_console

@@ -18,7 +18,8 @@ LIBRARIES = {
         "torch", "transformers", "tokenizers", "safetensors", "onnx", "onnx_ir", "onnxruntime", "numpy", "rich",
         "google", "tritonclient", "jinja2", "nncf", "openvino", "openvino_genai", "tensorrt", "zlib_ng", "platformdirs",
         "PIL", "soundfile", "soxr", "huggingface_hub", "fsspec", "aiohttp", "tomli",
-        "modelyard.exchange", "modelyard.parser", "modelyard.recorded_answers", "modelyard.standard_streams",
+        "modelyard.exchange", "modelyard.free_memory", "modelyard.parser", "modelyard.recorded_answers",
+        "modelyard.standard_streams",
     },
     "backends/openvino_generate": {"numpy", "openvino", "openvino_genai", "tokenizers", "triton_python_backend_utils"},
     "backends/python_preprocess": {"numpy", "tokenizers", "PIL", "soundfile", "soxr", "triton_python_backend_utils"},
@@ -31,7 +32,8 @@ LIBRARIES = {
     "backends/python_openvino": {"numpy", "openvino", "triton_python_backend_utils"},
     # h2 speaks gRPC where the threads of grpcio would be forked.
     "server": {
-        "modelyard.exchange", "modelyard.parser", "modelyard.recorded_answers", "modelyard.standard_streams",
+        "modelyard.exchange", "modelyard.free_memory", "modelyard.parser", "modelyard.recorded_answers",
+        "modelyard.standard_streams",
         "platformdirs", "h2",
     },
     # aiohttp and grpc come with tritonclient, which raises their errors; PIL draws and pyarrow reads Parquet,

@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from export.checkpoints import open_checkpoint
-from export.commands.free_memory import read_free_memory
 from export.commands.inspect_checkpoint import format_inspection, inspect_checkpoint
 from export.commands.memory_estimates import (
     EMBEDDED_BYTES,
@@ -42,6 +41,7 @@ from export.commands.memory_estimates import (
 from export.engines.openvino_generation import BLOCK_TOKENS, PARAMETERS, PROPERTIES, VALUE_BYTES
 from export.engines.table import ENGINES
 from export.graph.onnx_export import EXTERNAL_ABOVE_BYTES
+from modelyard.free_memory import read_free_memory
 
 TINY = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
@@ -193,7 +193,7 @@ def test_what_is_free_is_no_more_than_a_control_group_allows() -> None:
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(300 << 20))
-        code = "from export.commands.free_memory import read_free_memory; print(read_free_memory())"
+        code = "from modelyard.free_memory import read_free_memory; print(read_free_memory())"
         command = f"echo $$ > {group}/cgroup.procs; exec {shlex.quote(sys.executable)} -c '{code}'"
         done = run("-c", f"import os; os.execv('/bin/sh', ['sh', '-c', {command!r}])")
         assert 100 << 20 < int(done.out) < 300 << 20

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Of a control group, in either version: limit, what is taken, and what of that is cache that can be given up.
+# Of a control group, in either version: limit, what is taken, and what of that are files in the cache, which are given
+# up before anything is killed.
 _VERSIONS = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 def read_free_memory() -> int | None:
     """Return the bytes that can be taken before something is killed or swapped; None where the system does not tell."""
-    rooms = [room for folder in _list_groups() for room in _read_rooms(folder)]
+    rooms = [room for folder in list_groups("memory") for room in _read_rooms(folder)]
     machine = _read_number(Path("/proc/meminfo"), "MemAvailable:")
     rooms += [] if machine is None else [1024 * machine]
     return min(rooms, default=None)
 
 
-def _list_groups() -> list[Path]:
-    """Return the folders of the groups that this process is in, from its own up to the one of all."""
+def list_groups(controller: str) -> list[Path]:
+    """Return the folders of the groups that this process is in for `controller`, from its own up to the one of all."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     found = []
     for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers in ("", "memory"):
+        if controllers in ("", controller):
             # In a container the path is that of the host, where nothing lies; its own group is the root.
             own = _GROUPS / controllers / path.lstrip("/")
             found += [own, *(each for each in own.parents if each.is_relative_to(_GROUPS / controllers))]
@@ -41,7 +42,7 @@ def _read_rooms(folder: Path) -> list[int]:
     for limit_file, taken_file, cache in _VERSIONS:
         limit, taken = (_read_number(folder / name) for name in (limit_file, taken_file))
         if limit is not None and taken is not None:
-            rooms.append(limit - taken + (_read_number(folder / "memory.stat", cache) or 0))
+            rooms.append(limit - taken + sum(_read_number(folder / "memory.stat", key) or 0 for key in cache))
     return rooms
 
 
