@@ -255,6 +255,7 @@ class Supervisor:
         verdicts = judge_models(self._settings, self._control, self._follower.published, self._run.server.pid)
         for line in render_verdicts(verdicts):
             self._say(line)
+        self._roller.measure(self._follower.models)
         public = {item.name for item in self._follower.published}
         does_any_answer = any(verdict.answers and verdict.model in public for verdict in verdicts)
         lost = {verdict.model for verdict in verdicts if verdict.was_lost}

@@ -36,7 +36,7 @@ from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Loaded, Published, find_fault, find_missing, list_versions
 from .room import Freed, Room
-from .sums import GOLDEN_FILE, FileSums, Identity
+from .sums import GOLDEN_FILE, FileSums, Identity, list_files
 from .wishes import count_instances, is_decoupled, keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
@@ -103,6 +103,8 @@ class Roller:
         # Triton model → held while it is changed: it is revived by another thread than the one that rolls it.
         self._changing: dict[str, threading.RLock] = {}
         self._room = Room()
+        # Triton model → bytes that one process of it had when it was loaded, before requests had it take more.
+        self._bytes_at_load: dict[str, int] = {}
         self._limits_rate = False
         # Model and version → what it was, of those whose answers may lie in the response cache.
         self._cached: dict[tuple[str, int], bytes] = {}
@@ -125,6 +127,13 @@ class Roller:
         for published in shown:
             with contextlib.suppress(OSError, ControlError):
                 self._check_wishes(published)
+
+    def measure(self, models: Iterable[str]) -> None:
+        """Learn what memory one process takes of each of these models, which have just been loaded."""
+        for model in models:
+            # Those of another version that are loaded beside it have had requests.
+            if own := min(filter(None, self._measure_left(model)), default=0):
+                self._bytes_at_load[model] = own
 
     def revive(self, model: str, versions: Collection[str] = ()) -> None:
         """Reload a model as it is shown; what is left of it answers until the new one is ready.
@@ -170,7 +179,7 @@ class Roller:
         """
         processes = count_instances(config) * len(self._overlay.list_versions(model))
         left = self._measure_left(model)
-        memory = processes * max(left, default=0)
+        memory = processes * max(left, default=self._bytes_at_load.get(model, 0))
         with contextlib.ExitStack() as kept:
             try:
                 kept.enter_context(self._room.keep(processes, memory))
@@ -193,8 +202,8 @@ class Roller:
         return []
 
     @contextlib.contextmanager
-    def _keeping_for(self, published: Published, consequence: str, copies: int = 1) -> Iterator[None]:
-        """Keep threads for what is loaded beside all that is: tritonserver would end, with everything that it serves.
+    def _keeping_for(self, published: Published, consequence: str, copies: int = 1, memory: int = 0) -> Iterator[None]:
+        """Keep room for what is loaded beside all that is: tritonserver would end, with everything that it serves.
 
         Nothing may have been ordered by then: to undo that takes threads as well.
 
@@ -202,17 +211,32 @@ class Roller:
             published: What is to be loaded.
             consequence: What becomes of it.
             copies: How many times it is loaded.
+            memory: Bytes that it takes at least, as far as that is known.
 
         Raises:
-            RolloutError: Too few threads may run for its processes.
+            RolloutError: Too few threads may run for its processes, or too little memory may be taken.
         """
         processes = copies * sum(map(count_instances, published.configs.values()))
         with contextlib.ExitStack() as kept:
             try:
-                kept.enter_context(self._room.keep(processes))
+                kept.enter_context(self._room.keep(processes, memory))
             except ShortageError as exc:
                 raise _refuse(published, exc, consequence) from exc
             yield
+
+    def _estimate_beside(self, old: Published, new: Published) -> int:
+        """Return the bytes that a version takes at least, by what the processes of the one before it had.
+
+        They count in proportion where its files are smaller, as those of another precision are.
+        """
+        found = 0.0
+        for name, config in new.configs.items():
+            parts = [self._repository / name / str(each.version) for each in (old, new)]
+            with contextlib.suppress(OSError):
+                before, after = (sum(path.stat().st_size for path in list_files(part)) for part in parts)
+                share = min(1.0, after / max(1, before))
+                found += count_instances(config) * self._bytes_at_load.get(name, 0) * share
+        return int(found)
 
     def _change(self, model: str) -> threading.RLock:
         """Return what is held while a model is changed; another one may be loaded meanwhile, for minutes perhaps."""
@@ -231,6 +255,7 @@ class Roller:
                     self.hang = f"still loads {model}, whose processes have ended"
                 raise watch.explain(exc) from exc
             raise
+        self.measure([model])
 
     def _drain(self, model: str, version: int) -> None:
         """Unload a model that answers in pieces, and wait for those that this version writes.
@@ -354,7 +379,8 @@ class Roller:
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
         before = f"version {old.version}" if old.version else "what was loaded"
         # What has no steps is loaded under two names, and the first may end while the second starts.
-        with self._keeping_for(new, f"{before} is served as before", copies=1 if new.steps else 2):
+        copies, memory = 1 if new.steps else 2, self._estimate_beside(old, new)
+        with self._keeping_for(new, f"{before} is served as before", copies, memory):
             return self._roll(served, taken, before)
 
     def _roll(self, served: Loaded, taken: Loaded, before: str) -> str:

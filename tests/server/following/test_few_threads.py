@@ -193,6 +193,37 @@ def test_what_is_left_of_a_model_answers_where_too_little_memory_is_left_to_relo
     assert server.tritonserver == pid
 
 
+@as_root
+def test_a_version_with_too_little_memory_left_for_it_waits_while_the_one_before_it_answers(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    pid = server.tritonserver
+    with Callers(server, repository) as callers:
+        with little_memory(server, 40 << 20):
+            activate(repository, 2)
+            models = wait_for(server, lambda models: models[NAME]["state"] == "failed")
+            assert models[NAME]["served"] == 1
+            assert "got too little memory may be taken: expected " in models[NAME]["reason"]
+            assert "; version 1 is served as before, mend that, and it is tried again" in models[NAME]["reason"]
+            assert callers.answers.keys() == {1}
+        wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
+    assert callers.failures == [] and callers.answers.keys() == {1, 2}
+    assert server.tritonserver == pid
+
+
+@as_root
+def test_a_model_of_which_nothing_is_left_waits_until_there_is_memory_for_it(served: tuple[Running, Path]) -> None:
+    server, _ = served
+    pid, step = server.tritonserver, f"{NAME}_preprocess"
+    with little_memory(server, 40 << 20):
+        for stub in server.find_stubs(step):
+            stub.kill()
+        server.wait_for_line(f"{step} cannot be loaded: expected room for its processes, got too little memory", 60)
+    server.wait_for_line(f"{step}: answers again", 60)
+    assert server.tritonserver == pid
+
+
 # Of 60 threads one is its own, and two processes have 24.
 _KEEP = """
 import os, resource
