@@ -99,7 +99,28 @@ def tell_missing_settings(directory: Path) -> tuple[str, ...]:
         for module in modules
         if module.kind in _WITH_SETTINGS and not read_json_if_any(module.folder / SETTINGS_FILE)
     ]
-    return (*missing, *tell_missing_limits(directory))
+    unnamed = [f"{MODULES_FILE}'s word on {name}, which lies there" for name in list_unnamed_modules(directory)]
+    return (*missing, *unnamed, *tell_missing_limits(directory))
+
+
+def list_unnamed_modules(directory: Path) -> tuple[str, ...]:
+    """Return the folders of modules that `modules.json` does not name, as that of another model does not.
+
+    Of several of one kind for one place, such as `2_Dense_256` and `2_Dense_1024`, it names the one that is used.
+
+    Raises:
+        CheckpointError: `modules.json` is not a list of modules, or one of them lies outside its folder.
+    """
+    home, modules = find_sentence_home(directory), read_sentence_modules(directory)
+    if home is None or modules is None:
+        return ()
+    named = {_find_place(module.entry["path"]) for module in modules}
+    found = [folder.name for folder in home.glob("[0-9]*_*") if (folder / SETTINGS_FILE).is_file()]
+    return tuple(sorted(name for name in found if _find_place(name) not in named))
+
+
+def _find_place(name: str) -> tuple[str, ...]:
+    return tuple(name.split("_")[:2])
 
 
 def tell_missing_limits(directory: Path) -> tuple[str, ...]:

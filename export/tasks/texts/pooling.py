@@ -14,6 +14,7 @@ from ...checkpoints import TensorSpec
 from ...checkpoints.plain.sentence_modules import (
     MODULES_FILE,
     SentenceModule,
+    list_unnamed_modules,
     read_sentence_modules,
     tell_missing_limits,
 )
@@ -69,6 +70,7 @@ class FeatureExtraction(TextTask):
             check_transformer(source.directory, self.tokenizer)
         self.default_prompt = find_default_prompt(source.directory)
         self.missing_limits = tell_missing_limits(source.directory)
+        self.unnamed_modules = list_unnamed_modules(source.directory)
         self.recorded_width = find_recorded_width(source.directory)
         # In an encoder-decoder such as T5 the encoder alone makes features of a text.
         encoder = find_encoder(source.config)
@@ -102,6 +104,7 @@ class FeatureExtraction(TextTask):
             *self._warn_of_prompt(),
             *self._warn_of_width(),
             *self._warn_of_limit(),
+            *self._warn_of_modules(),
         )
 
     def _warn_of_guess(self) -> tuple[str, ...]:
@@ -135,6 +138,13 @@ class FeatureExtraction(TextTask):
             f"{told}, is missing: up to {self.max_length} tokens of one are, and the model may have been trained for "
             "fewer; copy the file from where it was trained or published."
             for told in self.missing_limits
+        )
+
+    def _warn_of_modules(self) -> tuple[str, ...]:
+        return tuple(
+            f"{name} lies beside {MODULES_FILE}, which does not name it, and is left out of what is served: if the "
+            f"model was trained with it, copy {MODULES_FILE} from where that was done or published."
+            for name in self.unnamed_modules
         )
 
     def answer(self, question: Question) -> Answer:

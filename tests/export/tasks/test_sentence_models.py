@@ -97,6 +97,20 @@ def test_a_pooling_whose_file_says_nothing_is_never_guessed(checkpoint: Path, tm
         read_pooling(folder)
 
 
+@pytest.mark.parametrize(("left", "is_told"), [("2_Dense", True), ("1_Pooling_first", False), ("checkpoint_1", False)])
+def test_a_module_that_modules_json_does_not_name_is_told_of(
+    left: str, is_told: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / left).mkdir()
+    (folder / left / "config.json").write_text('{"in_features": 384, "out_features": 8}')
+    missing = [f"modules.json's word on {left}, which lies there"] if is_told else []
+    assert inspect_checkpoint(folder).missing == missing
+    warnings = build_task("feature-extraction", build_source(folder)).warnings
+    told = f"{left} lies beside modules.json, which does not name it, and is left out of what is served: "
+    assert [warning.startswith(told) for warning in warnings] == [True] * len(missing)
+
+
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "tokenizer_config.json"])
 def test_a_lost_limit_of_texts_is_told_of(name: str, checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "model")
