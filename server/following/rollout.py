@@ -29,14 +29,14 @@ from ..limits import check_threads, count_threads_of
 from ..tritonserver.backend_processes import EndWatch, list_running
 from ..tritonserver.control import Control
 from ..tritonserver.paced_starts import pacing
-from ..tritonserver.processes import count_own_bytes
 from ..tritonserver.stillness import LoadWatch, describe_still_start
+from .footprints import Footprints
 from .health import JUDGING_PATIENCE_S, LostProcessError, LostServerError, check_answer
 from .model_text import rename, replace_field, serve_versions, set_parameter
 from .overlay import Overlay
 from .published import Loaded, Published, find_fault, find_missing, list_versions
 from .room import Freed, Room
-from .sums import GOLDEN_FILE, FileSums, Identity, list_files
+from .sums import GOLDEN_FILE, FileSums, Identity
 from .wishes import count_instances, is_decoupled, keeps_answers, limits_rate
 
 # A model of this name beside the published one answers for a version that is not served yet.
@@ -103,8 +103,7 @@ class Roller:
         # Triton model → held while it is changed: it is revived by another thread than the one that rolls it.
         self._changing: dict[str, threading.RLock] = {}
         self._room = Room()
-        # Triton model → bytes that one process of it had when it was loaded, before requests had it take more.
-        self._bytes_at_load: dict[str, int] = {}
+        self._footprints = Footprints(repository, find_pid)
         self._limits_rate = False
         # Model and version → what it was, of those whose answers may lie in the response cache.
         self._cached: dict[tuple[str, int], bytes] = {}
@@ -130,10 +129,7 @@ class Roller:
 
     def measure(self, models: Iterable[str]) -> None:
         """Learn what memory one process takes of each of these models, which have just been loaded."""
-        for model in models:
-            # Those of another version that are loaded beside it have had requests.
-            if own := min(filter(None, self._measure_left(model)), default=0):
-                self._bytes_at_load[model] = own
+        self._footprints.measure(models)
 
     def revive(self, model: str, versions: Collection[str] = ()) -> None:
         """Reload a model as it is shown; what is left of it answers until the new one is ready.
@@ -178,8 +174,8 @@ class Roller:
             ControlError: There is too little.
         """
         processes = count_instances(config) * len(self._overlay.list_versions(model))
-        left = self._measure_left(model)
-        memory = processes * max(left, default=self._bytes_at_load.get(model, 0))
+        left = self._footprints.list_left(model)
+        memory = processes * self._footprints.estimate(model, left)
         with contextlib.ExitStack() as kept:
             try:
                 kept.enter_context(self._room.keep(processes, memory))
@@ -193,13 +189,6 @@ class Roller:
                 except ShortageError as exc:
                     raise _refuse_room(model, exc) from exc
             yield
-
-    def _measure_left(self, model: str) -> list[int]:
-        """Return the bytes that each living process of a model has of its own; the others are taken to have as many."""
-        # Where they cannot be looked at now, they count as ended: less comes free of those.
-        with contextlib.suppress(OSError):
-            return [count_own_bytes(process) for process in list_running(self._find_pid(), model)]
-        return []
 
     @contextlib.contextmanager
     def _keeping_for(self, published: Published, consequence: str, copies: int = 1, memory: int = 0) -> Iterator[None]:
@@ -224,20 +213,6 @@ class Roller:
                 raise _refuse(published, exc, consequence) from exc
             yield
 
-    def _estimate_beside(self, old: Published, new: Published) -> int:
-        """Return the bytes that a version takes at least, by what the processes of the one before it had.
-
-        They count in proportion where its files are smaller, as those of another precision are.
-        """
-        found = 0.0
-        for name, config in new.configs.items():
-            parts = [self._repository / name / str(each.version) for each in (old, new)]
-            with contextlib.suppress(OSError):
-                before, after = (sum(path.stat().st_size for path in list_files(part)) for part in parts)
-                share = min(1.0, after / max(1, before))
-                found += count_instances(config) * self._bytes_at_load.get(name, 0) * share
-        return int(found)
-
     def _change(self, model: str) -> threading.RLock:
         """Return what is held while a model is changed; another one may be loaded meanwhile, for minutes perhaps."""
         return self._changing.setdefault(model, threading.RLock())
@@ -255,7 +230,7 @@ class Roller:
                     self.hang = f"still loads {model}, whose processes have ended"
                 raise watch.explain(exc) from exc
             raise
-        self.measure([model])
+        self._footprints.measure([model])
 
     def _drain(self, model: str, version: int) -> None:
         """Unload a model that answers in pieces, and wait for those that this version writes.
@@ -379,7 +354,7 @@ class Roller:
             raise _refuse_beside(old, new, self._repository / old.name / str(old.version), changed)
         before = f"version {old.version}" if old.version else "what was loaded"
         # What has no steps is loaded under two names, and the first may end while the second starts.
-        copies, memory = 1 if new.steps else 2, self._estimate_beside(old, new)
+        copies, memory = 1 if new.steps else 2, self._footprints.estimate_beside(old, new)
         with self._keeping_for(new, f"{before} is served as before", copies, memory):
             return self._roll(served, taken, before)
 
