@@ -11,6 +11,7 @@ ServerError                 exit code 1, one line on stderr
 ├── StartError              tritonserver ended, or no model could be loaded
 │   └── AbortedStartError   it was killed or stood still meanwhile; another start may go better
 ├── ControlError            a running tritonserver refused an order, or did not answer
+│   ├── NoRoomError         a model was not loaded, for its processes have no room
 │   ├── GoneError           nobody listens where it did
 │   └── StrangerError       another program answers where it is to
 ├── RolloutError            a version cannot be served in place of the one before it
@@ -82,6 +83,10 @@ class AbortedStartError(StartError):
 
 class ControlError(ServerError):
     """A running tritonserver refused an order, or did not answer."""
+
+
+class NoRoomError(ControlError):
+    """A model was not ordered to be loaded, for its processes have no room."""
 
 
 class GoneError(ControlError):

@@ -3,13 +3,12 @@
 import contextlib
 import http.client
 import time
-from collections.abc import Callable
 
 from modelyard.exchange import fetch
 
 from .errors import ControlError, ShortageError, StrangerError
 from .healing.absence import Absences
-from .healing.healer import Healer
+from .healing.healer import Healer, Reload
 from .healing.work_queue import KNOWN_VERSIONS
 from .log import Log
 from .shortage import is_shortage
@@ -58,7 +57,7 @@ class Run:
         control: Control,
         status: Status,
         log: Log,
-        revive: Callable[[str, frozenset[str]], None],
+        revive: Reload,
     ) -> None:
         self._control = control
         self._say = log.say

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from pathlib import Path
 
-from ..errors import ControlError, GoneError, RolloutError, ShortageError
+from ..errors import ControlError, GoneError, NoRoomError, RolloutError, ShortageError
 from ..limits import check_threads, count_threads_of
 from ..tritonserver.backend_processes import EndWatch, list_running
 from ..tritonserver.control import Control
@@ -131,13 +131,16 @@ class Roller:
         """Learn what memory one process takes of each of these models, which have just been loaded."""
         self._footprints.measure(models)
 
-    def revive(self, model: str, versions: Collection[str] = ()) -> None:
+    def revive(
+        self, model: str, versions: Collection[str] = (), tell_unloaded: Callable[[], None] = lambda: None
+    ) -> None:
         """Reload a model as it is shown; what is left of it answers until the new one is ready.
 
         Args:
             model: Its name.
             versions: Those whose processes ended. Nothing is done where a rollout has replaced all of them meanwhile:
                 what it has loaded is whole, and a load would take it from those whom it answers.
+            tell_unloaded: Called where what is left of it has been unloaded to make room.
 
         Raises:
             ControlError: It cannot be loaded.
@@ -154,7 +157,7 @@ class Roller:
                 raise ControlError(
                     f"{model} cannot be shown to tritonserver", expected="room for its configuration", got=f"'{exc}'"
                 ) from exc
-            with self._making_room(model, config):
+            with self._making_room(model, config, tell_unloaded):
                 self._order(model)
             try:
                 self._check_files(model, marks)
@@ -165,13 +168,13 @@ class Roller:
                 raise
 
     @contextlib.contextmanager
-    def _making_room(self, model: str, config: str) -> Iterator[None]:
+    def _making_room(self, model: str, config: str, tell_unloaded: Callable[[], None]) -> Iterator[None]:
         """Keep room for a model; where there is too little beside what is left of it, that is unloaded first.
 
         Unless it is too little even then: what is left may still answer.
 
         Raises:
-            ControlError: There is too little.
+            NoRoomError: There is too little.
         """
         processes = count_instances(config) * len(self._overlay.list_versions(model))
         left = self._footprints.list_left(model)
@@ -184,6 +187,7 @@ class Roller:
                     kept.enter_context(self._room.keep(processes, memory, _find_freed(processes, left)))
                     check_threads(_THREADS_TO_UNLOAD)
                     self._control.unload(model)
+                    tell_unloaded()
                     self._await_unloaded(model)
                     self._room.check()
                 except ShortageError as exc:
@@ -599,8 +603,8 @@ def _find_freed(processes: int, left: Sequence[int]) -> Freed:
     return Freed(threads=max(0, threads), memory=int(_MEMORY_FREED * sum(left)))
 
 
-def _refuse_room(model: str, error: ShortageError) -> ControlError:
-    return ControlError(
+def _refuse_room(model: str, error: ShortageError) -> NoRoomError:
+    return NoRoomError(
         f"{model} cannot be loaded", expected="room for its processes", got=error.fault, remedy=error.remedy
     )
 

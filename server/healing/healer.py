@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
+from typing import TypeAlias
 
-from ..errors import ControlError
+from ..errors import ControlError, NoRoomError
 from ..status import Status
 from ..tritonserver.control import Control
 from .stubs import Limits, Stub, StubTable
@@ -28,6 +29,9 @@ _MISSING_LOOKS = 3
 _FIRST_PAUSE_S = 0.25
 _LAST_PAUSE_S = 60.0
 
+# Where it has no room nothing is ordered, and to look for room costs nothing.
+_ROOM_PAUSE_S = 2.0
+
 # For so long at first, and at most: whoever sends what kills it is not to end it for good.
 _FIRST_REST_S = 5.0
 _LAST_REST_S = 300.0
@@ -40,6 +44,10 @@ _RETIREMENT_S = 5.0
 _RETIREMENT_LIMIT_S = 60.0
 
 
+# Loads a model anew, of which processes of these versions ended; is told what to call once what is left is unloaded.
+Reload: TypeAlias = Callable[[str, frozenset[str], Callable[[], None]], None]
+
+
 class ModelHealer:
     """Watches the backend processes of one model and loads it anew when one of them is no more."""
 
@@ -49,7 +57,7 @@ class ModelHealer:
         control: Control,
         status: Status,
         say: Callable[[str], None],
-        reload: Callable[[str, frozenset[str]], None],
+        reload: Reload,
     ) -> None:
         self.model = model
         self._reload = reload
@@ -58,8 +66,12 @@ class ModelHealer:
         self._rests = 0
         # From the end of a process until the model is loaded anew; what is left of it may answer all the same.
         self.is_reviving = False
+        # Whether nothing of it is loaded meanwhile, so that what its processes still have is all that they will have.
+        self.is_unloaded = False
         # Why it could not be loaded anew when that was last tried; empty where it could.
         self.fault = ""
+        # Whether it was not even ordered to be loaded for want of room.
+        self._lacks_room = False
         # Whether it cannot be loaded for want of shared memory, and what those had of it that were replaced before, by
         # the moment of that.
         self.lacks_shared_memory = False
@@ -82,6 +94,8 @@ class ModelHealer:
         """Find the dead and the hung among `stubs`, and start to bring the model back."""
         if self._worker and self._worker.is_alive():
             self._end_held_up(stubs)
+            if self.is_unloaded:
+                self._retire()
             return
         self._retire()
         ends, versions = [], set()
@@ -225,26 +239,39 @@ class ModelHealer:
                     is_counted = True
                     if self._dies_too_often():
                         self._rest()
-                self._reload(self.model, versions)
+                self._reload(self.model, versions, self._note_unloaded)
                 # Loading resets the statistics, and the warmup's answers are counted in them.
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
-                self.lacks_shared_memory = _NO_SHARED_MEMORY in str(exc)
-                if not self._ended and str(exc) != self.fault:
-                    self.fault = str(exc)
-                    self._say(f"{self.model}: cannot be loaded anew, and is tried again ever more rarely: {self.fault}")
-                self._pause(pause_s)
+                self._tell_failure(exc)
+                self._pause(min(pause_s, _ROOM_PAUSE_S) if self._lacks_room else pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
             if self.is_resting:
                 self._status.mark_given_up(self.model, False)
-            self.is_reviving = self.is_resting = self.lacks_shared_memory = False
+            self.is_reviving = self.is_resting = self.is_unloaded = False
+            self.lacks_shared_memory = self._lacks_room = False
             self.fault = ""
             now = time.monotonic()
             self.replaced_regions = {stub.region.name: now for stub, _ in self._replaced} | self.replaced_regions
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
+
+    def _tell_failure(self, exc: ControlError) -> None:
+        """Tell why it cannot be loaded anew, once for each reason."""
+        lacked_room, self._lacks_room = self._lacks_room, isinstance(exc, NoRoomError)
+        self.lacks_shared_memory = _NO_SHARED_MEMORY in str(exc)
+        if self._ended or str(exc) == self.fault:
+            return
+        self.fault = str(exc)
+        # How much room there is is another number every time.
+        if not (lacked_room and self._lacks_room):
+            pace = f"every {_ROOM_PAUSE_S:g} s" if self._lacks_room else "ever more rarely"
+            self._say(f"{self.model}: cannot be loaded anew, and is tried again {pace}: {self.fault}")
+
+    def _note_unloaded(self) -> None:
+        self.is_unloaded = True
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -269,6 +296,8 @@ class ModelHealer:
             self._control.unload(self.model)
         except ControlError as exc:
             self._say(f"{self.model}: cannot be unloaded either: {exc}")
+        else:
+            self._note_unloaded()
         self._pause(rest_s)
 
     def _retire(self) -> None:
@@ -294,7 +323,7 @@ class Healer:
         control: Control,
         status: Status,
         say: Callable[[str], None],
-        reload: Callable[[str, frozenset[str]], None],
+        reload: Reload,
     ) -> None:
         self.table = StubTable(tritonserver_pid)
         self._say = say
@@ -326,7 +355,7 @@ class Healer:
         self.down = {
             name
             for name, healer in self._models.items()
-            if healer.is_resting or (healer.is_reviving and name not in left)
+            if healer.is_resting or (healer.is_reviving and (healer.is_unloaded or name not in left))
         }
 
     @property

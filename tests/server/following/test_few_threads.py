@@ -16,7 +16,7 @@ from harness import CHECKOUT
 from launcher import IMPATIENT, Running, running
 
 from client import Client
-from server.tritonserver.processes import list_children
+from server.tritonserver.processes import count_own_bytes, list_children
 
 _MANY, _SPARE = 600, 20
 _TAKE = """
@@ -138,33 +138,64 @@ def kill_one_of(step: str, server: Running, repository: Path, shortage: str) -> 
     assert {stub.pid for stub in server.find_stubs(step)} >= {stub.pid for stub in others}
 
 
+class MemoryGroup:
+    """A control group with a limit on the memory of those who are in it."""
+
+    def __init__(self, name: str) -> None:
+        old = Path("/sys/fs/cgroup/memory")
+        self._root = old if old.is_dir() else old.parent
+        self.path = self._root / name
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if old.is_dir() else ("memory.max", "memory.current")
+        self._limit, self._taken = (self.path / file for file in files)
+        self._unlimited = "-1" if old.is_dir() else "max"
+        self._prefix = "total_" if old.is_dir() else ""
+
+    def leave(self, spare_bytes: int) -> None:
+        """Let those who are in it take but so much more, for which the cache of files is given up."""
+        taken = int(self._taken.read_text())
+        words = (self.path / "memory.stat").read_text().split()
+        for state in ("active", "inactive"):
+            taken -= int(words[words.index(f"{self._prefix}{state}_file") + 1])
+        # A file of the kernel's, there only where the controller is on.
+        with self._limit.open("r+") as file:
+            file.write(str(taken + spare_bytes))
+
+    def lift(self) -> None:
+        self._limit.write_text(self._unlimited)
+
+    def leave_it(self) -> None:
+        for pid in (self.path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (self._root / "cgroup.procs").write_text(pid)
+
+
+@contextlib.contextmanager
+def memory_group(name: str) -> Iterator[MemoryGroup]:
+    group = MemoryGroup(name)
+    try:
+        group.path.mkdir()
+        group.leave(1 << 40)
+    except OSError as exc:
+        wait_until_gone(group.path)
+        pytest.skip(f"no control group of memory can be made here: {exc.strerror}")
+    try:
+        yield group
+    finally:
+        group.lift()
+        group.leave_it()
+        wait_until_gone(group.path)
+
+
 @contextlib.contextmanager
 def little_memory(server: Running, spare_bytes: int) -> Iterator[None]:
-    """Leave but so many bytes to a launcher and all that it has started, in a control group; they stay in it."""
-    old = Path("/sys/fs/cgroup/memory")
-    root, name, unlimited = (old, "memory.limit_in_bytes", "-1") if old.is_dir() else (old.parent, "memory.max", "max")
-    group = root / f"modelyard_{server.tritonserver}"
-    limit = group / name
-    try:
-        group.mkdir()
-        # A file of the kernel's, there only where the controller is on.
-        with limit.open("r+") as file:
-            file.write(str(spare_bytes))
-    except OSError as exc:
-        wait_until_gone(group)
-        pytest.skip(f"no control group of memory can be made here: {exc.strerror}")
-    launcher = server.process.pid
-    try:
+    """Leave but so many bytes to a launcher and all that it has started, in a control group."""
+    with memory_group(f"modelyard_{server.tritonserver}") as group:
+        group.leave(spare_bytes)
+        launcher = server.process.pid
         # What they have taken so far stays with the group that they were in.
         for pid in (launcher, *list_descendants(launcher)):
-            (group / "cgroup.procs").write_text(str(pid))
+            (group.path / "cgroup.procs").write_text(str(pid))
         yield
-    finally:
-        limit.write_text(unlimited)
-        for pid in (group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(OSError):
-                (root / "cgroup.procs").write_text(pid)
-        wait_until_gone(group)
 
 
 def list_descendants(pid: int) -> list[int]:
@@ -222,6 +253,31 @@ def test_a_model_of_which_nothing_is_left_waits_until_there_is_memory_for_it(ser
         server.wait_for_line(f"{step} cannot be loaded: expected room for its processes, got too little memory", 60)
     server.wait_for_line(f"{step}: answers again", 60)
     assert server.tritonserver == pid
+
+
+@as_root
+def test_a_process_that_tritonserver_forgets_gives_its_memory_to_the_reload_of_its_model(
+    repository: Path, tmp_path: Path
+) -> None:
+    """2.51 never releases what is left of a model of which a request has failed for a dead process."""
+    copy = copy_at_first(repository, tmp_path / "models")
+    with memory_group(f"modelyard_{tmp_path.parent.name}_{tmp_path.name}") as group:
+        inside = f'echo $$ > {group.path}/cgroup.procs && exec "$@"'
+        with running(copy, under=["sh", "-c", inside, "sh"]) as server:
+            server.read_until("serving HTTP")
+            server.follow()
+            pid, step = server.tritonserver, f"{NAME}_preprocess"
+            with Callers(server, copy, count=8) as callers:
+                wait_for(server, lambda _: callers.answers[1] > 100)
+                first, *others = server.find_stubs(step)
+                # Enough for what is unloaded first, and not for both beside what is left.
+                group.leave(int((0.6 + len(others) / 2) * count_own_bytes(first.pid)))
+                first.kill()
+                server.wait_for_line(f"{step}: answers again", 60)
+                answered = callers.answers[1]
+                wait_for(server, lambda _: callers.answers[1] > answered + 100)
+            assert server.tritonserver == pid
+            assert not {stub.pid for stub in server.find_stubs(step)} & {stub.pid for stub in others}
 
 
 # Of 60 threads one is its own, and two processes have 24.

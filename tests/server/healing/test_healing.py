@@ -361,7 +361,7 @@ def test_a_process_that_died_before_the_first_look_at_its_model_is_missed(
     os.kill(server.process.pid, signal.SIGSTOP)
     try:
         os.kill(first, signal.SIGKILL)
-        healer = Healer(server.tritonserver, control, Status(), report, lambda model, versions: asked.append(model))
+        healer = Healer(server.tritonserver, control, Status(), report, lambda model, *_: asked.append(model))
         deadline = time.monotonic() + BACK_WITHIN_S
         while not asked:
             assert time.monotonic() < deadline
