@@ -106,7 +106,7 @@ def load_source(request: ExportRequest, progress: Progress) -> Source:
 
 def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress: Progress) -> Source:
     weights: StateDict | None = None
-    fills = True
+    unshared: frozenset[str] | None = frozenset()
     missing: tuple[str, ...] = ()
     opened: dict[Path, FileState] = {}
     files: dict[str, Sequence[Path]] = {"inputs": [spec_file]}
@@ -120,7 +120,7 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
             weights, files["checkpoint"] = CastToFloat32(source=checkpoint), checkpoint.files
             missing, opened = checkpoint.facts.missing, checkpoint.opened
             _refuse_unfiled(checkpoint)
-            fills = checkpoint.unfiled is not None
+            unshared = checkpoint.unshared
         recipe, pictures = request.task_options["preprocess"], request.task_options["pictures"]
         check_factory(request)
         build = None
@@ -129,7 +129,7 @@ def _load_factory(request: ExportRequest, entry: str, spec_file: Path, progress:
             build = partial(FactoryPictures, preparation=read_preparation(recipe), pictures=pictures)
         else:
             _check_tolerances(request, FactoryTask)
-        task = build_factory_task(entry, spec_file, weights, build=build, fills=fills)
+        task = build_factory_task(entry, spec_file, weights, build=build, unshared=unshared)
         _lay_out(request, task)
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     origin = f"{entry} with {request.checkpoint}" if request.checkpoint else entry

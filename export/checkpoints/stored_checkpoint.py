@@ -53,8 +53,9 @@ class StoredCheckpoint:
         buffer_names: Names that the trainer recorded as buffers, which no optimizer trains.
         config: What `config.json` would say, where the trainer's own files tell the architecture; None as a rule.
         facts: What the files say about themselves.
-        unfiled: Names of tensors that another place in the model trained for itself, of which there is no file; None
-            where the files do not tell.
+        unfiled: Names of tensors that another place in the model trained for itself, of which there is no file.
+        unshared: Names of tensors of which another place may have its own, whatever shares them in a module; None where
+            the files do not tell.
         archives: The files by `torch.save` among those that it was read from.
         allow_non_finite: Whether NaN and infinity are let through.
     """
@@ -68,7 +69,8 @@ class StoredCheckpoint:
     buffer_names: frozenset[str] = frozenset()
     config: Mapping[str, Any] | None = None
     facts: CheckpointFacts = CheckpointFacts()
-    unfiled: frozenset[str] | None = frozenset()
+    unfiled: frozenset[str] = frozenset()
+    unshared: frozenset[str] | None = frozenset()
     archives: tuple[Path, ...] = ()
     allow_non_finite: bool = False
     _verified: bool = False

@@ -208,7 +208,7 @@ def build_factory_task(
     weights: StateDict | None,
     *,
     build: Callable[[nn.Module, InputSpec], FactoryTask] | None = None,
-    fills: bool = True,
+    unshared: frozenset[str] | None = frozenset(),
 ) -> FactoryTask:
     """Return the task around what the user's function builds, with `weights` in it where there are any.
 
@@ -220,7 +220,7 @@ def build_factory_task(
         weights: Tensors with exactly the names and shapes of the module's state dict; None keeps those that the
             function made.
         build: Makes the task, where that is another than `FactoryTask`, whose clients send the module's own tensors.
-        fills: Whether a name without a value surely has that of another name of the same tensor.
+        unshared: Names whose values another name of the same tensor may not have; None where nothing tells.
 
     Raises:
         SettingsError: The entry or the file cannot be used.
@@ -243,7 +243,7 @@ def build_factory_task(
     if not isinstance(module, nn.Module):
         raise ModelError(f"{entry} does not build a module", expected="a torch.nn.Module", got=type(module).__name__)
     if weights is not None:
-        load_weights(module, weights, fills=fills)
+        load_weights(module, weights, unshared)
     try:
         return (build or FactoryTask)(module, spec)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as exc:

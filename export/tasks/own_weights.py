@@ -10,13 +10,13 @@ from ..checkpoints.remedies import GATHER_PIPELINE
 from ..errors import ModelError, list_some
 
 
-def load_weights(module: nn.Module, weights: StateDict, *, fills: bool) -> None:
+def load_weights(module: nn.Module, weights: StateDict, unshared: frozenset[str] | None) -> None:
     """Give a module the values of a checkpoint: all that it wants, and all that there are.
 
     Args:
         module: The user's own.
         weights: Tensors under the names of its state dict; of one under several names, one is enough.
-        fills: Whether a name without a value surely has that of another name of the same tensor.
+        unshared: Names whose values another name of the same tensor may not have; None where nothing tells.
 
     Raises:
         ModelError: They do not fit, or what is one tensor of the module has several values.
@@ -40,14 +40,22 @@ def load_weights(module: nn.Module, weights: StateDict, *, fills: bool) -> None:
             got="; ".join([*got, *shapes[:10]]),
             remedy="pass the checkpoint that this module was trained to",
         )
-    filled = sorted(name for group, names in zip(groups, held, strict=True) for name in {*group} - {*names})
-    if filled and not fills:
+    guessed = sorted(
+        name
+        for group, names in zip(groups, held, strict=True)
+        for name in {*group} - {*names}
+        if unshared is None or not unshared.isdisjoint(names)
+    )
+    if guessed:
+        expected = "a weight that DeepSpeed keeps the same at all places of a layer"
+        if unshared is None:
+            expected = "names of all that was trained, as DeepSpeed saves them with ZeRO"
         raise ModelError(
-            f"nothing tells whether {list_some(filled)} of the module was trained as the tensor that it shares",
-            expected="a file of the layer, or names of all that was trained, as DeepSpeed saves them with ZeRO",
+            f"nothing tells whether {list_some(guessed)} of the module was trained as the tensor that it shares",
+            expected=f"a file of the layer, or {expected}",
             got="neither",
-            remedy="where it was, have the module's forward use the one tensor (x @ self[0].weight.t()) without "
-            f"another name for it; else {GATHER_PIPELINE}",
+            remedy="where it was, or is not used there, have the module's forward use the one tensor "
+            f"(x @ self[0].weight.t()) without another name for it; else {GATHER_PIPELINE}",
         )
     values: dict[str, Tensor] = {}
     for group, names in zip(groups, held, strict=True):

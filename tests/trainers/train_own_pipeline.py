@@ -37,15 +37,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tokens_fp32": {"zero_optimization": {"stage": 1}},
     # And a head that uses more of the first layer than what is tied.
     "tokens_more": {"zero_optimization": {"stage": 1}},
+    # And one that uses a buffer of it, of which each stage has its own.
+    "tokens_scaled": {"zero_optimization": {"stage": 1}},
 }
 WORDS = 13
 
 
 class Embeddings(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, scaled: bool = False) -> None:
         super().__init__()
         self.word = nn.Embedding(WORDS, 16)
         self.position = nn.Parameter(torch.randn(6, 16))
+        if scaled:
+            self.register_buffer("scale", torch.rand(16))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.word(ids) + self.position
@@ -74,21 +78,29 @@ def score_more(embeddings: Embeddings, hidden: torch.Tensor) -> torch.Tensor:
     return score(embeddings, hidden + embeddings.position)
 
 
+def score_scaled(embeddings: Embeddings, hidden: torch.Tensor) -> torch.Tensor:
+    return score(embeddings, hidden * embeddings.scale)
+
+
 def flatten(batch: torch.Tensor) -> torch.Tensor:
     """A layer without a state, which is a function."""
     return batch.flatten(1)
 
 
+HEADS = {"tokens_more": score_more, "tokens_scaled": score_scaled}
+
+
 def list_token_layers(head: Any) -> list[Any]:
     tied = ("embed", Embeddings)
+    options = {"tied_weight_attr": ["word.weight"], "scaled": head is score_scaled}
     return [
-        TiedLayerSpec(*tied, tied_weight_attr=["word.weight"]),
+        TiedLayerSpec(*tied, **options),
         TiedLayerSpec("mix", nn.Linear, 16, 16),
         LayerSpec(Mirror),
         nn.Tanh(),
         TiedLayerSpec("mix", nn.Linear, 16, 16),
         LayerSpec(nn.LayerNorm, 16),
-        TiedLayerSpec(*tied, forward_fn=head, tied_weight_attr=["word.weight"]),
+        TiedLayerSpec(*tied, forward_fn=head, **options),
     ]
 
 
@@ -152,7 +164,7 @@ def run_rank(out: Path) -> None:
         torch.manual_seed(5)
         dtype = torch.bfloat16 if "bf16" in settings else torch.float32
         are_tokens = name.startswith("tokens")
-        head = score_more if name == "tokens_more" else score
+        head = HEADS.get(name, score)
         layers = list_token_layers(head) if are_tokens else list_layers(dtype, tied_twice=name == "tied_twice")
         loss = score_tokens if are_tokens else nn.CrossEntropyLoss()
         module = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", base_seed=5)

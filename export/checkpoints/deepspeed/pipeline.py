@@ -21,7 +21,7 @@ from ..stored_checkpoint import CheckpointFacts, StoredCheckpoint
 from .files import LOOKED_FOR, DeepSpeedFiles, find_files, recognises_folder
 from .model_parallel import check_count, check_steps, has_megatrons_arguments, list_models, open_layer, read_rank
 from .states import ModelStates
-from .tied_layers import TIED, Lost, place
+from .tied_layers import TIED, place
 
 __all__ = ["LOOKED_FOR", "open_folder", "recognises"]
 
@@ -69,6 +69,7 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
         for name, holder in states.shared.items()
         if holder in masters and name in low and low[name].shape == low[holder].shape
     }
+    tells_all = len(ranks) == 1 or all(trained)
     kept = {name: masters[name].reshape(tensor.shape) if name in masters else tensor for name, tensor in low.items()}
     return StoredCheckpoint(
         directory=files.directory,
@@ -81,14 +82,11 @@ def open_folder(directory: Path, tag: str | None = None, base: Path | None = Non
             world_size=len(stages) * (stages[0].dp_world_size or 1),
             stage=stages[0].stage,
             step=stages[0].step,
-            missing=(*_list_missing(kept, stages), *map(str, lost)),
+            missing=(*_list_missing(kept, stages), *(told for each in lost for told in each.describe())),
         ),
-        unfiled=_list_unfiled(lost) if len(ranks) == 1 or all(trained) else None,
+        unfiled=frozenset().union(*(each.list_all(each.used) for each in lost)),
+        unshared=frozenset().union(*(each.list_all(each.untrained) for each in lost)) if tells_all else None,
     )
-
-
-def _list_unfiled(lost: Sequence[Lost]) -> frozenset[str]:
-    return frozenset(f"{each.home}.{name}" for each in lost for name in each.names)
 
 
 def _read_layer(path: Path) -> dict[str, StoredTensor]:

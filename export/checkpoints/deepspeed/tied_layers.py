@@ -44,26 +44,41 @@ class _Tied:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """What a stage trained for itself of a layer, at a place for which DeepSpeed writes no file, such as a head.
+    """What a stage has for itself of a layer, at a place for which DeepSpeed writes no file, such as a head.
 
     Attributes:
         stage: The stage, from 0.
         key: What the trainer calls the layer.
         home: Number of the layer whose file has the others.
-        names: In the layer.
+        used: Names in the layer of what the stage trained, and used.
+        idle: Of what it trained, and no gradient ever reached.
+        untrained: Of buffers and frozen weights, which it may use.
     """
 
     stage: int
     key: str
     home: int
-    names: Sequence[str]
+    used: Sequence[str]
+    idle: Sequence[str]
+    untrained: Sequence[str]
 
-    def __str__(self) -> str:
-        where = f"{TIED}{self.key}"
-        return (
-            f"a layer for what stage {self.stage} has of its own in {where}: {list_some(self.names)}; "
+    def list_all(self, names: Sequence[str]) -> frozenset[str]:
+        """Return names in the layer under those that the model has for them."""
+        return frozenset(f"{self.home}.{name}" for name in names)
+
+    def describe(self) -> list[str]:
+        """Return what is lost, in words."""
+        kinds = {
+            "": self.used,
+            "buffers and frozen weights that it may use, ": self.untrained,
+            "what no gradient reached, ": self.idle,
+        }
+        return [
+            f"a layer for what stage {self.stage} has of its own in {TIED}{self.key}: {kind}{list_some(names)}; "
             f"layer {self.home}'s are given"
-        )
+            for kind, names in kinds.items()
+            if names
+        ]
 
 
 def place(
@@ -115,8 +130,8 @@ def place(
         )
     # Such as a head that is a function of the first layer's module: DeepSpeed writes no file for it.
     without = [each for each in tied if (each.stage, each.key) not in with_file]
-    lost = [_find_lost(each, homes[each.key], placed, list_unused) for each in without]
-    return placed, [each for each in lost if each.names]
+    layers = _group_layers(low)
+    return placed, [_find_lost(each, homes[each.key], layers, placed, list_unused) for each in without]
 
 
 def _group_tied(stage: int, trained: Tensors) -> list[_Tied]:
@@ -163,8 +178,21 @@ def _list_different(masters: Tensors, others: Tensors) -> list[str]:
     return [name for name, tensor in masters.items() if not agrees(tensor.reshape(others[name].shape), others[name])]
 
 
-def _find_lost(tied: _Tied, home: int, placed: Tensors, list_unused: Callable[[int, Sequence[str]], set[str]]) -> Lost:
+def _find_lost(
+    tied: _Tied,
+    home: int,
+    layers: Mapping[int, Tensors],
+    placed: Tensors,
+    list_unused: Callable[[int, Sequence[str]], set[str]],
+) -> Lost:
     different = _list_different(tied.tensors, {name: placed[f"{home}.{name}"] for name in tied.tensors})
     unused = list_unused(tied.stage, [f"{TIED}{tied.key}.{name}" for name in different])
-    used = [name for name in different if f"{TIED}{tied.key}.{name}" not in unused]
-    return Lost(stage=tied.stage, key=tied.key, home=home, names=used)
+    is_used = {name: f"{TIED}{tied.key}.{name}" not in unused for name in different}
+    return Lost(
+        stage=tied.stage,
+        key=tied.key,
+        home=home,
+        used=[name for name in different if is_used[name]],
+        idle=[name for name in different if not is_used[name]],
+        untrained=[name for name in layers[home] if name not in tied.tensors],
+    )
