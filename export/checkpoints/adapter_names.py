@@ -21,6 +21,11 @@ CHAT_SIDES = (".lora_right_weight", ".lora_left_weight")
 _WEIGHTS = (".base_layer.weight", ".weight")
 
 
+def holds_factors(names: Collection[str]) -> bool:
+    """Tell whether an adapter's factors are among the names of a checkpoint's tensors."""
+    return any(name.endswith(CHAT_SIDES) or PEFT_FACTOR.fullmatch(name) for name in names)
+
+
 def describe_missing_base(names: Collection[str]) -> tuple[str, ...]:
     """Return what is missing, in words, where factors have none of the weights beside them that they change."""
     paths = {match["path"] for name in names if (match := PEFT_FACTOR.fullmatch(name))}

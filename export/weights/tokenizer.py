@@ -32,7 +32,7 @@ from .tokenizer_refusals import (
     PASS_BASE,
     UNLIMITED,
     name_unconverted,
-    refuse_other_case,
+    refuse_other_tokens,
     refuse_own_code,
     refuse_sentencepiece,
     refuse_settings,
@@ -50,7 +50,6 @@ _MORE_FILES = (
     "added_tokens.json",
     "merges.txt",
     "gpt2-merges.txt",
-    "sentencepiece.bpe.model",
     "source.spm",
     "target.spm",
 )
@@ -114,7 +113,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         raise name_unconverted(directory, type(tokenizer).__name__)
     refuse_settings(directory, tokenizer)
     refuse_wrong_case(directory, tokenizer)
-    refuse_other_case(directory, tokenizer)
+    refuse_other_tokens(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer
 

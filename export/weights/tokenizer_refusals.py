@@ -17,6 +17,11 @@ DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
 # Tokens from which on a tokenizer has no limit of its own: transformers writes 1e30.
 UNLIMITED = 1e9
 
+# What tokenizers of one vocabulary may make other tokens of: capitals, accents, Chinese characters, signs and numbers,
+# a text without a space in front of it, and spaces.
+_TELLING_TEXTS = ("Hello World", "Über naïve café", "中文字", "a-b, c. 1,234", "x", "a  b")
+_TELLING_WORDS = 50
+
 # Characters that few vocabularies have, of several kinds, for some are normalised away.
 _RARE_TEXT = "\U0001202f \ua566 \u224b \ue000"
 
@@ -100,11 +105,11 @@ def refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> No
         )
 
 
-def refuse_other_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer of which one file says that it keeps capitals, and another, or none, that it does not.
+def refuse_other_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose files do not agree on what they make of texts.
 
-    transformers makes some tokenizers, such as BERT's, anew by what tokenizer_config.json says, and lowers texts where
-    that says nothing.
+    transformers makes some tokenizers, such as BERT's, anew by what tokenizer_config.json says, and by its own defaults
+    where that says nothing: of capitals, accents, Chinese characters, or a space in front of a text.
 
     Raises:
         VocabularyError: They do not agree.
@@ -113,20 +118,30 @@ def refuse_other_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> No
     # The others are made of tokenizer.json as it is.
     if type(tokenizer) is PreTrainedTokenizerFast or not path.is_file():
         return
-    own, made = (_keeps_capitals(each) for each in (Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer))
-    if own is not None and own != made:
-        raise VocabularyError(
-            f"the files of the tokenizer in {directory} do not agree on whether it keeps capitals",
-            expected=f"what {path.name} says, which {'keeps' if own else 'lowers'} them",
-            got=f"a tokenizer that {'keeps' if made else 'lowers'} them, by {DESCRIBED_BY[1]} or for want of it",
-            remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or write "
-            f'"do_lower_case": {str(not own).lower()} into it',
-        )
+    told, made = Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer
+    for text in (*_TELLING_TEXTS, *_list_telling_words(told)):
+        tokens, others = (_list_tokens(each, text) for each in (told, made))
+        if tokens != others:
+            raise VocabularyError(
+                f"the files of the tokenizer in {directory} do not agree on {text!r}",
+                expected=f"what {path.name} makes of it, {list_some(map(repr, tokens), 6)}",
+                got=f"{list_some(map(repr, others), 6)}, by {DESCRIBED_BY[1]} or for want of it",
+                remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or have "
+                f'{path.name} taken as it is: write "tokenizer_class": "PreTrainedTokenizerFast" into it',
+            )
 
 
-def _keeps_capitals(tokenizer: Tokenizer) -> bool | None:
-    """Tell whether a tokenizer keeps capitals; None where it has nothing that changes texts."""
-    return None if tokenizer.normalizer is None else "ABC" in tokenizer.normalizer.normalize_str("ABC")
+def _list_telling_words(tokenizer: Tokenizer) -> list[str]:
+    """Return words of a vocabulary, of which few may have those that others have, in small letters and capitals."""
+    words = sorted(word for token in tokenizer.get_vocab() if (word := token.removeprefix("##").strip("▁Ġ")).isalpha())
+    some = words[:: len(words) // _TELLING_WORDS + 1]
+    return [made for word in some for made in (word, word.upper(), word.capitalize())]
+
+
+def _list_tokens(tokenizer: Tokenizer, text: str) -> list[str]:
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    # It may be told to pad every text.
+    return [token for token, counts in zip(encoding.tokens, encoding.attention_mask, strict=True) if counts]
 
 
 def refuse_without_unknown(directory: Path, tokenizer: Tokenizer) -> None:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError, list_some
+from ..adapter_names import holds_factors
 from ..wrapper_names import find_holder, name_holder
 from .model_shapes import (
     ALL_INPUT_EMBEDDINGS,
@@ -76,6 +77,10 @@ class ConfigMatch:
 
 
 # Trainers can leave out what was not trained, such as torch with `ignore_frozen_params`.
+_MERGE = (
+    "export the checkpoint itself with modelyard run, which merges an adapter's factors (DeepSpeed-Chat's with "
+    "--lora-scaling, peft's with its adapter_config.json beside them); here they would be copied as they are"
+)
 _SAVE_ALL = ", or save the checkpoint again with every parameter, frozen ones as well"
 
 
@@ -155,7 +160,9 @@ def _match_model(directory: Path, config: Any, shapes: Shapes, tied: Mapping[str
         if again is not None and not again.describe():
             return _name_heads(model, again, sizes)
     remedy = "pass the folder of the model that the checkpoint was trained from with --base"
-    if front := find_holder(match.missing, shapes):
+    if holds_factors(shapes):
+        remedy = _MERGE
+    elif front := find_holder(match.missing, shapes):
         remedy = name_holder(front)
     elif match.lacks_only:
         remedy += _SAVE_ALL

@@ -15,6 +15,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "tokenizer.model",
     "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
     "gpt2-vocab.json",
 )
 

@@ -33,6 +33,7 @@ from .sentence_settings import (
     check_vector_module,
     find_default_prompt,
     find_recorded_width,
+    lower_texts,
     read_mode,
 )
 from .text import Answer, TextTask
@@ -58,6 +59,7 @@ class FeatureExtraction(TextTask):
         return is_sentence_model(directory, specs)
 
     def __init__(self, source: TaskSource) -> None:
+        lower_texts(source.directory, source.tokenizer)
         super().__init__(source)
         tower = find_text_tower(source.config)
         self.pooling = read_pooling(source.directory)
@@ -67,7 +69,7 @@ class FeatureExtraction(TextTask):
         if mode is not None or normalize is not None:
             self.pooling = override_pooling(self.pooling, mode, normalize)
         if not self.pooling.is_default:
-            check_transformer(source.directory, self.tokenizer)
+            check_transformer(source.directory)
         self.default_prompt = find_default_prompt(source.directory)
         self.missing_limits = tell_missing_limits(source.directory)
         self.unnamed_modules = list_unnamed_modules(source.directory)

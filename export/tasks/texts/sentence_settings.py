@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import normalizers
+
 from ...checkpoints.plain.sentence_modules import (
     MODULES_FILE,
     RECORD_FILE,
@@ -125,7 +127,22 @@ def _check_prompts(directory: Path, pooling: Mapping[str, Any]) -> None:
     )
 
 
-def check_transformer(directory: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+def lower_texts(directory: Path, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Have a tokenizer lower its texts first where Sentence-Transformers does.
+
+    As release 6 has it, so that a written-out [MASK] stays one (sentence_transformers, base/modules/transformer.py);
+    releases before 6 lowered it as well.
+    """
+    settings = read_transformer_settings(directory) if find_sentence_home(directory) else {}
+    if tokenizer is None or settings.get("do_lower_case") is not True:
+        return
+    if tokenizer.tokenize("TWO Words") != tokenizer.tokenize("two words"):
+        backend = tokenizer.backend_tokenizer
+        own = [backend.normalizer] if backend.normalizer else []
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+
+
+def check_transformer(directory: Path) -> None:
     """Refuse a `Transformer` that makes something else than the last layer's vectors of the text as it is.
 
     Raises:
@@ -144,15 +161,6 @@ def check_transformer(directory: Path, tokenizer: "PreTrainedTokenizerBase") -> 
             expected="no processing_kwargs for texts",
             got=", ".join(changed),
             remedy="export a checkpoint whose tokenizer itself holds these settings",
-        )
-    # Of a tokenizer that lowers its texts, release 6 asks no more, so a written-out [MASK] stays one; releases before 6
-    # lowered it first.
-    if settings.get("do_lower_case") is True and tokenizer.tokenize("TWO Words") != tokenizer.tokenize("two words"):
-        raise ModelError(
-            f"{directory} is for texts in lower case, which its tokenizer does not make of them",
-            expected="a tokenizer that does",
-            got="do_lower_case true beside one that tells capitals apart",
-            remedy="load and save the folder with Sentence-Transformers 6, which writes it into the tokenizer",
         )
 
 

@@ -182,6 +182,21 @@ def test_a_model_behind_a_name_of_its_holders_is_refused_whatever_class_is_named
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("front", ["", "rwtransformer."])
+def test_an_adapters_factors_are_left_to_run_which_merges_them(front: str, tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    path = "transformer.h.0.mlp.c_proj"
+    state |= {f"{path}.lora_right_weight": torch.ones(48, 2), f"{path}.lora_left_weight": torch.ones(2, 12)}
+    if front:
+        state = {name.replace("transformer.", front): tensor for name, tensor in state.items()}
+        state["v_head.weight"] = torch.ones(1, 12)
+    base = save_base(tmp_path / "base", model)
+    torch.save(state, base / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="lora_left_weight, .* beyond it; export the checkpoint itself with"):
+        consolidate(base, tmp_path / "out")
+
+
 @pytest.mark.parametrize("front", ["rwtransformer", "rwtranrsformer"])
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["GPT2Model"], None])
 def test_a_reward_model_of_deepspeed_chat_is_compared_without_its_head_whatever_class_is_named(

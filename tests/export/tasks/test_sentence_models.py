@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 from task_sources import build_source
+from tokenizers import Tokenizer, normalizers
 from torch import nn
 from trainers.task_checkpoints import BUILDERS
 from transformers import BertConfig
@@ -185,20 +186,32 @@ WIRED = {
         ({"modality_config": {"text": {"method": "forward", "method_output_name": "x"}}}, "method_output_name x"),
         ({"modality_config": {"image": {}}}, "method none, method_output_name none"),
         ({"processing_kwargs": {"text": {"max_length": 8}}}, "text"),
-        ({"do_lower_case": True}, "do_lower_case true beside one that tells capitals apart"),
     ],
 )
 def test_a_transformer_that_makes_something_else_of_a_text_is_refused(
-    settings: dict[str, object], got: str, tmp_path: Path, checkpoint: Path
+    settings: dict[str, object], got: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps(WIRED | {"processing_kwargs": {"image": {"x": 1}}}))
-    tokenizer = load_tokenizer(checkpoint)
-    check_transformer(tmp_path, tokenizer)
-    if "do_lower_case" in settings:
-        tokenizer._tokenizer.normalizer = None
+    check_transformer(tmp_path)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps(WIRED | settings))
     with pytest.raises(ModelError, match=f"got {got}; "):
-        check_transformer(tmp_path, tokenizer)
+        check_transformer(tmp_path)
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.BertNormalizer(lowercase=False)])
+def test_texts_are_lowered_where_sentence_transformers_lowers_them(
+    normalizer: normalizers.Normalizer | None, tmp_path: Path, checkpoint: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": true}')
+    source = build_source(folder)
+    source.tokenizer.backend_tokenizer.normalizer = normalizer
+    task = build_task("feature-extraction", source)
+    served = Tokenizer.from_str(next(iter(task.step_files.values()))["tokenizer.json"].decode())
+    assert served.encode("TWO Words").tokens == served.encode("two words").tokens
+    # As in release 6: a special token stays one, and accents stay where they were.
+    assert "[MASK]" in served.encode("a [MASK]").tokens
+    assert served.normalizer.normalize_str("ÉTÉ") == "été"
 
 
 def test_without_a_record_the_mean_is_taken_and_said_to_be_the_default(tmp_path: Path) -> None:

@@ -9,13 +9,21 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel
 from trainers.writers import BYTES, write_bpe
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertTokenizer,
+    DebertaV2Config,
     GPT2Tokenizer,
     OPTConfig,
     OPTForCausalLM,
+    PretrainedConfig,
+    RobertaConfig,
+    RobertaTokenizer,
+    XLMRobertaConfig,
 )
 
 from export.consolidation.vocabulary import refuse_other_ids
@@ -105,6 +113,7 @@ def test_a_small_tokenizer_beside_a_large_table_takes_an_option(tiny_checkpoint:
     folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(635))]
     tokenizer = Tokenizer(WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     request = ExportRequest(checkpoint=folder, name="x", repository=tmp_path)
     progress = Progress(Console(quiet=True))
@@ -252,9 +261,7 @@ def test_files_that_do_not_agree_on_capitals_are_refused_with_what_makes_them_ag
     assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
     content = json.loads(said.read_text())
     said.write_text(json.dumps(content | {"do_lower_case": not lowers}))
-    with pytest.raises(
-        VocabularyError, match=f'do not agree on whether it keeps .*, or write "do_lower_case": {str(lowers).lower()} '
-    ):
+    with pytest.raises(VocabularyError, match=r"do not agree on '\w+': expected what tokenizer.json makes of it, "):
         load_tokenizer(tmp_path, BertConfig())
     said.write_text(json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": lowers}))
     assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
@@ -262,8 +269,37 @@ def test_files_that_do_not_agree_on_capitals_are_refused_with_what_makes_them_ag
     if lowers:
         assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
         return
-    with pytest.raises(VocabularyError, match="do not agree on whether it keeps capitals"):
+    with pytest.raises(VocabularyError, match="do not agree on 'C"):
         load_tokenizer(tmp_path, BertConfig())
+
+
+SETTINGS = {
+    "accents": (BertTokenizer, {"strip_accents": False}, "'Über naïve café'"),
+    "Chinese": (BertTokenizer, {"tokenize_chinese_chars": False}, "'中文字'"),
+    "a space in front": (RobertaTokenizer, {"add_prefix_space": True}, "'Hello World'"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_tokenizer_that_transformers_makes_otherwise_for_want_of_its_settings_is_refused(
+    setting: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    kind, settings, text = SETTINGS[setting]
+    if kind is BertTokenizer:
+        kind.from_pretrained(checkpoint, **settings).save_pretrained(tmp_path)
+    else:
+        letters = [*ByteLevel.alphabet(), "Ġx"]
+        vocabulary = {token: place for place, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *letters])}
+        kind(vocab=vocabulary, merges=[("Ġ", "x")], **settings).save_pretrained(tmp_path)
+    (BertConfig() if kind is BertTokenizer else RobertaConfig()).save_pretrained(tmp_path)
+    ids = {text: AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] for text in ("Über", "中文", "x")}
+    assert {text: load_tokenizer(tmp_path)(text)["input_ids"] for text in ids} == ids
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(VocabularyError, match=f"do not agree on {text}: .* or for want of it; copy tokenizer_config"):
+        load_tokenizer(tmp_path)
+    # As the remedy says, where nobody has the file any more.
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert {text: load_tokenizer(tmp_path)(text)["input_ids"] for text in ids} == ids
 
 
 def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: Path, tmp_path: Path) -> None:
@@ -359,6 +395,18 @@ def test_a_sentencepiece_file_alone_is_refused_with_the_package_that_reads_it(na
     # Of tiktoken, whose files may have the same name.
     (tmp_path / name).write_bytes(b"IQ== 0\nIg== 1\n")
     with pytest.raises(CheckpointError, match="cannot be loaded: .* got .*tiktoken"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"), [("sentencepiece.bpe.model", XLMRobertaConfig()), ("spm.model", DebertaV2Config())]
+)
+def test_a_sentencepiece_file_beside_config_json_alone_is_a_tokenizer(
+    name: str, config: PretrainedConfig, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\xff")
+    with pytest.raises(CheckpointError, match="needs the package sentencepiece: "):
         load_tokenizer(tmp_path)
 
 
