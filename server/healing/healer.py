@@ -43,6 +43,9 @@ _NO_SHARED_MEMORY = "Unable to initialize shared memory"
 _RETIREMENT_S = 5.0
 _RETIREMENT_LIMIT_S = 60.0
 
+# The same where nothing of its model is loaded: nobody is answered until its memory is free.
+_UNLOADED_S = 2.0
+
 
 # Loads a model anew, of which processes of these versions ended; is told what to call once what is left is unloaded.
 Reload: TypeAlias = Callable[[str, frozenset[str], Callable[[], None]], None]
@@ -95,9 +98,9 @@ class ModelHealer:
         if self._worker and self._worker.is_alive():
             self._end_held_up(stubs)
             if self.is_unloaded:
-                self._retire()
+                self._retire(_UNLOADED_S)
             return
-        self._retire()
+        self._retire(_RETIREMENT_S)
         ends, versions = [], set()
         for stub in stubs:
             if stub.handled:
@@ -300,16 +303,19 @@ class ModelHealer:
             self._note_unloaded()
         self._pause(rest_s)
 
-    def _retire(self) -> None:
+    def _retire(self, after_s: float) -> None:
         """End the instances that tritonserver replaced and then forgot.
 
         2.51 never releases a model of which one request failed for a dead process, and keeps its other processes, and
         the shared memory of all of them until it ends itself.
+
+        Args:
+            after_s: How long after its model's process had died each of them is taken for forgotten if it is idle.
         """
         now = time.monotonic()
         for stub, since in self._replaced:
             age = now - since
-            if (age > _RETIREMENT_S and stub.is_idle) or age > _RETIREMENT_LIMIT_S:
+            if (age > after_s and stub.is_idle) or age > _RETIREMENT_LIMIT_S:
                 stub.kill()
         self._replaced = [(stub, since) for stub, since in self._replaced if now - since <= _RETIREMENT_LIMIT_S]
 
