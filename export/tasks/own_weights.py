@@ -54,7 +54,8 @@ def load_weights(module: nn.Module, weights: StateDict, unshared: frozenset[str]
             f"nothing tells whether {list_some(guessed)} of the module was trained as the tensor that it shares",
             expected=f"a file of the layer, or {expected}",
             got="neither",
-            remedy="where it was, or is not used there, have the module's forward use the one tensor "
+            remedy="where that place uses nothing of the layer but the weights that its TiedLayerSpec ties (`weight`, "
+            "unless tied_weight_attr says otherwise), have the module's forward use that tensor "
             f"(x @ self[0].weight.t()) without another name for it; else {GATHER_PIPELINE}",
         )
     values: dict[str, Tensor] = {}

@@ -33,6 +33,7 @@ from .tokenizer_refusals import (
     UNLIMITED,
     name_unconverted,
     refuse_other_tokens,
+    refuse_other_vocabulary,
     refuse_own_code,
     refuse_sentencepiece,
     refuse_settings,
@@ -113,6 +114,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         raise name_unconverted(directory, type(tokenizer).__name__)
     refuse_settings(directory, tokenizer)
     refuse_wrong_case(directory, tokenizer)
+    refuse_other_vocabulary(directory, tokenizer)
     refuse_other_tokens(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer

@@ -131,6 +131,33 @@ def refuse_other_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> 
             )
 
 
+def refuse_other_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer.json beside the list of another model's tokens.
+
+    Some models' lists are older than their tokenizer.json, which has a few tokens more or others: what has most of its
+    tokens elsewhere is another model's.
+
+    Raises:
+        VocabularyError: It is.
+    """
+    path, listed = directory / DESCRIBED_BY[0], directory / "vocab.txt"
+    if not path.is_file() or not listed.is_file():
+        return
+    ids = tokenizer.get_vocab()
+    tokens = [token.rstrip("\r") for token in listed.read_text(encoding="utf-8", errors="replace").split("\n")]
+    # fairseq's lists have a count behind each token.
+    places = {token: place for place, token in enumerate(tokens) if token in ids}
+    others = [token for token, place in places.items() if ids[token] != place]
+    if 2 * len(others) > len(places):
+        raise VocabularyError(
+            f"the files of the tokenizer in {directory} are of several models",
+            expected=f"the tokens of {listed.name} with their ids in {path.name}",
+            got=f"others for {len(others)} of {len(places)}, such as {list_some(map(repr, others), 3)}",
+            remedy="copy both from the model that the checkpoint was trained from, or take away the one that is not "
+            "its own",
+        )
+
+
 def _list_telling_words(tokenizer: Tokenizer) -> list[str]:
     """Return words of a vocabulary, of which few may have those that others have, in small letters and capitals."""
     words = sorted(word for token in tokenizer.get_vocab() if (word := token.removeprefix("##").strip("▁Ġ")).isalpha())

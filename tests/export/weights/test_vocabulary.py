@@ -280,6 +280,24 @@ SETTINGS = {
 }
 
 
+def test_a_tokenizer_beside_the_tokens_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    (folder / "vocab.txt").write_text("\n".join(sorted(words, key=words.get)) + "\n")
+    load_tokenizer(folder)
+    # A list that is older by a few tokens is the same model's.
+    (folder / "vocab.txt").write_text("\n".join(sorted(words, key=words.get)[:-100]) + "\nmore\n")
+    load_tokenizer(folder)
+    content["model"]["vocab"] = words | {word: place ^ 1 for word, place in words.items() if 200 <= place < 30000}
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        VocabularyError, match=r"are of several models: .* got others for 2\d+ of 30\d+, such as .*copy"
+    ):
+        load_tokenizer(folder)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_tokenizer_that_transformers_makes_otherwise_for_want_of_its_settings_is_refused(
     setting: str, tmp_path: Path, checkpoint: Path
