@@ -13,12 +13,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...checkpoints import TensorSpec
 from ...checkpoints.plain.sentence_modules import (
     MODULES_FILE,
+    RECORD_FILE,
     SentenceModule,
     list_unnamed_modules,
     read_sentence_modules,
     tell_missing_limits,
 )
-from ...errors import ModelError
+from ...errors import ModelError, list_some
 from ...signature import BATCH, TensorSignature
 from ...weights.torch_model import find_output_width, load_model
 from ..base import TaskSource, build_inputs
@@ -33,6 +34,7 @@ from .sentence_settings import (
     check_vector_module,
     find_default_prompt,
     find_recorded_width,
+    list_left_out_prompts,
     lower_texts,
     read_mode,
 )
@@ -45,6 +47,11 @@ _OWN = "own"
 _PROJECTED = "text_embeds"
 
 _UNRECORDED = f"default, because there is no {MODULES_FILE}"
+
+_NAME_RERANKER = (
+    f"of a CrossEncoder, copy {RECORD_FILE} from where it was trained or published, which says that it is one; of "
+    "anything else, export a checkpoint made of these modules"
+)
 
 
 class FeatureExtraction(TextTask):
@@ -71,6 +78,7 @@ class FeatureExtraction(TextTask):
         if not self.pooling.is_default:
             check_transformer(source.directory)
         self.default_prompt = find_default_prompt(source.directory)
+        self.left_out_prompts = list_left_out_prompts(source.directory)
         self.missing_limits = tell_missing_limits(source.directory)
         self.unnamed_modules = list_unnamed_modules(source.directory)
         self.recorded_width = find_recorded_width(source.directory)
@@ -119,6 +127,12 @@ class FeatureExtraction(TextTask):
         )
 
     def _warn_of_prompt(self) -> tuple[str, ...]:
+        if self.left_out_prompts:
+            return (
+                f"Sentence-Transformers leaves the tokens of this model's prompts ({list_some(self.left_out_prompts)}) "
+                "out of the vector (include_prompt), which what is served does not: texts that clients send with one "
+                "in front get another vector.",
+            )
         if not self.default_prompt:
             return ()
         return (
@@ -271,7 +285,7 @@ def read_pooling(directory: Path) -> PoolingSettings:
             f"{directory / MODULES_FILE} describes a model that is not exported",
             expected=f"Transformer, Pooling, and any number of {', '.join(LAYERS)} behind them",
             got=", ".join(kinds),
-            remedy="export a checkpoint made of these modules",
+            remedy=_NAME_RERANKER if kinds == ["Transformer"] else "export a checkpoint made of these modules",
         )
     for module in layers:
         check_vector_module(module)

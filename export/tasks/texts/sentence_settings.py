@@ -12,6 +12,7 @@ from ...checkpoints.plain.sentence_modules import (
     SETTINGS_FILE,
     SentenceModule,
     find_sentence_home,
+    read_sentence_modules,
     read_transformer_settings,
 )
 from ...checkpoints.storage.paths import has_file, read_json_if_any
@@ -103,6 +104,15 @@ def find_default_prompt(directory: Path) -> str:
     prompts, name = recorded.get("prompts"), recorded.get("default_prompt_name")
     prompt = prompts.get(name) if isinstance(prompts, Mapping) and isinstance(name, str) else None
     return prompt if isinstance(prompt, str) else ""
+
+
+def list_left_out_prompts(directory: Path) -> tuple[str, ...]:
+    """Return the names of prompts whose tokens Sentence-Transformers leaves out of the vectors of texts behind them."""
+    pooling = next((module for module in read_sentence_modules(directory) or () if module.kind == "Pooling"), None)
+    if pooling is None or read_settings(pooling.folder / SETTINGS_FILE).get("include_prompt", True):
+        return ()
+    prompts = read_settings((find_sentence_home(directory) or directory) / RECORD_FILE).get("prompts")
+    return tuple(str(name) for name, text in prompts.items() if text) if isinstance(prompts, Mapping) else ()
 
 
 def find_recorded_width(directory: Path) -> int:

@@ -139,6 +139,24 @@ def test_a_prompt_that_the_pooling_leaves_out_is_refused_and_another_is_the_clie
     assert read_pooling(folder).mode == "mean"
 
 
+def test_prompts_whose_tokens_are_left_out_of_vectors_are_told_of(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    prompts = {"query": "query: ", "passage": ""}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    assert build_task("feature-extraction", build_source(folder)).warnings == ()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean", "include_prompt": false}')
+    (warning,) = build_task("feature-extraction", build_source(folder)).warnings
+    assert warning.startswith(
+        "Sentence-Transformers leaves the tokens of this model's prompts (query) out of the vector"
+    )
+
+
+def test_a_reranker_whose_record_was_lost_is_refused_with_its_name(tmp_path: Path) -> None:
+    write_modules(tmp_path, ["Transformer"])
+    with pytest.raises(ModelError, match="got Transformer; of a CrossEncoder, copy config_sentence_transformers.json "):
+        read_pooling(tmp_path)
+
+
 @pytest.mark.parametrize(("recorded", "is_cut"), [(8, True), (384, False), (None, False), ("8", False)])
 def test_vectors_that_sentence_transformers_cuts_are_told_of(
     recorded: object, is_cut: bool, checkpoint: Path, tmp_path: Path
