@@ -124,8 +124,8 @@ def refuse_other_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> 
         if tokens != others:
             raise VocabularyError(
                 f"the files of the tokenizer in {directory} do not agree on {text!r}",
-                expected=f"what {path.name} makes of it, {list_some(map(repr, tokens), 6)}",
-                got=f"{list_some(map(repr, others), 6)}, by {DESCRIBED_BY[1]} or for want of it",
+                expected=f"what {path.name} makes of it, {list_some(map(repr, tokens), 6) or 'nothing'}",
+                got=f"{list_some(map(repr, others), 6) or 'nothing'}, by {DESCRIBED_BY[1]} or for want of it",
                 remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or have "
                 f'{path.name} taken as it is: write "tokenizer_class": "PreTrainedTokenizerFast" into it',
             )
@@ -166,7 +166,11 @@ def _list_telling_words(tokenizer: Tokenizer) -> list[str]:
 
 
 def _list_tokens(tokenizer: Tokenizer, text: str) -> list[str]:
-    encoding = tokenizer.encode(text, add_special_tokens=False)
+    try:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+    # The library's own errors are bare ones; see `refuse_without_unknown`.
+    except Exception:
+        return []
     # It may be told to pad every text.
     return [token for token, counts in zip(encoding.tokens, encoding.attention_mask, strict=True) if counts]
 
