@@ -246,6 +246,10 @@ class ModelHealer:
                 # Loading resets the statistics, and the warmup's answers are counted in them.
                 self._answers_at_start = self._control.count_answers(self.model)
             except ControlError as exc:
+                if not is_counted and self._is_gone():
+                    self.is_reviving, self.fault = False, ""
+                    self._say(f"{self.model}: it has been unloaded meanwhile, and is not loaded anew")
+                    return
                 self._tell_failure(exc)
                 self._pause(min(pause_s, _ROOM_PAUSE_S) if self._lacks_room else pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
@@ -260,6 +264,14 @@ class ModelHealer:
             self._status.count_revival(self.model)
             self._say(f"{self.model}: answers again, {time.monotonic() - start:.1f} s after its end was found")
             return
+
+    def _is_gone(self) -> bool:
+        """Tell whether tritonserver has let go of the model, as somebody has told it to."""
+        try:
+            states = {state.state for state in self._control.read_states() if state.name == self.model}
+        except ControlError:
+            return False
+        return bool(states) and states <= {"UNLOADING", "UNAVAILABLE"}
 
     def _tell_failure(self, exc: ControlError) -> None:
         """Tell why it cannot be loaded anew, once for each reason."""

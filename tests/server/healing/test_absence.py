@@ -1,7 +1,9 @@
 """A model that somebody unloads: it is not served, and whoever asks is told so."""
 
 import json
+import os
 import re
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -65,6 +67,36 @@ def test_readiness_follows_what_is_unloaded_and_loaded(published: Published, tmp
             wait_until_served(f"localhost:{server.status}", public, 1, print)
             assert server.check().code == 0
         assert not any("loading it anew" in line for line in server.lines)
+
+
+def test_what_is_unloaded_as_a_process_of_it_has_died_is_told_of_as_unloaded(
+    published: Published, tmp_path: Path
+) -> None:
+    key_file = tmp_path / "control.key"
+    public, step = "sentence_embedding", "sentence_embedding_preprocess"
+    with running(published.repository, "--key-file", str(key_file)) as server:
+        server.read_until("serving HTTP")
+        server.follow()
+        control = Control(f"http://127.0.0.1:{server.http}", open_key(key_file), ("127.0.0.1", server.grpc))
+        # The launcher sees the death after that.
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            server.find_stubs(step)[0].kill()
+            control.unload(step)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        assert wait_for_readiness(server, 503) == "not ready: none of 1 models is served\n"
+        # tritonserver 2.51 lets go of no model of which a process was killed.
+        reasons = (f"{step} is being unloaded: ", f"{step} is not loaded any more: ")
+        wait_for(server, lambda models: models[public]["reason"].startswith(reasons))
+        deadline = time.monotonic() + 60
+        while server.find_stubs(step):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert f"{step}: it has been unloaded meanwhile, and is not loaded anew" in server.lines
+        for name in (step, public):
+            control.load(name)
+        assert wait_for_readiness(server, 200) == "ready\n"
 
 
 _WAITING = """
