@@ -76,23 +76,29 @@ def few_left(spare: int = _SPARE) -> Iterator[None]:
         program.stdin.close()
 
 
-@as_root
-def test_a_version_with_too_few_threads_left_for_it_waits_while_the_one_before_it_answers(
-    served: tuple[Running, Path],
+def check_that_a_version_waits(
+    server: Running, repository: Path, shortage: contextlib.AbstractContextManager[None], told: str
 ) -> None:
-    server, repository = served
     pid = server.tritonserver
     with Callers(server, repository) as callers:
-        with few_left():
+        with shortage:
             activate(repository, 2)
             models = wait_for(server, lambda models: models[NAME]["state"] == "failed")
             assert models[NAME]["served"] == 1
-            assert "got too few threads may run: expected " in models[NAME]["reason"]
+            assert f"got {told}: expected " in models[NAME]["reason"]
             assert "; version 1 is served as before, mend that, and it is tried again" in models[NAME]["reason"]
             assert callers.answers.keys() == {1}
         wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
     assert callers.failures == [] and callers.answers.keys() == {1, 2}
     assert server.tritonserver == pid
+
+
+@as_root
+def test_a_version_with_too_few_threads_left_for_it_waits_while_the_one_before_it_answers(
+    served: tuple[Running, Path],
+) -> None:
+    server, repository = served
+    check_that_a_version_waits(server, repository, few_left(), "too few threads may run")
 
 
 @as_root
@@ -229,18 +235,7 @@ def test_a_version_with_too_little_memory_left_for_it_waits_while_the_one_before
     served: tuple[Running, Path],
 ) -> None:
     server, repository = served
-    pid = server.tritonserver
-    with Callers(server, repository) as callers:
-        with little_memory(server, 40 << 20):
-            activate(repository, 2)
-            models = wait_for(server, lambda models: models[NAME]["state"] == "failed")
-            assert models[NAME]["served"] == 1
-            assert "got too little memory may be taken: expected " in models[NAME]["reason"]
-            assert "; version 1 is served as before, mend that, and it is tried again" in models[NAME]["reason"]
-            assert callers.answers.keys() == {1}
-        wait_for(server, lambda models: models[NAME]["served"] == 2 and models[NAME]["state"] == "served")
-    assert callers.failures == [] and callers.answers.keys() == {1, 2}
-    assert server.tritonserver == pid
+    check_that_a_version_waits(server, repository, little_memory(server, 40 << 20), "too little memory may be taken")
 
 
 @as_root
