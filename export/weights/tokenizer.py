@@ -27,13 +27,12 @@ from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
 from .positions import count_rows_without_position, find_unscaled_length
+from .tokenizer_agreement import follow_file, refuse_other_vocabulary
 from .tokenizer_refusals import (
     DESCRIBED_BY,
     PASS_BASE,
     UNLIMITED,
     name_unconverted,
-    refuse_other_tokens,
-    refuse_other_vocabulary,
     refuse_own_code,
     refuse_sentencepiece,
     refuse_settings,
@@ -115,7 +114,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     refuse_settings(directory, tokenizer)
     refuse_wrong_case(directory, tokenizer)
     refuse_other_vocabulary(directory, tokenizer)
-    refuse_other_tokens(directory, tokenizer)
+    follow_file(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import transformers
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.tokenizer_files import TOKENIZER_FILES
@@ -16,11 +15,6 @@ from ..errors import CheckpointError, VocabularyError, list_some
 DESCRIBED_BY = ("tokenizer.json", "tokenizer_config.json")
 # Tokens from which on a tokenizer has no limit of its own: transformers writes 1e30.
 UNLIMITED = 1e9
-
-# What tokenizers of one vocabulary may make other tokens of: capitals, accents, Chinese characters, signs and numbers,
-# a text without a space in front of it, and spaces.
-_TELLING_TEXTS = ("Hello World", "Über naïve café", "中文字", "a-b, c. 1,234", "x", "a  b")
-_TELLING_WORDS = 50
 
 # Characters that few vocabularies have, of several kinds, for some are normalised away.
 _RARE_TEXT = "\U0001202f \ua566 \u224b \ue000"
@@ -103,76 +97,6 @@ def refuse_wrong_case(directory: Path, tokenizer: PreTrainedTokenizerBase) -> No
             got="none that says so, and a tokenizer that takes them off by default",
             remedy=PASS_BASE,
         )
-
-
-def refuse_other_tokens(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer whose files do not agree on what they make of texts.
-
-    transformers makes some tokenizers, such as BERT's, anew by what tokenizer_config.json says, and by its own defaults
-    where that says nothing: of capitals, accents, Chinese characters, or a space in front of a text.
-
-    Raises:
-        VocabularyError: They do not agree.
-    """
-    path = directory / DESCRIBED_BY[0]
-    # The others are made of tokenizer.json as it is.
-    if type(tokenizer) is PreTrainedTokenizerFast or not path.is_file():
-        return
-    told, made = Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer
-    for text in (*_TELLING_TEXTS, *_list_telling_words(told)):
-        tokens, others = (_list_tokens(each, text) for each in (told, made))
-        if tokens != others:
-            raise VocabularyError(
-                f"the files of the tokenizer in {directory} do not agree on {text!r}",
-                expected=f"what {path.name} makes of it, {list_some(map(repr, tokens), 6) or 'nothing'}",
-                got=f"{list_some(map(repr, others), 6) or 'nothing'}, by {DESCRIBED_BY[1]} or for want of it",
-                remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or have "
-                f'{path.name} taken as it is: write "tokenizer_class": "PreTrainedTokenizerFast" into it',
-            )
-
-
-def refuse_other_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer.json beside the list of another model's tokens.
-
-    Some models' lists are older than their tokenizer.json, which has a few tokens more or others: what has most of its
-    tokens elsewhere is another model's.
-
-    Raises:
-        VocabularyError: It is.
-    """
-    path, listed = directory / DESCRIBED_BY[0], directory / "vocab.txt"
-    if not path.is_file() or not listed.is_file():
-        return
-    ids = tokenizer.get_vocab()
-    tokens = [token.rstrip("\r") for token in listed.read_text(encoding="utf-8", errors="replace").split("\n")]
-    # fairseq's lists have a count behind each token.
-    places = {token: place for place, token in enumerate(tokens) if token in ids}
-    others = [token for token, place in places.items() if ids[token] != place]
-    if 2 * len(others) > len(places):
-        raise VocabularyError(
-            f"the files of the tokenizer in {directory} are of several models",
-            expected=f"the tokens of {listed.name} with their ids in {path.name}",
-            got=f"others for {len(others)} of {len(places)}, such as {list_some(map(repr, others), 3)}",
-            remedy="copy both from the model that the checkpoint was trained from, or take away the one that is not "
-            "its own",
-        )
-
-
-def _list_telling_words(tokenizer: Tokenizer) -> list[str]:
-    """Return words of a vocabulary, of which few may have those that others have, in small letters and capitals."""
-    words = sorted(word for token in tokenizer.get_vocab() if (word := token.removeprefix("##").strip("▁Ġ")).isalpha())
-    some = words[:: len(words) // _TELLING_WORDS + 1]
-    return [made for word in some for made in (word, word.upper(), word.capitalize())]
-
-
-def _list_tokens(tokenizer: Tokenizer, text: str) -> list[str]:
-    try:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-    # The library's own errors are bare ones; see `refuse_without_unknown`.
-    except Exception:
-        return []
-    # It may be told to pad every text.
-    return [token for token, counts in zip(encoding.tokens, encoding.attention_mask, strict=True) if counts]
 
 
 def refuse_without_unknown(directory: Path, tokenizer: Tokenizer) -> None:

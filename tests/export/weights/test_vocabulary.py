@@ -18,6 +18,8 @@ from transformers import (
     BertTokenizer,
     DebertaV2Config,
     GPT2Tokenizer,
+    LlamaConfig,
+    LlamaTokenizer,
     OPTConfig,
     OPTForCausalLM,
     PretrainedConfig,
@@ -278,6 +280,39 @@ SETTINGS = {
     "Chinese": (BertTokenizer, {"tokenize_chinese_chars": False}, "'中文字'"),
     "a space in front": (RobertaTokenizer, {"add_prefix_space": True}, "'Hello World'"),
 }
+
+
+def test_tokens_are_those_that_tokenizer_json_makes_where_transformers_leaves_a_step_out(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As transformers 5 does of a normalizer beside the usual one, which every release before it had applied."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, content["normalizer"]]}
+    path.write_text(json.dumps(content))
+    told, text = Tokenizer.from_file(str(path)), "\uff28ello \ufb01sh™ 2²"
+    told.no_padding()
+    tokenizer = load_tokenizer(folder)
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] != told.encode(text).ids
+    assert tokenizer(text)["input_ids"] == told.encode(text).ids
+    served = QuestionEncoder(tokenizer, 32).build_server_tokenizer()
+    assert served.encode(text).ids == told.encode(text).ids
+
+
+def test_spaces_in_front_of_a_prompt_are_the_tokens_that_tokenizer_json_makes(tmp_path: Path) -> None:
+    """Llama's as it was converted before transformers 5, whose spaces become one token less there."""
+    vocabulary = {token: place for place, token in enumerate(["<unk>", "<s>", "</s>", "▁", "x", "▁x"])}
+    LlamaTokenizer(vocab=vocabulary, merges=[("▁", "x")]).save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    content |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+    path.write_text(json.dumps(content))
+    told = Tokenizer.from_file(str(path))
+    for text in ("x", "  x", " x x"):
+        assert load_tokenizer(tmp_path).tokenize(text) == told.encode(text, add_special_tokens=False).tokens
 
 
 def test_a_tokenizer_beside_the_tokens_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
