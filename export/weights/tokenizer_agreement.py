@@ -4,6 +4,7 @@ Of some classes transformers 5 makes the tokenizer anew, by tokenizer_config.jso
 vocabulary alone from tokenizer.json, by which releases before 5, and every program without transformers, go.
 """
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -49,24 +50,31 @@ def follow_file(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if type(tokenizer) is PreTrainedTokenizerFast or not path.is_file():
         return
     told, made = Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer
-    _refuse_others(directory, told, made, (*_TEXTS_OF_SETTINGS, *_list_words(told)))
+    _refuse_others(directory, told, tokenizer, (*_TEXTS_OF_SETTINGS, *_list_words(told)))
     texts = (*_TEXTS_OF_THE_FILE, *_list_texts_of_added(told))
     if any(_list_tokens(told, text) != _list_tokens(made, text) for text in texts):
         made.normalizer, made.pre_tokenizer, made.decoder = told.normalizer, told.pre_tokenizer, told.decoder
-        _refuse_others(directory, told, made, texts)
+        _refuse_others(directory, told, tokenizer, texts)
 
 
-def _refuse_others(directory: Path, told: Tokenizer, made: Tokenizer, texts: Iterable[str]) -> None:
+def _refuse_others(directory: Path, told: Tokenizer, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
     for text in texts:
-        tokens, others = _list_tokens(told, text), _list_tokens(made, text)
+        tokens, others = _list_tokens(told, text), _list_tokens(tokenizer.backend_tokenizer, text)
         if tokens != others:
             raise VocabularyError(
                 f"the files of the tokenizer in {directory} do not agree on {text!r}",
                 expected=f"what {DESCRIBED_BY[0]} makes of it, {list_some(map(repr, tokens), 6) or 'nothing'}",
                 got=f"{list_some(map(repr, others), 6) or 'nothing'}, by {DESCRIBED_BY[1]} or for want of it",
                 remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or have "
-                f'{DESCRIBED_BY[0]} taken as it is: write "tokenizer_class": "PreTrainedTokenizerFast" into it',
+                f"{DESCRIBED_BY[0]} taken as it is, with these in {DESCRIBED_BY[1]}: {_describe_as_it_is(tokenizer)}",
             )
+
+
+def _describe_as_it_is(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return settings that have tokenizer.json taken as it is, for the same special tokens and inputs of the model."""
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}
+    return json.dumps(settings | tokens, ensure_ascii=False)
 
 
 def refuse_other_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -100,7 +100,7 @@ def test_each_place_of_a_tied_layer_has_what_its_own_stage_trained(name: str, tr
     assert not torch.equal(truth["1.bias"], truth["4.bias"]) and torch.equal(truth["1.weight"], truth["4.weight"])
     assert_equal(checkpoint, truth)
     # The stage of the head has a table of positions, which no layer's file holds, and which only some heads use.
-    told = "a layer for what stage 1 has of its own in tied_modules.embed: position; layer 0's are given"
+    told = "a layer for what stage 1 has of its own in tied_modules.embed: position; of layer 0 is given what that has"
     if name != "tokens_more":
         told = told.replace("position;", "what no gradient reached, position;")
     assert checkpoint.facts.missing == (told,)
@@ -114,7 +114,7 @@ def test_buffers_of_a_head_that_is_a_function_are_never_taken_for_those_of_the_l
     checkpoint = open_checkpoint(trained / "tokens_scaled")
     assert_equal(checkpoint, torch.load(trained / "tokens_scaled.truth.pt"))
     told = "a layer for what stage 1 has of its own in tied_modules.embed: buffers and frozen weights that it may use, "
-    assert any(each.startswith(f"{told}scale; layer 0's") for each in checkpoint.facts.missing)
+    assert any(each.startswith(f"{told}scale; of layer 0") for each in checkpoint.facts.missing)
     buffer = """self.position = nn.Parameter(torch.empty(6, 16))
         self.register_buffer("scale", torch.empty(16))"""
     (tmp_path / "mine.py").write_text(TIED_FACTORY.replace("self.position = nn.Parameter(torch.empty(6, 16))", buffer))
@@ -130,7 +130,7 @@ def test_buffers_of_a_head_that_is_a_function_are_never_taken_for_those_of_the_l
     code = main(["run", str(trained / "tokens_scaled"), *asked, *where])
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    assert "buffers and frozen weights that it may use, scale; layer 0's" in " ".join(printed.out.split())
+    assert "buffers and frozen weights that it may use, scale; of layer 0" in " ".join(printed.out.split())
 
 
 TIED_FACTORY = """

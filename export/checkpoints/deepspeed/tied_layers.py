@@ -75,7 +75,7 @@ class Lost:
         }
         return [
             f"a layer for what stage {self.stage} has of its own in {TIED}{self.key}: {kind}{list_some(names)}; "
-            f"layer {self.home}'s are given"
+            f"of layer {self.home} is given what that has"
             for kind, names in kinds.items()
             if names
         ]
@@ -185,7 +185,10 @@ def _find_lost(
     placed: Tensors,
     list_unused: Callable[[int, Sequence[str]], set[str]],
 ) -> Lost:
-    different = _list_different(tied.tensors, {name: placed[f"{home}.{name}"] for name in tied.tensors})
+    # A stage may have another class of module under the same key.
+    common = {name: tensor for name, tensor in tied.tensors.items() if f"{home}.{name}" in placed}
+    different = _list_different(common, {name: placed[f"{home}.{name}"] for name in common})
+    different += [name for name in tied.tensors if name not in common]
     unused = list_unused(tied.stage, [f"{TIED}{tied.key}.{name}" for name in different])
     is_used = {name: f"{TIED}{tied.key}.{name}" not in unused for name in different}
     return Lost(

@@ -347,11 +347,17 @@ def test_a_tokenizer_that_transformers_makes_otherwise_for_want_of_its_settings_
     (BertConfig() if kind is BertTokenizer else RobertaConfig()).save_pretrained(tmp_path)
     ids = {text: AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] for text in ("Über", "中文", "x")}
     assert {text: load_tokenizer(tmp_path)(text)["input_ids"] for text in ids} == ids
+    pair = load_tokenizer(tmp_path)("x", "x")
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(VocabularyError, match=f"do not agree on {text}: .* or for want of it; copy tokenizer_config"):
+    with pytest.raises(
+        VocabularyError, match=f"do not agree on {text}: .* or for want of it; copy tokenizer_config"
+    ) as refusal:
         load_tokenizer(tmp_path)
     # As the remedy says, where nobody has the file any more.
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    said = str(refusal.value)
+    (tmp_path / "tokenizer_config.json").write_text(said[said.rindex("{") : said.rindex("}") + 1])
+    assert load_tokenizer(tmp_path)("x", "x") == pair
+    assert load_tokenizer(tmp_path).mask_token == kind.from_pretrained(tmp_path).mask_token
     assert {text: load_tokenizer(tmp_path)(text)["input_ids"] for text in ids} == ids
 
 
