@@ -115,6 +115,24 @@ def count_threads_of(processes: int, living: int) -> int:
     return _THREADS_OF_A_PROCESS * living + _THREADS_OF_AN_ENDED * max(0, processes - living)
 
 
+def frees_enough_threads(ended: int, processes: int) -> bool:
+    """Tell whether too few threads may run for so many backend processes, and enough once tritonserver has ended.
+
+    Args:
+        ended: Of how many processes that have ended it keeps its own threads.
+        processes: How many.
+    """
+    is_short = []
+    for freed in (0, _THREADS_OF_AN_ENDED * ended):
+        try:
+            check_threads_of(processes, freed)
+        except ShortageError:
+            is_short.append(True)
+        else:
+            is_short.append(False)
+    return is_short == [True, False]
+
+
 def _check_free_threads(needed: int, remedy: str) -> float:
     free = min(_count_free_threads_of_user(), _count_free_threads_of_group())
     if free < needed:

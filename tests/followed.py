@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import tritonclient.grpc
 import tritonclient.http
+from geventhttpclient.response import HTTPConnectionClosed
 from harness import run
 from launcher import Running, running
 from nginx import Balancer
@@ -148,7 +149,7 @@ class Callers:
             while not self._ended.is_set():
                 try:
                     vector = client.infer(NAME, [text]).as_numpy("EMBEDDING")[0]
-                except InferenceServerException as exc:
+                except (InferenceServerException, OSError, HTTPConnectionClosed) as exc:
                     self.failures.append(str(exc))
                     continue
                 vector = vector / np.linalg.norm(vector)

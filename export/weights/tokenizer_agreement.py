@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from ..checkpoints.storage.paths import read_json_beside
 from ..errors import VocabularyError, list_some
 from .tokenizer_refusals import DESCRIBED_BY
 
@@ -55,6 +56,20 @@ def follow_file(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if any(_list_tokens(told, text) != _list_tokens(made, text) for text in texts):
         made.normalizer, made.pre_tokenizer, made.decoder = told.normalizer, told.pre_tokenizer, told.decoder
         _refuse_others(directory, told, tokenizer, texts)
+
+
+def name_inputs(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have the second text of a pair its own type, where tokenizer.json gives it one and the model was made for two.
+
+    Of a tokenizer of no class, whose settings name no inputs, releases of transformers before 5 hand the types to the
+    model; 5 leaves them out.
+    """
+    types = read_json_beside(directory / "config.json").get("type_vocab_size")
+    is_named = "model_input_names" in read_json_beside(directory / DESCRIBED_BY[1])
+    if is_named or type(tokenizer) is not PreTrainedTokenizerFast or not isinstance(types, int) or types < 2:
+        return
+    if len({*tokenizer.backend_tokenizer.encode("a", "b").type_ids}) > 1:
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
 
 
 def _refuse_others(directory: Path, told: Tokenizer, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:

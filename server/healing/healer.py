@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeAlias
 
 from ..errors import ControlError, NoRoomError
+from ..limits import frees_enough_threads
 from ..status import Status
 from ..tritonserver.control import Control
 from .stubs import Limits, Stub, StubTable
@@ -74,7 +75,7 @@ class ModelHealer:
         # Why it could not be loaded anew when that was last tried; empty where it could.
         self.fault = ""
         # Whether it was not even ordered to be loaded for want of room.
-        self._lacks_room = False
+        self.lacks_room = False
         # Whether it cannot be loaded for want of shared memory, and what those had of it that were replaced before, by
         # the moment of that.
         self.lacks_shared_memory = False
@@ -183,6 +184,20 @@ class ModelHealer:
         for stub in stubs:
             stub.limits = Limits(**given)
 
+    @property
+    def processes(self) -> int:
+        """How many there should be."""
+        return self._expected
+
+    def list_forgotten(self) -> list[str]:
+        """Return the regions of what was replaced, or unloaded, long enough ago for tritonserver to let go of it."""
+        # What was replaced just now is given back a moment later.
+        until = time.monotonic() - _RETIREMENT_S
+        replaced = dict(self.replaced_regions)
+        if self.is_unloaded:
+            replaced |= {stub.region.name: since for stub, since in self._replaced}
+        return [name for name, at in replaced.items() if at < until]
+
     def end(self) -> None:
         """Try nothing any more: the tritonserver of this model is no more."""
         self._ended = True
@@ -251,13 +266,13 @@ class ModelHealer:
                     self._say(f"{self.model}: it has been unloaded meanwhile, and is not loaded anew")
                     return
                 self._tell_failure(exc)
-                self._pause(min(pause_s, _ROOM_PAUSE_S) if self._lacks_room else pause_s)
+                self._pause(min(pause_s, _ROOM_PAUSE_S) if self.lacks_room else pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
                 continue
             if self.is_resting:
                 self._status.mark_given_up(self.model, False)
             self.is_reviving = self.is_resting = self.is_unloaded = False
-            self.lacks_shared_memory = self._lacks_room = False
+            self.lacks_shared_memory = self.lacks_room = False
             self.fault = ""
             now = time.monotonic()
             self.replaced_regions = {stub.region.name: now for stub, _ in self._replaced} | self.replaced_regions
@@ -275,14 +290,14 @@ class ModelHealer:
 
     def _tell_failure(self, exc: ControlError) -> None:
         """Tell why it cannot be loaded anew, once for each reason."""
-        lacked_room, self._lacks_room = self._lacks_room, isinstance(exc, NoRoomError)
+        lacked_room, self.lacks_room = self.lacks_room, isinstance(exc, NoRoomError)
         self.lacks_shared_memory = _NO_SHARED_MEMORY in str(exc)
         if self._ended or str(exc) == self.fault:
             return
         self.fault = str(exc)
         # How much room there is is another number every time.
-        if not (lacked_room and self._lacks_room):
-            pace = f"every {_ROOM_PAUSE_S:g} s" if self._lacks_room else "ever more rarely"
+        if not (lacked_room and self.lacks_room):
+            pace = f"every {_ROOM_PAUSE_S:g} s" if self.lacks_room else "ever more rarely"
             self._say(f"{self.model}: cannot be loaded anew, and is tried again {pace}: {self.fault}")
 
     def _note_unloaded(self) -> None:
@@ -349,6 +364,7 @@ class Healer:
         self._models: dict[str, ModelHealer] = {}
         # Names of models of which nothing answers.
         self.down: set[str] = set()
+        self._crowded_look = 0.0
 
     def look(self, models: Iterable[str]) -> None:
         """Look at every process once, and start to bring back what needs it.
@@ -387,18 +403,28 @@ class Healer:
         Where others have taken the memory, its end would give nothing back, and its other models answer.
         """
         lacking = [name for name, healer in self._models.items() if healer.lacks_shared_memory]
-        if not lacking:
+        if lacking and (kept := self._count_kept()):
+            return (
+                f"keeps the shared memory of backend processes that were replaced, {kept} of them, and has none left "
+                f"to load {lacking[0]} with"
+            )
+        # To count threads takes a look at every process.
+        crowded = [name for name in self.down if name in self._models and self._models[name].lacks_room]
+        if not crowded or time.monotonic() < self._crowded_look:
             return ""
-        # What was replaced just now is given back a moment later.
-        until = time.monotonic() - _RETIREMENT_S
-        replaced = [healer.replaced_regions for healer in self._models.values()]
-        kept = self.table.count_regions([name for each in replaced for name, at in [*each.items()] if at < until])
-        if not kept:
-            return ""
-        return (
-            f"keeps the shared memory of backend processes that were replaced, {kept} of them, and has none left to "
-            f"load {lacking[0]} with"
-        )
+        self._crowded_look = time.monotonic() + _ROOM_PAUSE_S
+        for name in crowded:
+            kept = self._count_kept()
+            if frees_enough_threads(kept, self._models[name].processes):
+                return (
+                    f"keeps threads of backend processes that were replaced, {kept} of them, and leaves too few to "
+                    f"load {name} with"
+                )
+        return ""
+
+    def _count_kept(self) -> int:
+        """Return of how many replaced processes tritonserver keeps what it had for them."""
+        return self.table.count_regions([name for each in self._models.values() for name in each.list_forgotten()])
 
     def rest(self) -> None:
         """Try nothing any more."""

@@ -169,7 +169,7 @@ FLOORS = {
     "server/following": ("errors", "limits", "locations", "tritonserver"),
     "server/status": ("following",),
     "server/status_port": ("errors", "status"),
-    "server/healing": ("errors", "status", "tritonserver"),
+    "server/healing": ("errors", "limits", "status", "tritonserver"),
     "server/draining": ("endpoints", "healing", "tritonserver"),
     "server/doctor": ("endpoints", "errors", "following", "limits", "locations", "tritonserver"),
     "server/announcement": ("endpoints", "following", "locations"),

@@ -300,6 +300,21 @@ def test_tokens_are_those_that_tokenizer_json_makes_where_transformers_leaves_a_
     assert served.encode(text).ids == told.encode(text).ids
 
 
+@pytest.mark.parametrize(
+    ("types", "named", "has_types"), [(2, None, True), (1, None, False), (2, ["input_ids"], False)]
+)
+def test_the_second_text_of_a_pair_has_its_type_where_tokenizer_json_gives_it_one(
+    types: int, named: list[str] | None, has_types: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Of a tokenizer of no class, transformers 5 leaves the types out that releases before it give to the model."""
+    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
+    BertConfig(type_vocab_size=types).save_pretrained(tmp_path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
+    settings |= {"model_input_names": named} if named else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert ("token_type_ids" in load_tokenizer(tmp_path)("a", "b")) == has_types
+
+
 def test_spaces_in_front_of_a_prompt_are_the_tokens_that_tokenizer_json_makes(tmp_path: Path) -> None:
     """Llama's as it was converted before transformers 5, whose spaces become one token less there."""
     vocabulary = {token: place for place, token in enumerate(["<unk>", "<s>", "</s>", "▁", "x", "▁x"])}

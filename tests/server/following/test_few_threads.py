@@ -144,6 +144,24 @@ def kill_one_of(step: str, server: Running, repository: Path, shortage: str) -> 
     assert {stub.pid for stub in server.find_stubs(step)} >= {stub.pid for stub in others}
 
 
+@as_root
+def test_threads_that_tritonserver_keeps_of_the_dead_are_given_back(served: tuple[Running, Path]) -> None:
+    """2.51 keeps some threads for ever of each model of which a request has failed for a dead process."""
+    server, repository = served
+    step, exhausted = f"{NAME}_model", "keeps threads of backend processes that were replaced, "
+    with few_left(60), Callers(server, repository) as callers:
+        for _ in range(20):
+            answered = callers.answers[1]
+            wait_for(server, lambda _, answered=answered: callers.answers[1] > answered + 20)
+            server.find_stubs(step)[-1].kill()
+            server.wait_for_line((f"{step}: answers again", exhausted), 60)
+            if exhausted in server.lines[server.read - 1]:
+                break
+        server.wait_for_line("tritonserver answers again", 60)
+        answered = callers.answers[1]
+        wait_for(server, lambda _: callers.answers[1] > answered + 100)
+
+
 class MemoryGroup:
     """A control group with a limit on the memory of those who are in it."""
 
