@@ -27,7 +27,7 @@ from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
 from .positions import count_rows_without_position, find_unscaled_length
-from .tokenizer_agreement import follow_file, name_inputs, refuse_other_vocabulary
+from .tokenizer_agreement import follow_file, name_inputs, refuse_other_pieces, refuse_other_vocabulary
 from .tokenizer_refusals import (
     DESCRIBED_BY,
     PASS_BASE,
@@ -115,6 +115,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     refuse_wrong_case(directory, tokenizer)
     refuse_other_vocabulary(directory, tokenizer)
     follow_file(directory, tokenizer)
+    refuse_other_pieces(directory, tokenizer)
     name_inputs(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     return tokenizer

@@ -4,11 +4,16 @@ Of some classes transformers 5 makes the tokenizer anew, by tokenizer_config.jso
 vocabulary alone from tokenizer.json, by which releases before 5, and every program without transformers, go.
 """
 
+import base64
 import json
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -39,6 +44,22 @@ _TEXTS_OF_THE_FILE = (
 )
 _ADDED = 20
 
+_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
+# In small letters, for some tokenizers lower texts before SentencePiece cuts them.
+_TEXTS_OF_PIECES = ("hello world", "a\u00a0b", "x…", "x ½ ²", "x™")
+
+_ASK = """
+import base64, json, sys
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+processor = SentencePieceProcessor(model_file=sys.argv[1])
+texts = [text for text in json.loads(sys.argv[2]) if processor.unk_id() not in processor.encode(text)]
+model = sentencepiece_model_pb2.ModelProto()
+model.ParseFromString(processor.serialized_model_proto())
+charsmap = base64.b64encode(model.normalizer_spec.precompiled_charsmap).decode()
+print(json.dumps({"pieces": {text: processor.encode(text, out_type=str) for text in texts}, "charsmap": charsmap}))
+"""
+
 
 def follow_file(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Have a tokenizer make the tokens that its tokenizer.json says, which the model was trained with.
@@ -56,6 +77,57 @@ def follow_file(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if any(_list_tokens(told, text) != _list_tokens(made, text) for text in texts):
         made.normalizer, made.pre_tokenizer, made.decoder = told.normalizer, told.pre_tokenizer, told.decoder
         _refuse_others(directory, told, tokenizer, texts)
+
+
+def refuse_other_pieces(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that transformers made of a SentencePiece file alone, and that cuts texts otherwise than that.
+
+    As 5 does with Llama's, whose first word it leaves without the mark of a word's beginning.
+
+    Raises:
+        VocabularyError: It does.
+    """
+    path = next((directory / name for name in _SENTENCEPIECE_FILES if (directory / name).is_file()), None)
+    if path is None or (directory / DESCRIBED_BY[0]).is_file():
+        return
+    told = _ask_sentencepiece(path)
+    made = tokenizer.backend_tokenizer
+    if any(pieces != _list_tokens(made, text) for text, pieces in told.pieces.items()) and told.charsmap:
+        # Of some it leaves out the normalizer that the file holds.
+        own = [made.normalizer] if made.normalizer else []
+        made.normalizer = normalizers.Sequence([normalizers.Precompiled(told.charsmap), *own])
+    for text, pieces in told.pieces.items():
+        tokens = _list_tokens(made, text)
+        if pieces != tokens:
+            raise VocabularyError(
+                f"the tokenizer that transformers makes of {path} is another",
+                expected=f"what SentencePiece makes of {text!r}, {_show(pieces)}",
+                got=_show(tokens),
+                remedy="write tokenizer.json beside it with a release of transformers before 5, by "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What SentencePiece says of a model.
+
+    Attributes:
+        pieces: Text → what it cuts it into, of texts of which it knows everything.
+        charsmap: What it changes texts by before that; empty where it does not.
+    """
+
+    pieces: Mapping[str, list[str]]
+    charsmap: bytes
+
+
+def _ask_sentencepiece(path: Path) -> _Told:
+    """Ask the package about a model, in a process of its own: some of its releases crash beside others' libraries."""
+    asked = [sys.executable, "-c", _ASK, str(path), json.dumps(_TEXTS_OF_PIECES)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    # Without the package transformers reads no such file, and one of tiktoken, which may have the same name, is none.
+    answer: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {"pieces": {}, "charsmap": ""}
+    return _Told(pieces=answer["pieces"], charsmap=base64.b64decode(answer["charsmap"]))
 
 
 def name_inputs(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -78,8 +150,8 @@ def _refuse_others(directory: Path, told: Tokenizer, tokenizer: PreTrainedTokeni
         if tokens != others:
             raise VocabularyError(
                 f"the files of the tokenizer in {directory} do not agree on {text!r}",
-                expected=f"what {DESCRIBED_BY[0]} makes of it, {list_some(map(repr, tokens), 6) or 'nothing'}",
-                got=f"{list_some(map(repr, others), 6) or 'nothing'}, by {DESCRIBED_BY[1]} or for want of it",
+                expected=f"what {DESCRIBED_BY[0]} makes of it, {_show(tokens)}",
+                got=f"{_show(others)}, by {DESCRIBED_BY[1]} or for want of it",
                 remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or have "
                 f"{DESCRIBED_BY[0]} taken as it is, with these in {DESCRIBED_BY[1]}: {_describe_as_it_is(tokenizer)}",
             )
@@ -134,6 +206,10 @@ def _list_tokens(tokenizer: Tokenizer, text: str) -> list[str]:
         return []
     # It may be told to pad every text.
     return [token for token, counts in zip(encoding.tokens, encoding.attention_mask, strict=True) if counts]
+
+
+def _show(tokens: Sequence[str]) -> str:
+    return " ".join([*tokens[:8], *(["..."] if len(tokens) > 8 else [])]) or "nothing"
 
 
 def _list_texts_of_added(tokenizer: Tokenizer) -> list[str]:

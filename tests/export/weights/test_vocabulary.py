@@ -1,6 +1,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -482,6 +484,38 @@ def test_a_sentencepiece_file_beside_config_json_alone_is_a_tokenizer(
     (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\xff")
     with pytest.raises(CheckpointError, match="needs the package sentencepiece: "):
         load_tokenizer(tmp_path)
+
+
+TRAIN = """
+import sys
+import sentencepiece
+
+texts = [f"hello {word} world a b x... 1/2 trained models are served" for word in ("big", "small", "new")] * 50
+with open(sys.argv[1], "wb") as file:
+    options = {"vocab_size": 60, "model_type": sys.argv[2], "hard_vocab_limit": False, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=file, **options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "config"),
+    [("spm.model", "unigram", DebertaV2Config()), ("tokenizer.model", "bpe", LlamaConfig())],
+)
+def test_what_is_made_of_a_sentencepiece_file_cuts_texts_as_that_does_or_is_refused(
+    name: str, kind: str, config: PretrainedConfig, tmp_path: Path
+) -> None:
+    """transformers 5 leaves the normalizer out of DeBERTa-v2's, and the mark of a first word's beginning of Llama's."""
+    pytest.importorskip("sentencepiece", reason="`pip install sentencepiece==0.2.1`")
+    # In a process of its own: it does not go with torch's.
+    subprocess.run([sys.executable, "-c", TRAIN, str(tmp_path / name), kind], check=True)
+    config.save_pretrained(tmp_path)
+    if kind == "bpe":
+        with pytest.raises(VocabularyError, match="is another: expected what SentencePiece makes of 'hello world', ▁"):
+            load_tokenizer(tmp_path)
+        return
+    tokenizer = load_tokenizer(tmp_path)
+    for text in ("hello world", "a\u00a0b x\u2026"):
+        assert tokenizer.tokenize(text) == tokenizer.tokenize(text.replace("\u00a0", " ").replace("\u2026", "..."))
 
 
 def test_special_tokens_alone_are_no_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
