@@ -214,5 +214,6 @@ def _show(tokens: Sequence[str]) -> str:
 
 def _list_texts_of_added(tokenizer: Tokenizer) -> list[str]:
     """Return texts with tokens that were added, which may take the spaces around them, or leave them."""
-    added = sorted(token.content for token in tokenizer.get_added_tokens_decoder().values())[:_ADDED]
-    return [text for token in added for text in (f"x {token} x", f"{token}x", f" {token}")]
+    # Those of the user before the special ones, of which T5 has a hundred.
+    added = sorted((token.special, token.content) for token in tokenizer.get_added_tokens_decoder().values())
+    return [text for _, token in added[:_ADDED] for text in (f"x {token} x", f"{token}x", f" {token}")]
