@@ -116,8 +116,8 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     refuse_other_vocabulary(directory, tokenizer)
     follow_file(directory, tokenizer)
     refuse_other_pieces(directory, tokenizer)
-    name_inputs(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
+    name_inputs(directory, tokenizer)
     return tokenizer
 
 

@@ -29,18 +29,20 @@ _WORDS = 50
 # What tokenizer.json alone may take otherwise: characters with others of the same meaning, spaces at either end,
 # control characters, half-width and full-width signs, pictures.
 _TEXTS_OF_THE_FILE = (
-    *(
-        "a\u00a0b",
-        "…",
-        "\ufb01 ½ ² ™ \uff21",
-        "e\u0301 \u212b",
-        "\uff76\uff9e",
-        "你好\uff0c世界。",
-        "🙂x",
-        "don't",
-        "1\u202f000,5",
-    ),
-    *("  x", " x", "x ", "a\tb", "x\ny"),
+    "a\u00a0b",
+    "…",
+    "\ufb01 ½ ² ™ \uff21",
+    "e\u0301 \u212b",
+    "\uff76\uff9e",
+    "你好\uff0c世界。",
+    "🙂x",
+    "don't",
+    "1\u202f000,5",
+    "  x",
+    " x",
+    "x ",
+    "a\tb",
+    "x\ny",
 )
 _ADDED = 20
 

@@ -154,7 +154,9 @@ FLOORS = {
     "export/checkpoints/storage": ("remedies",),
     "export/checkpoints/stored_checkpoint": ("state_dict", "storage"),
     "export/checkpoints/pickles": ("remedies", "storage"),
-    "export/checkpoints/plain": ("pickles", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    "export/checkpoints/plain": (
+        *("adapter_names", "pickles", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
+    ),
     "export/checkpoints/deepspeed": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
     "export/checkpoints/fsdp": ("pickles", "plain", "remedies", "storage", "stored_checkpoint", "wrapper_names"),
     "export/checkpoints/megatron": ("deepspeed", "pickles", "remedies", "storage", "stored_checkpoint"),
