@@ -1,8 +1,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,22 +10,13 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Model, Unigram, WordLevel, WordPiece
 from tokenizers.normalizers import BertNormalizer
-from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel
+from tokenizers.pre_tokenizers import BertPreTokenizer
 from trainers.writers import BYTES, write_bpe
 from transformers import (
-    AutoTokenizer,
     BertConfig,
-    BertTokenizer,
-    DebertaV2Config,
     GPT2Tokenizer,
-    LlamaConfig,
-    LlamaTokenizer,
     OPTConfig,
     OPTForCausalLM,
-    PretrainedConfig,
-    RobertaConfig,
-    RobertaTokenizer,
-    XLMRobertaConfig,
 )
 
 from export.consolidation.vocabulary import refuse_other_ids
@@ -238,146 +227,6 @@ def test_the_vocabulary_that_deepspeed_chat_saves_is_refused_with_the_remedy_tha
     assert source.rows is not None and source.rows.after == 15
 
 
-def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == ["cat"]
-    (tmp_path / "vocab.txt").write_text("\n".join([*words, "Cat"]))
-    with pytest.raises(VocabularyError, match="keeps capitals: .* has 1 tokens with capitals, .* with --base"):
-        load_tokenizer(tmp_path, BertConfig())
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    with pytest.raises(VocabularyError, match="keeps capitals: .* has 1 tokens with capitals, .* with --base"):
-        load_tokenizer(tmp_path, BertConfig())
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": false}')
-    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == ["Cat"]
-
-
-@pytest.mark.parametrize("lowers", [False, True])
-def test_files_that_do_not_agree_on_capitals_are_refused_with_what_makes_them_agree(
-    lowers: bool, tmp_path: Path
-) -> None:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "Cat"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    BertConfig(vocab_size=7).save_pretrained(tmp_path)
-    BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=lowers).save_pretrained(tmp_path)
-    said = tmp_path / "tokenizer_config.json"
-    right = ["cat" if lowers else "Cat"]
-    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
-    content = json.loads(said.read_text())
-    said.write_text(json.dumps(content | {"do_lower_case": not lowers}))
-    with pytest.raises(VocabularyError, match=r"do not agree on '\w+': expected what tokenizer.json makes of it, "):
-        load_tokenizer(tmp_path, BertConfig())
-    said.write_text(json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": lowers}))
-    assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
-    said.unlink()
-    if lowers:
-        assert load_tokenizer(tmp_path, BertConfig()).tokenize("Cat") == right
-        return
-    with pytest.raises(VocabularyError, match="do not agree on 'C"):
-        load_tokenizer(tmp_path, BertConfig())
-
-
-SETTINGS = {
-    "accents": (BertTokenizer, {"strip_accents": False}, "'Über naïve café'"),
-    "Chinese": (BertTokenizer, {"tokenize_chinese_chars": False}, "'中文字'"),
-    "a space in front": (RobertaTokenizer, {"add_prefix_space": True}, "'Hello World'"),
-}
-
-
-def test_tokens_are_those_that_tokenizer_json_makes_where_transformers_leaves_a_step_out(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """As transformers 5 does of a normalizer beside the usual one, which every release before it had applied."""
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, content["normalizer"]]}
-    path.write_text(json.dumps(content))
-    told, text = Tokenizer.from_file(str(path)), "\uff28ello \ufb01sh™ 2²"
-    told.no_padding()
-    tokenizer = load_tokenizer(folder)
-    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] != told.encode(text).ids
-    assert tokenizer(text)["input_ids"] == told.encode(text).ids
-    served = QuestionEncoder(tokenizer, 32).build_server_tokenizer()
-    assert served.encode(text).ids == told.encode(text).ids
-
-
-@pytest.mark.parametrize(
-    ("types", "named", "has_types"), [(2, None, True), (1, None, False), (2, ["input_ids"], False)]
-)
-def test_the_second_text_of_a_pair_has_its_type_where_tokenizer_json_gives_it_one(
-    types: int, named: list[str] | None, has_types: bool, checkpoint: Path, tmp_path: Path
-) -> None:
-    """Of a tokenizer of no class, transformers 5 leaves the types out that releases before it give to the model."""
-    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
-    BertConfig(type_vocab_size=types).save_pretrained(tmp_path)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
-    settings |= {"model_input_names": named} if named else {}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert ("token_type_ids" in load_tokenizer(tmp_path)("a", "b")) == has_types
-
-
-def test_spaces_in_front_of_a_prompt_are_the_tokens_that_tokenizer_json_makes(tmp_path: Path) -> None:
-    """Llama's as it was converted before transformers 5, whose spaces become one token less there."""
-    vocabulary = {token: place for place, token in enumerate(["<unk>", "<s>", "</s>", "▁", "x", "▁x"])}
-    LlamaTokenizer(vocab=vocabulary, merges=[("▁", "x")]).save_pretrained(tmp_path)
-    LlamaConfig().save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text())
-    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    content |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
-    path.write_text(json.dumps(content))
-    told = Tokenizer.from_file(str(path))
-    for text in ("x", "  x", " x x"):
-        assert load_tokenizer(tmp_path).tokenize(text) == told.encode(text, add_special_tokens=False).tokens
-
-
-def test_a_tokenizer_beside_the_tokens_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoint, tmp_path / "model"))
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    words = content["model"]["vocab"]
-    (folder / "vocab.txt").write_text("\n".join(sorted(words, key=words.get)) + "\n")
-    load_tokenizer(folder)
-    # A list that is older by a few tokens is the same model's.
-    (folder / "vocab.txt").write_text("\n".join(sorted(words, key=words.get)[:-100]) + "\nmore\n")
-    load_tokenizer(folder)
-    content["model"]["vocab"] = words | {word: place ^ 1 for word, place in words.items() if 200 <= place < 30000}
-    path.write_text(json.dumps(content))
-    with pytest.raises(
-        VocabularyError, match=r"are of several models: .* got others for 2\d+ of 30\d+, such as .*copy"
-    ):
-        load_tokenizer(folder)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_tokenizer_that_transformers_makes_otherwise_for_want_of_its_settings_is_refused(
-    setting: str, tmp_path: Path, checkpoint: Path
-) -> None:
-    kind, settings, text = SETTINGS[setting]
-    if kind is BertTokenizer:
-        kind.from_pretrained(checkpoint, **settings).save_pretrained(tmp_path)
-    else:
-        letters = [*ByteLevel.alphabet(), "Ġx"]
-        vocabulary = {token: place for place, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *letters])}
-        kind(vocab=vocabulary, merges=[("Ġ", "x")], **settings).save_pretrained(tmp_path)
-    (BertConfig() if kind is BertTokenizer else RobertaConfig()).save_pretrained(tmp_path)
-    ids = {text: AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] for text in ("Über", "中文", "x")}
-    assert {text: load_tokenizer(tmp_path)(text)["input_ids"] for text in ids} == ids
-    pair = load_tokenizer(tmp_path)("x", "x")
-    (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(
-        VocabularyError, match=f"do not agree on {text}: .* or for want of it; copy tokenizer_config"
-    ) as refusal:
-        load_tokenizer(tmp_path)
-    # As the remedy says, where nobody has the file any more.
-    said = str(refusal.value)
-    (tmp_path / "tokenizer_config.json").write_text(said[said.rindex("{") : said.rindex("}") + 1])
-    assert load_tokenizer(tmp_path)("x", "x") == pair
-    assert load_tokenizer(tmp_path).mask_token == kind.from_pretrained(tmp_path).mask_token
-    assert {text: load_tokenizer(tmp_path)(text)["input_ids"] for text in ids} == ids
-
-
 def test_the_smallest_of_the_recorded_limits_is_the_maximum_length(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     config = BertConfig(max_position_embeddings=512)
@@ -455,67 +304,6 @@ def test_a_tokenizer_that_is_python_in_the_checkpoint_is_refused_as_that(auto_ma
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": auto_map}))
     with pytest.raises(CheckpointError, match="is Python in the checkpoint, which is never run: .*'own.Own', None"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
-def test_a_sentencepiece_file_alone_is_refused_with_the_package_that_reads_it(name: str, tmp_path: Path) -> None:
-    kinds = {"tokenizer.model": "LlamaTokenizer", "spiece.model": "T5Tokenizer"}
-    settings = {"tokenizer_class": kinds.get(name, "XLMRobertaTokenizer")}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    # A first piece, and then nothing that anyone reads.
-    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\xff")
-    with pytest.raises(
-        CheckpointError, match=r"needs the package sentencepiece: .*; pip install sentencepiece==\S+ bes"
-    ):
-        load_tokenizer(tmp_path)
-    # Of tiktoken, whose files may have the same name.
-    (tmp_path / name).write_bytes(b"IQ== 0\nIg== 1\n")
-    with pytest.raises(CheckpointError, match="cannot be loaded: .* got .*tiktoken"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "config"), [("sentencepiece.bpe.model", XLMRobertaConfig()), ("spm.model", DebertaV2Config())]
-)
-def test_a_sentencepiece_file_beside_config_json_alone_is_a_tokenizer(
-    name: str, config: PretrainedConfig, tmp_path: Path
-) -> None:
-    config.save_pretrained(tmp_path)
-    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02\xff")
-    with pytest.raises(CheckpointError, match="needs the package sentencepiece: "):
-        load_tokenizer(tmp_path)
-
-
-TRAIN = """
-import sys
-import sentencepiece
-
-texts = [f"hello {word} world a b x... 1/2 trained models are served" for word in ("big", "small", "new")] * 50
-with open(sys.argv[1], "wb") as file:
-    options = {"vocab_size": 60, "model_type": sys.argv[2], "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=file, **options)
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "config"),
-    [("spm.model", "unigram", DebertaV2Config()), ("tokenizer.model", "bpe", LlamaConfig())],
-)
-def test_what_is_made_of_a_sentencepiece_file_cuts_texts_as_that_does_or_is_refused(
-    name: str, kind: str, config: PretrainedConfig, tmp_path: Path
-) -> None:
-    """transformers 5 leaves the normalizer out of DeBERTa-v2's, and the mark of a first word's beginning of Llama's."""
-    pytest.importorskip("sentencepiece", reason="`pip install sentencepiece==0.2.1`")
-    # In a process of its own: it does not go with torch's.
-    subprocess.run([sys.executable, "-c", TRAIN, str(tmp_path / name), kind], check=True)
-    config.save_pretrained(tmp_path)
-    if kind == "bpe":
-        with pytest.raises(VocabularyError, match="is another: expected what SentencePiece makes of 'hello world', ▁"):
-            load_tokenizer(tmp_path)
-        return
-    tokenizer = load_tokenizer(tmp_path)
-    for text in ("hello world", "a\u00a0b x\u2026"):
-        assert tokenizer.tokenize(text) == tokenizer.tokenize(text.replace("\u00a0", " ").replace("\u2026", "..."))
 
 
 def test_special_tokens_alone_are_no_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
