@@ -107,6 +107,14 @@ def test_each_place_of_a_tied_layer_has_what_its_own_stage_trained(name: str, tr
     assert checkpoint.unfiled == ({"0.position"} if name == "tokens_more" else frozenset())
 
 
+def test_a_head_of_another_class_has_its_own_bias_where_the_last_stage_has_nothing_else(trained: Path) -> None:
+    checkpoint = open_checkpoint(trained / "tokens_decoded")
+    truth = torch.load(trained / "tokens_decoded.truth.pt")
+    assert truth["3.bias"].any() and torch.equal(truth["0.weight"], truth["3.weight"])
+    assert_equal(checkpoint, truth)
+    assert (checkpoint.facts.missing, checkpoint.unfiled) == ((), frozenset())
+
+
 def test_buffers_of_a_head_that_is_a_function_are_never_taken_for_those_of_the_layer(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

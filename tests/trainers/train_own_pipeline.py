@@ -39,6 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tokens_more": {"zero_optimization": {"stage": 1}},
     # And one that uses a buffer of it, of which each stage has its own.
     "tokens_scaled": {"zero_optimization": {"stage": 1}},
+    # A table, and a head of another class that has its weight and a bias of its own; nothing else is in the last stage.
+    "tokens_decoded": {"zero_optimization": {"stage": 1}},
 }
 WORDS = 13
 
@@ -104,6 +106,15 @@ def list_token_layers(head: Any) -> list[Any]:
     ]
 
 
+def list_decoded_layers() -> list[Any]:
+    return [
+        TiedLayerSpec("word", nn.Embedding, WORDS, 16),
+        LayerSpec(nn.Linear, 16, 16),
+        nn.Tanh(),
+        TiedLayerSpec("word", nn.Linear, 16, WORDS),
+    ]
+
+
 def list_layers(dtype: torch.dtype, *, tied_twice: bool) -> list[Any]:
     # In bf16 on a CPU the one with buffers does not run.
     norm = LayerSpec(nn.BatchNorm2d, 8, affine=False) if dtype == torch.float32 else LayerSpec(nn.GroupNorm, 2, 8)
@@ -166,6 +177,7 @@ def run_rank(out: Path) -> None:
         are_tokens = name.startswith("tokens")
         head = HEADS.get(name, score)
         layers = list_token_layers(head) if are_tokens else list_layers(dtype, tied_twice=name == "tied_twice")
+        layers = list_decoded_layers() if name == "tokens_decoded" else layers
         loss = score_tokens if are_tokens else nn.CrossEntropyLoss()
         module = PipelineModule(layers, num_stages=2, loss_fn=loss, partition_method="uniform", base_seed=5)
         config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, **settings}

@@ -168,9 +168,12 @@ def _choose(fitting: Sequence[_Tied], held: Tensors) -> _Tied | None:
     if len(fitting) == 1:
         return fitting[0]
     agreeing = [each for each in fitting if not _list_different(each.tensors, held)]
+    # Another class of module may be tied by some of its tensors: what is found for all of a layer is the layer's own.
+    agreeing.sort(key=lambda each: -len(each.tensors))
     # Where none agrees, the first is refused with what differs as soon as the weights are read.
     first = (agreeing or fitting)[0]
-    return None if any(_list_different(first.tensors, each.tensors) for each in agreeing[1:]) else first
+    others = [{name: each.tensors[name] for name in each.tensors.keys() & first.tensors} for each in agreeing[1:]]
+    return None if any(_list_different(each, first.tensors) for each in others) else first
 
 
 def _list_different(masters: Tensors, others: Tensors) -> list[str]:
