@@ -301,7 +301,8 @@ def find_output_width(model: PreTrainedModel, output: str = "last_hidden_state")
         output: What transformers calls it.
 
     Raises:
-        ModelError: It computes nothing of a text alone, such as Marian's, which wants the beginning of another one.
+        ModelError: It computes nothing of a text alone, such as Marian's, which wants the beginning of another one, or
+            of a text of one token, such as a Nystromformer's with fewer landmarks than its segments are long.
     """
     ids = torch.zeros(1, 1, dtype=torch.int64)
     try:
@@ -313,6 +314,14 @@ def find_output_width(model: PreTrainedModel, output: str = "last_hidden_state")
             expected="a model that is given a text and nothing else",
             got=f"'{exc}'",
             remedy="save it with its head and pass --task text2text-generation, or pass --factory with its encoder",
+        ) from exc
+    # Of shapes that do not fit, and of places that are not there.
+    except (RuntimeError, IndexError) as exc:
+        raise ModelError(
+            f"{type(model).__name__} computes nothing of a text of one token, as config.json describes it",
+            expected="a model that takes texts of every length up to its limit",
+            got=f"'{exc}'",
+            remedy="correct config.json, or pass --factory with a module that takes it to a length it computes",
         ) from exc
     return width
 

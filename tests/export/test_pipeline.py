@@ -18,6 +18,7 @@ import torch
 from harness import CHECKOUT, Finished, Published, fingerprint, run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from trainers.architectures import ARCHITECTURES, Architecture, save_model
 from transformers import AutoModel
 
 from export.errors import CheckpointError
@@ -295,7 +296,49 @@ def test_a_model_that_fails_the_gate_is_not_published(copy: Path, repository: Pa
     assert done.code == 1
     assert "FAILED" in done.err
     assert "error: the ONNX model is not equal to the checkpoint in 18 of 18 cases, worst in '1 token'" in done.err
+    assert "where padding stands beside it" not in done.err
     assert fingerprint(repository) == before
+
+
+WITHOUT_PADDING = """
+from transformers import AutoConfig, ConvBertModel
+
+
+class Vectors(ConvBertModel):
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
+
+
+def build():
+    return Vectors(AutoConfig.from_pretrained({folder!r}, attn_implementation="eager"))
+"""
+TOKENS = {"shape": ["batch", "tokens"], "dtype": "int64"}
+INPUTS = {
+    "inputs": {
+        "input_ids": {**TOKENS, "values": {"integers": [0, 600]}},
+        "attention_mask": {**TOKENS, "values": "mask"},
+    },
+    "outputs": ["vectors"],
+    "dims": {"tokens": {"min": 1, "max": 32}},
+}
+
+
+def test_a_model_that_sees_the_padding_is_refused_with_what_never_pads(tmp_path: Path, export_cli: Cli) -> None:
+    """ConvBERT's convolutions see the token beside another, whatever the mask says."""
+    folder, repository = tmp_path / "conv", tmp_path / "models"
+    save_model(Architecture("ConvBertModel", {**ARCHITECTURES["bert features"].options, "embedding_size": 64}), folder)
+    done = export_cli("run", str(folder), "--name", "conv", "--repository", str(repository))
+    assert done.code == 1
+    assert "in torch the checkpoint itself answers a row otherwise where padding stands beside it (max abs " in done.err
+    assert "so pass --factory with its module" in done.err
+    assert not repository.exists()
+    module, spec = tmp_path / "model.py", tmp_path / "inputs.json"
+    module.write_text(WITHOUT_PADDING.format(folder=str(folder)))
+    spec.write_text(json.dumps(INPUTS))
+    own = ("--factory", f"{module}:build", "--inputs", str(spec))
+    done = export_cli("run", str(folder), *own, "--name", "conv", "--repository", str(repository))
+    assert done.code == 0, done.err
+    assert "so tokens must not be padded" in done.err + done.out
 
 
 @pytest.mark.parametrize("name", ["a/b", ".hidden", ""])

@@ -9,7 +9,7 @@ from harness import run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from trainers.architectures import build_several
-from transformers import CanineConfig, MarianConfig, MarianModel
+from transformers import CanineConfig, MarianConfig, MarianModel, NystromformerConfig, NystromformerModel
 
 from export.checkpoints import open_checkpoint
 from export.consolidation.consolidate import consolidate
@@ -262,4 +262,11 @@ def test_a_model_that_wants_the_beginning_of_another_text_has_no_vectors_of_one(
     with pytest.raises(
         ModelError, match="MarianModel has no states of a text alone: .* save it with its head and pass"
     ):
+        find_output_width(model)
+
+
+def test_a_model_that_computes_no_text_of_one_token_is_refused() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = NystromformerModel(NystromformerConfig(**sizes, segment_means_seq_len=8, num_landmarks=4))
+    with pytest.raises(ModelError, match=r"NystromformerModel computes nothing of a text of one token, .*; correct"):
         find_output_width(model)
