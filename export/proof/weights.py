@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from ..artefacts import Artefacts, hash_file
 from ..engines.engine import Engine
@@ -86,7 +86,8 @@ def _check_weights(task: TextGeneration, files: Artefacts, dtype: str) -> int:
 
 
 def _check_tokenizer(task: TextGeneration, files: Artefacts, _: str) -> int:
-    tokenizer = AutoTokenizer.from_pretrained(files.graph.parent, local_files_only=True, trust_remote_code=False)
+    # As its class is written there: vLLM comes with a transformers that goes by it, whatever the architecture.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(files.graph.parent, local_files_only=True)
     for text in task.texts:
         wanted, found = task.tokenizer(text)["input_ids"], tokenizer(text)["input_ids"]
         if wanted != found:

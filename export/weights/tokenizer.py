@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..checkpoints.plain.sentence_modules import read_transformer_settings
@@ -44,6 +44,8 @@ from .vocabulary_options import AddedToken
 # The first CLIP's configurations say 0 and 2 of the beginning and the end of texts, whatever its tokenizer has. With
 # this end transformers goes by the highest id (modeling_clip.py, CLIPTextTransformer.forward).
 _CLIPS_OLD_END = 2
+# Before transformers 5 and since: tokenizer.json as it is.
+_NO_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # What may belong to it and is no tokenizer alone.
 _MORE_FILES = (
     "special_tokens_map.json",
@@ -90,10 +92,7 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
         # Our own output goes to the server's workers; a fork after tokenising would only print a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         with _under_usual_names(directory) as folder:
-            described = {} if (directory / "config.json").is_file() or config is None else {"config": config}
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, **described
-            )
+            tokenizer = _load(folder, config)
     except CheckpointError:
         raise
     # What a damaged tokenizer raises is up to the library that reads it: OSError, ValueError, a bare Exception, ...
@@ -118,6 +117,19 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     refuse_other_pieces(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
     name_inputs(directory, tokenizer)
+    return tokenizer
+
+
+def _load(folder: Path, config: PretrainedConfig | None) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase
+    settings = read_json_beside(folder / DESCRIBED_BY[1])
+    is_plain = settings.get("tokenizer_class") in _NO_CLASSES and "auto_map" not in settings
+    if is_plain and (folder / DESCRIBED_BY[0]).is_file():
+        # Of some architectures, such as Qwen2, transformers 5 takes their own class in its place, with its own rules.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    else:
+        described = {} if (folder / "config.json").is_file() or config is None else {"config": config}
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **described)
     return tokenizer
 
 

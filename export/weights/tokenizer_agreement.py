@@ -46,6 +46,20 @@ _TEXTS_OF_THE_FILE = (
 )
 _ADDED = 20
 
+# Whether a text begins and ends with a special token.
+_ENDS = ("add_bos_token", "add_eos_token")
+# Which releases before 5 frame texts by these alone, when they load a tokenizer.
+_FRAMED_BY_SETTINGS = ("CodeLlamaTokenizer", "CohereTokenizer", "GemmaTokenizer", "GPTNeoXTokenizer", "LlamaTokenizer")
+# Whose `model_input_names` had token_type_ids in 4.57 and have none in 5.
+_TYPED_BEFORE_5 = (
+    "AlbertTokenizer",
+    "FunnelTokenizer",
+    "HerbertTokenizer",
+    "RemBertTokenizer",
+    "RoFormerTokenizer",
+    "SplinterTokenizer",
+)
+
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
 # In small letters, for some tokenizers lower texts before SentencePiece cuts them.
 _TEXTS_OF_PIECES = ("hello world", "a\u00a0b", "x…", "x ½ ²", "x™")
@@ -74,11 +88,52 @@ def follow_file(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if type(tokenizer) is PreTrainedTokenizerFast or not path.is_file():
         return
     told, made = Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer
+    told.no_padding()
+    told.no_truncation()
     _refuse_others(directory, told, tokenizer, (*_TEXTS_OF_SETTINGS, *_list_words(told)))
-    texts = (*_TEXTS_OF_THE_FILE, *_list_texts_of_added(told))
-    if any(_list_tokens(told, text) != _list_tokens(made, text) for text in texts):
-        made.normalizer, made.pre_tokenizer, made.decoder = told.normalizer, told.pre_tokenizer, told.decoder
-        _refuse_others(directory, told, tokenizer, texts)
+    if told.get_vocab(with_added_tokens=False) == made.get_vocab(with_added_tokens=False):
+        made.model = told.model
+    made.normalizer, made.pre_tokenizer, made.decoder = told.normalizer, told.pre_tokenizer, told.decoder
+    _refuse_others(directory, told, tokenizer, (*_TEXTS_OF_THE_FILE, *_list_texts_of_added(told)))
+    _follow_frame(directory, told, tokenizer)
+
+
+def _follow_frame(directory: Path, told: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have texts stand between the special tokens, and have the types, that tokenizer.json gives them.
+
+    Raises:
+        VocabularyError: Settings by which releases before 5 or since go, whatever that says, say otherwise.
+    """
+    made = tokenizer.backend_tokenizer
+    expected, got = _show_frame(told), _show_frame(made)
+    settings = read_json_beside(directory / DESCRIBED_BY[1])
+    # The language in front of a text is a setting, and the file has that of whoever saved it.
+    if expected == got or settings.get("src_lang"):
+        return
+    if settings and (type(tokenizer).__name__ in _FRAMED_BY_SETTINGS or any(settings.get(name) for name in _ENDS)):
+        if not any(told.num_special_tokens_to_add(is_pair) for is_pair in (False, True)):
+            # They add to what the file leaves bare, as in some of Llama's relatives.
+            return
+        raise VocabularyError(
+            f"the files of the tokenizer in {directory} do not agree on what stands around a text",
+            expected=f"what {DESCRIBED_BY[0]} puts there, {expected}",
+            got=f"{got}, by {' and '.join(_ENDS)} in {DESCRIBED_BY[1]} or for want of them",
+            remedy=_describe_remedy(tokenizer),
+        )
+    made.post_processor = told.post_processor
+
+
+def _show_frame(tokenizer: Tokenizer) -> str:
+    """Return what a text and a pair become, with the type of each token that has another than 0."""
+    encodings = [tokenizer.encode("x"), tokenizer.encode("x", "x")]
+    return " and ".join(
+        repr(
+            " ".join(
+                f"{token}:{kind}" if kind else token for token, kind in zip(each.tokens, each.type_ids, strict=True)
+            )
+        )
+        for each in encodings
+    )
 
 
 def refuse_other_pieces(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -135,12 +190,15 @@ def _ask_sentencepiece(path: Path) -> _Told:
 def name_inputs(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Have the second text of a pair its own type, where tokenizer.json gives it one and the model was made for two.
 
-    Of a tokenizer of no class, whose settings name no inputs, releases of transformers before 5 hand the types to the
-    model; 5 leaves them out.
+    Of a tokenizer of no class and of some classes, whose settings name no inputs, releases of transformers before 5
+    hand the types to the model; 5 leaves them out, and writes that it saved a tokenizer.
     """
     types = read_json_beside(directory / "config.json").get("type_vocab_size")
-    is_named = "model_input_names" in read_json_beside(directory / DESCRIBED_BY[1])
-    if is_named or type(tokenizer) is not PreTrainedTokenizerFast or not isinstance(types, int) or types < 2:
+    settings = read_json_beside(directory / DESCRIBED_BY[1])
+    is_untyped = type(tokenizer) is PreTrainedTokenizerFast or (
+        type(tokenizer).__name__ in _TYPED_BEFORE_5 and "backend" not in settings
+    )
+    if "model_input_names" in settings or not is_untyped or not isinstance(types, int) or types < 2:
         return
     if len({*tokenizer.backend_tokenizer.encode("a", "b").type_ids}) > 1:
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
@@ -154,16 +212,18 @@ def _refuse_others(directory: Path, told: Tokenizer, tokenizer: PreTrainedTokeni
                 f"the files of the tokenizer in {directory} do not agree on {text!r}",
                 expected=f"what {DESCRIBED_BY[0]} makes of it, {_show(tokens)}",
                 got=f"{_show(others)}, by {DESCRIBED_BY[1]} or for want of it",
-                remedy=f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or have "
-                f"{DESCRIBED_BY[0]} taken as it is, with these in {DESCRIBED_BY[1]}: {_describe_as_it_is(tokenizer)}",
+                remedy=_describe_remedy(tokenizer),
             )
 
 
-def _describe_as_it_is(tokenizer: PreTrainedTokenizerBase) -> str:
+def _describe_remedy(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return settings that have tokenizer.json taken as it is, for the same special tokens and inputs of the model."""
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name.endswith("_token")}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": tokenizer.model_input_names}
-    return json.dumps(settings | tokens, ensure_ascii=False)
+    return (
+        f"copy {DESCRIBED_BY[1]} from the model that the checkpoint was trained from, or have {DESCRIBED_BY[0]} taken "
+        f"as it is, with these in {DESCRIBED_BY[1]}: {json.dumps(settings | tokens, ensure_ascii=False)}"
+    )
 
 
 def refuse_other_vocabulary(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

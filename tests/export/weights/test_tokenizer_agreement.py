@@ -4,19 +4,29 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordPiece
+from tokenizers.normalizers import Replace, Sequence
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AlbertConfig,
+    AlbertTokenizer,
     AutoTokenizer,
     BertConfig,
     BertTokenizer,
     DebertaV2Config,
+    GPTNeoXConfig,
+    GPTNeoXTokenizer,
     LlamaConfig,
     LlamaTokenizer,
     PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
     RobertaConfig,
     RobertaTokenizer,
     XLMRobertaConfig,
@@ -167,6 +177,30 @@ def test_a_tokenizer_that_transformers_makes_otherwise_for_want_of_its_settings_
     assert {text: load_tokenizer(tmp_path)(text)["input_ids"] for text in ids} == ids
 
 
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_of_no_class_is_taken_as_it_is_whatever_the_architecture_has_usually(
+    named: str, tmp_path: Path
+) -> None:
+    """transformers 5 makes Qwen2's own of it, which cuts numbers into digits."""
+    letters = {token: place for place, token in enumerate(["<end>", *ByteLevel.alphabet(), "23"])}
+    trained = Tokenizer(BPE(letters, [("2", "3")]))
+    trained.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=trained, eos_token="<end>").save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=300).save_pretrained(tmp_path)
+    said = tmp_path / "tokenizer_config.json"
+    content = json.loads(said.read_text())
+    said.write_text(json.dumps(content | {"tokenizer_class": named}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.tokenize("23"), tokenizer.eos_token) == (["23"], "<end>")
+    said.write_text(json.dumps(content | {"tokenizer_class": "Qwen2Tokenizer"}))
+    with pytest.raises(VocabularyError, match="do not agree on 'a-b, c. 1,234'") as refusal:
+        load_tokenizer(tmp_path)
+    told = str(refusal.value)
+    said.write_text(told[told.rindex("{") : told.rindex("}") + 1])
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.tokenize("23"), tokenizer.eos_token) == (["23"], "<end>")
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
 def test_a_sentencepiece_file_alone_is_refused_with_the_package_that_reads_it(name: str, tmp_path: Path) -> None:
     kinds = {"tokenizer.model": "LlamaTokenizer", "spiece.model": "T5Tokenizer"}
@@ -226,3 +260,88 @@ def test_what_is_made_of_a_sentencepiece_file_cuts_texts_as_that_does_or_is_refu
     tokenizer = load_tokenizer(tmp_path)
     for text in ("hello world", "a\u00a0b x\u2026"):
         assert tokenizer.tokenize(text) == tokenizer.tokenize(text.replace("\u00a0", " ").replace("\u2026", "..."))
+
+
+def change_file(folder: Path, change: Callable[[Tokenizer], None]) -> Tokenizer:
+    """Change tokenizer.json and nothing beside it, as whoever changes the tokenizer in training and saves it."""
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    change(tokenizer)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def frame_by_itself(tokenizer: Tokenizer) -> None:
+    special = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A", pair="[CLS] $A [SEP] [SEP]:1 $B:1", special_tokens=special
+    )
+
+
+def replace_quotes(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer = Sequence([Replace("’", "'"), tokenizer.normalizer])
+
+
+def cut_long_words(tokenizer: Tokenizer) -> None:
+    content = json.loads(tokenizer.to_str())
+    tokenizer.model = WordPiece(content["model"]["vocab"], unk_token="[UNK]", max_input_chars_per_word=20)
+
+
+@pytest.mark.parametrize("change", [frame_by_itself, replace_quotes, cut_long_words])
+def test_every_step_of_tokenizer_json_is_taken(
+    change: Callable[[Tokenizer], None], checkpoint: Path, tmp_path: Path
+) -> None:
+    """transformers 5 makes those of BERT's class anew."""
+    BertTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path)
+    BertConfig().save_pretrained(tmp_path)
+    text = "it’s internationalinternational"
+    before = load_tokenizer(tmp_path)(text, text)
+    told = change_file(tmp_path, change).encode(text, text)
+    made = load_tokenizer(tmp_path)(text, text)
+    assert (made["input_ids"], made["token_type_ids"]) == (told.ids, told.type_ids)
+    assert made["input_ids"] != before["input_ids"]
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_the_second_text_of_a_pair_has_its_type_where_its_class_had_one_when_it_was_saved(
+    is_older: bool, tmp_path: Path
+) -> None:
+    """Before transformers 5 ALBERT's handed the types to the model."""
+    pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "▁", "x"]
+    AlbertTokenizer(vocab=[(piece, -1.0) for piece in pieces]).save_pretrained(tmp_path)
+    AlbertConfig(vocab_size=7).save_pretrained(tmp_path)
+    said = tmp_path / "tokenizer_config.json"
+    content = json.loads(said.read_text())
+    if is_older:
+        del content["backend"]
+        said.write_text(json.dumps(content))
+    made = load_tokenizer(tmp_path)("x", "x")
+    types = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("x", "x").type_ids
+    assert types[-1] == 1
+    assert made.get("token_type_ids") == (types if is_older else None)
+
+
+def test_an_end_that_settings_give_or_take_is_refused_where_tokenizer_json_says_otherwise(tmp_path: Path) -> None:
+    """Releases before 5 go by the settings of this class, and whoever trained by what the file was saved with."""
+    letters = {token: place for place, token in enumerate(["<end>", *ByteLevel.alphabet()])}
+    GPTNeoXTokenizer(vocab=letters, merges=[], unk_token="<end>", bos_token="<end>", eos_token="<end>").save_pretrained(
+        tmp_path
+    )
+    GPTNeoXConfig(vocab_size=257).save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)("x").tokens() == ["x"]
+
+    def end(tokenizer: Tokenizer) -> None:
+        tokenizer.post_processor = TemplateProcessing(single="$A <end>", pair="$A $B:1", special_tokens=[("<end>", 0)])
+
+    change_file(tmp_path, end)
+    said = tmp_path / "tokenizer_config.json"
+    said.write_text(json.dumps(json.loads(said.read_text()) | {"add_bos_token": True, "add_eos_token": False}))
+    with pytest.raises(
+        VocabularyError, match="do not agree on what stands around a text: expected .*'x <end>'"
+    ) as refusal:
+        load_tokenizer(tmp_path)
+    told = str(refusal.value)
+    said.write_text(told[told.rindex("{") : told.rindex("}") + 1])
+    assert load_tokenizer(tmp_path)("x").tokens() == ["x", "<end>"]
