@@ -115,26 +115,35 @@ def count_threads_of(processes: int, living: int) -> int:
     return _THREADS_OF_A_PROCESS * living + _THREADS_OF_AN_ENDED * max(0, processes - living)
 
 
-def frees_enough_threads(ended: int, processes: int) -> bool:
-    """Tell whether too few threads may run for so many backend processes, and enough once tritonserver has ended.
+def frees_enough_threads(ended: int, processes: int, held: int, whole: float) -> bool:
+    """Tell whether too few threads may run for so many backend processes, and enough for a tritonserver started anew.
 
     Args:
         ended: Of how many processes that have ended it keeps its own threads.
         processes: How many.
+        held: How many threads it has with its processes.
+        whole: How many it had when all of them were there.
     """
-    is_short = []
-    for freed in (0, _THREADS_OF_AN_ENDED * ended):
-        try:
-            check_threads_of(processes, freed)
-        except ShortageError:
-            is_short.append(True)
-        else:
-            is_short.append(False)
-    return is_short == [True, False]
+    free = _count_free_threads() + held
+    if not _lacks_threads(processes, 0) or free < MIN_THREADS:
+        return False
+    return free >= whole or not _lacks_threads(processes, _THREADS_OF_AN_ENDED * ended)
+
+
+def _lacks_threads(processes: int, freed: int) -> bool:
+    try:
+        check_threads_of(processes, freed)
+    except ShortageError:
+        return True
+    return False
+
+
+def _count_free_threads() -> float:
+    return min(_count_free_threads_of_user(), _count_free_threads_of_group())
 
 
 def _check_free_threads(needed: int, remedy: str) -> float:
-    free = min(_count_free_threads_of_user(), _count_free_threads_of_group())
+    free = _count_free_threads()
     if free < needed:
         raise ShortageError(
             "too few threads may run", expected=f"{needed} more at least", got=f"{free:.0f}", remedy=remedy

@@ -4,9 +4,10 @@ tritonserver 2.51 calls a model ready whose backend process is dead, and fails e
 """
 
 import contextlib
+import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
@@ -190,11 +191,11 @@ class ModelHealer:
         return self._expected
 
     def list_forgotten(self) -> list[str]:
-        """Return the regions of what was replaced, or unloaded, long enough ago for tritonserver to let go of it."""
+        """Return the regions of what was replaced, unloaded or dead long enough for tritonserver to let go of it."""
         # What was replaced just now is given back a moment later.
         until = time.monotonic() - _RETIREMENT_S
         replaced = dict(self.replaced_regions)
-        if self.is_unloaded:
+        if self.is_unloaded or all(stub.is_dead for stub, _ in self._replaced):
             replaced |= {stub.region.name: since for stub, since in self._replaced}
         return [name for name, at in replaced.items() if at < until]
 
@@ -365,6 +366,8 @@ class Healer:
         # Names of models of which nothing answers.
         self.down: set[str] = set()
         self._crowded_look = 0.0
+        # How many threads it had with its processes when each of these was there.
+        self._threads_when_whole = math.inf
 
     def look(self, models: Iterable[str]) -> None:
         """Look at every process once, and start to bring back what needs it.
@@ -384,6 +387,9 @@ class Healer:
         self.table.end_lost_waits()
         for name, healer in self._models.items():
             healer.look([stub for stub in stubs if stub.model == name])
+        there = Counter(stub.model for stub in stubs if stub.has_loaded and not stub.handled)
+        if there and all(healer.processes <= there[name] for name, healer in self._models.items()):
+            self._threads_when_whole = self.table.count_threads()
         # Of a model that is loaded anew: what was there before may answer, what is new does not yet, and may fail.
         left = {stub.model for stub in stubs if stub.handled and not stub.is_dead}
         self.down = {
@@ -413,9 +419,9 @@ class Healer:
         if not crowded or time.monotonic() < self._crowded_look:
             return ""
         self._crowded_look = time.monotonic() + _ROOM_PAUSE_S
-        for name in crowded:
-            kept = self._count_kept()
-            if frees_enough_threads(kept, self._models[name].processes):
+        held, kept = self.table.count_threads(), self._count_kept()
+        for name in crowded if kept else ():
+            if frees_enough_threads(kept, self._models[name].processes, held, self._threads_when_whole):
                 return (
                     f"keeps threads of backend processes that were replaced, {kept} of them, and leaves too few to "
                     f"load {name} with"

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from ..tritonserver.backend_processes import STUB
 from ..tritonserver.private_memory import close_region
-from ..tritonserver.processes import TICKS_PER_S, ProcessStat, kill, list_children, read_arguments, read_stat
+from ..tritonserver.processes import (
+    TICKS_PER_S,
+    ProcessStat,
+    kill,
+    list_children,
+    list_tasks,
+    read_arguments,
+    read_stat,
+)
 from .lost_waits import FIRST_CONTROL_HANDLE, end_lost_wait, is_waited_for, list_regions
 from .sampling import Code, find_code
 from .work_queue import WorkQueue, read_queue
@@ -269,6 +277,11 @@ class StubTable:
         self._stubs = present
         self._ever |= present
         return list(present.values())
+
+    def count_threads(self) -> int:
+        """Return how many threads tritonserver and its backend processes have."""
+        stubs = [stub.pid for stub in self._stubs.values() if not stub.is_dead]
+        return sum(len(list_tasks(pid)) for pid in (self._tritonserver_pid, *stubs))
 
     def _list_children(self) -> list[int]:
         now = time.monotonic()

@@ -321,6 +321,40 @@ def test_what_is_started_at_once_does_not_count_on_the_same_threads() -> None:
     assert refused.startswith("too few threads may run: expected 64 more at least, got 59; ") and kept == "kept"
 
 
+# Two processes want 40 threads; those that ended give back 16.
+_ANEW = """
+import os, resource, sys
+from server.limits import frees_enough_threads
+free, held, whole = map(int, sys.argv[1:])
+os.setresuid(54321, 54321, 54321)
+resource.setrlimit(resource.RLIMIT_NPROC, (free + 1, free + 1))
+print(frees_enough_threads(2, 2, held, whole))
+"""
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("free", "held", "whole", "is_enough"),
+    [
+        (20, 140, 150, True),
+        (20, 140, 170, False),
+        # The dead give back enough, however many there were.
+        (30, 140, 999, True),
+        # A start takes more.
+        (20, 100, 110, False),
+        (30, 90, 999, False),
+        # Enough are free already.
+        (60, 140, 150, False),
+    ],
+)
+def test_a_tritonserver_is_ended_for_its_threads_only_where_the_next_one_has_enough(
+    free: int, held: int, whole: int, is_enough: bool
+) -> None:
+    command = [sys.executable, "-c", _ANEW, str(free), str(held), str(whole)]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{is_enough}\n"
+
+
 @as_root
 def test_what_was_activated_while_no_thread_could_start_is_served_once_one_can(served: tuple[Running, Path]) -> None:
     server, repository = served
