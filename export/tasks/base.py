@@ -229,6 +229,6 @@ def build_inputs(
             f"{type(model).__name__} is not a text encoder",
             expected="input_ids and attention_mask",
             got=", ".join(lacking),
-            remedy="pass a text model",
+            remedy="pass a text model, or --factory with a module that takes the texts as tensors",
         )
     return tuple(TensorSignature(name=name, dtype=torch.int64, dims=dims) for name in names)
