@@ -34,7 +34,7 @@ from .tasks.building import (
     must_read_text,
     writes_text,
 )
-from .tasks.foreseen import check_architecture
+from .tasks.foreseen import check_architecture, reads_pairs
 from .tasks.own_module import FactoryTask, build_factory_task
 from .tasks.pictures.own import FactoryPictures
 from .tasks.pictures.preparation import read_preparation
@@ -43,6 +43,7 @@ from .weights.adapter_folder import check_adapter_task, check_adapter_tokenizer
 from .weights.lora import merge_adapters
 from .weights.positions import refuse_scaled
 from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
+from .weights.tokenizer_agreement import warn_of_types
 from .weights.torch_model import load_config, settle_quantization
 from .weights.transforms import CastToFloat32
 from .weights.vocabulary_rows import VocabularyRows, fit_vocabulary
@@ -247,6 +248,7 @@ def _read_task_source(
                 check_adapter_tokenizer(folder, tokenizer, config, directory)
         # Of the others, whoever sends rows of tokens pads them, or nobody does.
         warnings += warn_of_padding(directory, tokenizer) if is_ensemble(name) else ()
+        warnings += warn_of_types(directory, tokenizer) if reads_pairs(name) else ()
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
         warnings += rows.warnings
     elif idle := list_changed(request.vocabulary):

@@ -57,6 +57,12 @@ _SENT: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("audio-classification",), ("AUDIO",)),
 }
 
+
+def reads_pairs(name: str) -> bool:
+    """Tell whether clients of the task `name` send two texts at once."""
+    return "TEXT_PAIR" in _SENT.get(name, ())
+
+
 # What clients of a model that writes text send, of which the first is not optional, and get; none has a batch.
 WRITER_INPUTS: tuple[Described, ...] = (
     ("text_input", "STRING", (1,)),

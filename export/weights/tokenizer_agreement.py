@@ -191,17 +191,48 @@ def name_inputs(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Have the second text of a pair its own type, where tokenizer.json gives it one and the model was made for two.
 
     Of a tokenizer of no class and of some classes, whose settings name no inputs, releases of transformers before 5
-    hand the types to the model; 5 leaves them out, and writes that it saved a tokenizer.
+    hand the types to the model; 5 leaves them out.
     """
+    if _leaves_types_open(directory, tokenizer) and not _is_trained_with_5(directory):
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+        # So it is written where the tokenizer is saved.
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names
+
+
+def warn_of_types(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return a warning where nothing but the releases that wrote the files tells whether the second text has a type."""
+    if not _leaves_types_open(directory, tokenizer):
+        return ()
+    given, other, names = (
+        (
+            "none of its own, as transformers 5 gives none",
+            "before 5",
+            '["input_ids", "token_type_ids", "attention_mask"]',
+        )
+        if _is_trained_with_5(directory)
+        else ("a token type of its own, as transformers before 5 gives one", "5", '["input_ids", "attention_mask"]')
+    )
+    return (
+        f"the second text of a pair has {given}, by the release that wrote {DESCRIBED_BY[1]} and config.json in "
+        f'{directory}; if the model was trained with transformers {other}, write "model_input_names": {names} in '
+        f"{DESCRIBED_BY[1]}.",
+    )
+
+
+def _leaves_types_open(directory: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
     types = read_json_beside(directory / "config.json").get("type_vocab_size")
     settings = read_json_beside(directory / DESCRIBED_BY[1])
-    is_untyped = type(tokenizer) is PreTrainedTokenizerFast or (
-        type(tokenizer).__name__ in _TYPED_BEFORE_5 and "backend" not in settings
-    )
-    if "model_input_names" in settings or not is_untyped or not isinstance(types, int) or types < 2:
-        return
-    if len({*tokenizer.backend_tokenizer.encode("a", "b").type_ids}) > 1:
-        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    kind = type(tokenizer)
+    # 5 writes the backend, and leaves the types out of what it saves as of what it loads.
+    if "model_input_names" in settings or "backend" in settings or not isinstance(types, int) or types < 2:
+        return False
+    is_untyped = kind is PreTrainedTokenizerFast or kind.__name__ in _TYPED_BEFORE_5
+    return is_untyped and len({*tokenizer.backend_tokenizer.encode("a", "b").type_ids}) > 1
+
+
+def _is_trained_with_5(directory: Path) -> bool:
+    release = str(read_json_beside(directory / "config.json").get("transformers_version", "")).partition(".")[0]
+    return release.isdecimal() and int(release) >= 5
 
 
 def _refuse_others(directory: Path, told: Tokenizer, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:

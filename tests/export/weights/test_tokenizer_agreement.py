@@ -35,6 +35,7 @@ from transformers import (
 from export.errors import CheckpointError, VocabularyError
 from export.tasks.texts.encoding import QuestionEncoder
 from export.weights.tokenizer import load_tokenizer
+from export.weights.tokenizer_agreement import warn_of_types
 
 
 def test_a_cased_vocabulary_is_not_lowercased_because_nothing_says_otherwise(tmp_path: Path) -> None:
@@ -102,18 +103,34 @@ def test_tokens_are_those_that_tokenizer_json_makes_where_transformers_leaves_a_
 
 
 @pytest.mark.parametrize(
-    ("types", "named", "has_types"), [(2, None, True), (1, None, False), (2, ["input_ids"], False)]
+    ("types", "said", "has_types"),
+    [
+        (2, {}, True),
+        (1, {}, False),
+        (2, {"model_input_names": ["input_ids"]}, False),
+        # It was saved by 5.
+        (2, {"backend": "tokenizers"}, False),
+    ],
 )
 def test_the_second_text_of_a_pair_has_its_type_where_tokenizer_json_gives_it_one(
-    types: int, named: list[str] | None, has_types: bool, checkpoint: Path, tmp_path: Path
+    types: int, said: dict[str, object], has_types: bool, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Of a tokenizer of no class, transformers 5 leaves the types out that releases before it give to the model."""
     shutil.copy(checkpoint / "tokenizer.json", tmp_path)
     BertConfig(type_vocab_size=types).save_pretrained(tmp_path)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
-    settings |= {"model_input_names": named} if named else {}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"} | said
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    date(tmp_path, "4.57.1")
+    tokenizer = load_tokenizer(tmp_path)
+    assert ("token_type_ids" in tokenizer("a", "b")) == has_types
+    # Saved again it has as many.
+    tokenizer.save_pretrained(tmp_path)
     assert ("token_type_ids" in load_tokenizer(tmp_path)("a", "b")) == has_types
+
+
+def date(folder: Path, release: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"transformers_version": release}))
 
 
 def test_spaces_in_front_of_a_prompt_are_the_tokens_that_tokenizer_json_makes(tmp_path: Path) -> None:
@@ -304,23 +321,36 @@ def test_every_step_of_tokenizer_json_is_taken(
     assert made["input_ids"] != before["input_ids"]
 
 
-@pytest.mark.parametrize("is_older", [True, False])
-def test_the_second_text_of_a_pair_has_its_type_where_its_class_had_one_when_it_was_saved(
-    is_older: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("is_older", "release", "told"), [(True, "4.57.1", "a token type"), (True, "5.0.0", "none"), (False, "5.0.0", "")]
+)
+def test_the_second_text_of_a_pair_has_its_type_where_its_class_had_one_when_the_model_was_trained(
+    is_older: bool, release: str, told: str, tmp_path: Path
 ) -> None:
     """Before transformers 5 ALBERT's handed the types to the model."""
     pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "▁", "x"]
     AlbertTokenizer(vocab=[(piece, -1.0) for piece in pieces]).save_pretrained(tmp_path)
     AlbertConfig(vocab_size=7).save_pretrained(tmp_path)
+    date(tmp_path, release)
     said = tmp_path / "tokenizer_config.json"
     content = json.loads(said.read_text())
     if is_older:
         del content["backend"]
         said.write_text(json.dumps(content))
-    made = load_tokenizer(tmp_path)("x", "x")
+    tokenizer = load_tokenizer(tmp_path)
+    made = tokenizer("x", "x")
     types = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("x", "x").type_ids
     assert types[-1] == 1
-    assert made.get("token_type_ids") == (types if is_older else None)
+    has_types = is_older and release < "5"
+    assert made.get("token_type_ids") == (types if has_types else None)
+    warnings = warn_of_types(tmp_path, tokenizer)
+    assert [warning.startswith(f"the second text of a pair has {told} ") for warning in warnings] == [True] * is_older
+    if is_older:
+        # As it says.
+        names = json.loads(warnings[0].partition('"model_input_names": ')[2].partition("]")[0] + "]")
+        said.write_text(json.dumps(content | {"model_input_names": names}))
+        assert ("token_type_ids" in load_tokenizer(tmp_path)("x", "x")) != has_types
+        assert warn_of_types(tmp_path, tokenizer) == ()
 
 
 def test_an_end_that_settings_give_or_take_is_refused_where_tokenizer_json_says_otherwise(tmp_path: Path) -> None:
