@@ -110,13 +110,14 @@ def load_tokenizer(directory: Path, config: PretrainedConfig | None = None) -> P
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         # Of what it converts, such as a SentencePiece file alone, the converted one was loaded.
         raise name_unconverted(directory, type(tokenizer).__name__)
+    # Before anything is refused with settings that name the inputs.
+    name_inputs(directory, tokenizer)
     refuse_settings(directory, tokenizer)
     refuse_wrong_case(directory, tokenizer)
     refuse_other_vocabulary(directory, tokenizer)
     follow_file(directory, tokenizer)
     refuse_other_pieces(directory, tokenizer)
     refuse_without_unknown(directory, tokenizer.backend_tokenizer)
-    name_inputs(directory, tokenizer)
     return tokenizer
 
 

@@ -353,6 +353,28 @@ def test_the_second_text_of_a_pair_has_its_type_where_its_class_had_one_when_the
         assert warn_of_types(tmp_path, tokenizer) == ()
 
 
+def test_settings_that_have_tokenizer_json_taken_as_it_is_leave_a_pair_its_types(tmp_path: Path) -> None:
+    pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "▁", "x"]
+    AlbertTokenizer(vocab=[(piece, -1.0) for piece in pieces]).save_pretrained(tmp_path)
+    AlbertConfig(vocab_size=7).save_pretrained(tmp_path)
+    date(tmp_path, "4.57.1")
+    said = tmp_path / "tokenizer_config.json"
+    content = json.loads(said.read_text())
+    del content["backend"]
+    said.write_text(json.dumps(content))
+
+    def double(tokenizer: Tokenizer) -> None:
+        tokenizer.normalizer = Replace("x", "xx")
+
+    pair = change_file(tmp_path, double).encode("x", "x")
+    with pytest.raises(VocabularyError, match="do not agree on 'Hello World'") as refusal:
+        load_tokenizer(tmp_path)
+    told = str(refusal.value)
+    said.write_text(told[told.rindex("{") : told.rindex("}") + 1])
+    made = load_tokenizer(tmp_path)("x", "x")
+    assert (made["input_ids"], made["token_type_ids"]) == (pair.ids, pair.type_ids)
+
+
 def test_an_end_that_settings_give_or_take_is_refused_where_tokenizer_json_says_otherwise(tmp_path: Path) -> None:
     """Releases before 5 go by the settings of this class, and whoever trained by what the file was saved with."""
     letters = {token: place for place, token in enumerate(["<end>", *ByteLevel.alphabet()])}
