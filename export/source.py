@@ -42,7 +42,7 @@ from .tasks.table import TASKS
 from .weights.adapter_folder import check_adapter_task, check_adapter_tokenizer
 from .weights.lora import merge_adapters
 from .weights.positions import refuse_scaled
-from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_padding
+from .weights.tokenizer import check_special_ids, load_tokenizer, read_max_length, warn_of_own_steps, warn_of_padding
 from .weights.tokenizer_agreement import warn_of_types
 from .weights.torch_model import load_config, settle_quantization
 from .weights.transforms import CastToFloat32
@@ -248,6 +248,7 @@ def _read_task_source(
                 check_adapter_tokenizer(folder, tokenizer, config, directory)
         # Of the others, whoever sends rows of tokens pads them, or nobody does.
         warnings += warn_of_padding(directory, tokenizer) if is_ensemble(name) else ()
+        warnings += warn_of_own_steps(directory, config)
         warnings += warn_of_types(directory, tokenizer) if reads_pairs(name) else ()
         weights, rows = fit_vocabulary(config, weights, tokenizer, request.vocabulary)
         warnings += rows.warnings

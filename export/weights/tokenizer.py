@@ -27,7 +27,13 @@ from ..consolidation.vocabulary import refuse_other_ids
 from ..errors import CheckpointError, VocabularyError, list_some
 from .new_rows import check_initializer
 from .positions import count_rows_without_position, find_unscaled_length
-from .tokenizer_agreement import follow_file, name_inputs, refuse_other_pieces, refuse_other_vocabulary
+from .tokenizer_agreement import (
+    follow_file,
+    list_other_steps,
+    name_inputs,
+    refuse_other_pieces,
+    refuse_other_vocabulary,
+)
 from .tokenizer_refusals import (
     DESCRIBED_BY,
     PASS_BASE,
@@ -310,6 +316,24 @@ def warn_of_padding(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tupl
     return (
         f"the tokenizer has {padding}; the mask hides the padding, so no answer depends on it, but if the tokenizer is "
         "not the one that the checkpoint was trained with, pass the folder of that one with --base.",
+    )
+
+
+def warn_of_own_steps(directory: Path, config: PretrainedConfig) -> tuple[str, ...]:
+    """Return a warning where steps of a tokenizer were changed, so that transformers 5 loads another than it saved.
+
+    Which of the two a model was trained with is told by nothing. Releases before 5 load what they saved.
+    """
+    path, settings = (directory / name for name in DESCRIBED_BY)
+    if "backend" not in read_json_beside(settings) or not path.is_file():
+        return ()
+    steps = list_other_steps(Tokenizer.from_file(str(path)), _load(directory, config).backend_tokenizer)
+    if not steps:
+        return ()
+    return (
+        f"tokens are made by {' and '.join(steps)} of {path}, where transformers 5 makes its own as it loads the "
+        "folder; if the model was trained with a tokenizer that was loaded from there, save that as it is loaded, with "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
     )
 
 

@@ -123,6 +123,17 @@ def _follow_frame(directory: Path, told: Tokenizer, tokenizer: PreTrainedTokeniz
     made.post_processor = told.post_processor
 
 
+def list_other_steps(told: Tokenizer, made: Tokenizer) -> list[str]:
+    """Return the names of the steps, as tokenizer.json has them, that two tokenizers do not have alike."""
+    names = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    return [name for name in names if _read_step(told, name) != _read_step(made, name)]
+
+
+def _read_step(tokenizer: Tokenizer, name: str) -> bytes:
+    step = getattr(tokenizer, name)
+    return b"" if step is None else step.__getstate__()
+
+
 def _show_frame(tokenizer: Tokenizer) -> str:
     """Return what a text and a pair become, with the type of each token that has another than 0."""
     encodings = [tokenizer.encode("x"), tokenizer.encode("x", "x")]

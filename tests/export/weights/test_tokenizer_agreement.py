@@ -34,7 +34,7 @@ from transformers import (
 
 from export.errors import CheckpointError, VocabularyError
 from export.tasks.texts.encoding import QuestionEncoder
-from export.weights.tokenizer import load_tokenizer
+from export.weights.tokenizer import load_tokenizer, warn_of_own_steps
 from export.weights.tokenizer_agreement import warn_of_types
 
 
@@ -319,6 +319,21 @@ def test_every_step_of_tokenizer_json_is_taken(
     made = load_tokenizer(tmp_path)(text, text)
     assert (made["input_ids"], made["token_type_ids"]) == (told.ids, told.type_ids)
     assert made["input_ids"] != before["input_ids"]
+
+
+def test_steps_of_ones_own_that_transformers_does_not_load_are_told_of(checkpoint: Path, tmp_path: Path) -> None:
+    BertTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path)
+    BertConfig().save_pretrained(tmp_path)
+    assert warn_of_own_steps(tmp_path, BertConfig()) == ()
+    change_file(tmp_path, replace_quotes)
+    (told,) = warn_of_own_steps(tmp_path, BertConfig())
+    assert told.startswith(
+        f"tokens are made by normalizer of {tmp_path / 'tokenizer.json'}, where transformers 5 makes "
+    )
+    # As it says.
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert warn_of_own_steps(tmp_path, BertConfig()) == ()
+    assert load_tokenizer(tmp_path).tokenize("x’s") == ["x", "’", "s"]
 
 
 @pytest.mark.parametrize(
