@@ -88,8 +88,6 @@ def follow_file(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     if type(tokenizer) is PreTrainedTokenizerFast or not path.is_file():
         return
     told, made = Tokenizer.from_file(str(path)), tokenizer.backend_tokenizer
-    told.no_padding()
-    told.no_truncation()
     _refuse_others(directory, told, tokenizer, (*_TEXTS_OF_SETTINGS, *_list_words(told)))
     if told.get_vocab(with_added_tokens=False) == made.get_vocab(with_added_tokens=False):
         made.model = told.model
@@ -136,14 +134,9 @@ def _read_step(tokenizer: Tokenizer, name: str) -> bytes:
 
 def _show_frame(tokenizer: Tokenizer) -> str:
     """Return what a text and a pair become, with the type of each token that has another than 0."""
-    encodings = [tokenizer.encode("x"), tokenizer.encode("x", "x")]
     return " and ".join(
-        repr(
-            " ".join(
-                f"{token}:{kind}" if kind else token for token, kind in zip(each.tokens, each.type_ids, strict=True)
-            )
-        )
-        for each in encodings
+        repr(" ".join(f"{token}:{kind}" if kind else token for token, kind in _encode(tokenizer, "x", pair)))
+        for pair in (None, "x")
     )
 
 
@@ -238,7 +231,7 @@ def _leaves_types_open(directory: Path, tokenizer: PreTrainedTokenizerBase) -> b
     if "model_input_names" in settings or "backend" in settings or not isinstance(types, int) or types < 2:
         return False
     is_untyped = kind is PreTrainedTokenizerFast or kind.__name__ in _TYPED_BEFORE_5
-    return is_untyped and len({*tokenizer.backend_tokenizer.encode("a", "b").type_ids}) > 1
+    return is_untyped and len({kind for _, kind in _encode(tokenizer.backend_tokenizer, "a", "b")}) > 1
 
 
 def _is_trained_with_5(directory: Path) -> bool:
@@ -303,13 +296,19 @@ def _list_words(tokenizer: Tokenizer) -> list[str]:
 
 
 def _list_tokens(tokenizer: Tokenizer, text: str) -> list[str]:
+    return [token for token, _ in _encode(tokenizer, text, framed=False)]
+
+
+def _encode(tokenizer: Tokenizer, text: str, pair: str | None = None, *, framed: bool = True) -> list[tuple[str, int]]:
+    """Return each token of a text, or of a pair, with its type; none where the tokenizer fails at it."""
     try:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
+        encoding = tokenizer.encode(text, pair, add_special_tokens=framed)
     # The library's own errors are bare ones; see `refuse_without_unknown`.
     except Exception:
         return []
     # It may be told to pad every text.
-    return [token for token, counts in zip(encoding.tokens, encoding.attention_mask, strict=True) if counts]
+    every = zip(encoding.tokens, encoding.type_ids, encoding.attention_mask, strict=True)
+    return [(token, kind) for token, kind, counts in every if counts]
 
 
 def _show(tokens: Sequence[str]) -> str:

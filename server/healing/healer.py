@@ -190,12 +190,16 @@ class ModelHealer:
         """How many there should be."""
         return self._expected
 
-    def list_forgotten(self) -> list[str]:
-        """Return the regions of what was replaced, unloaded or dead long enough for tritonserver to let go of it."""
+    def list_forgotten(self, *, dead: bool = False) -> list[str]:
+        """Return the regions of what was replaced, or unloaded, long enough ago for tritonserver to let go of it.
+
+        Args:
+            dead: Those as well of a model of which no process is left.
+        """
         # What was replaced just now is given back a moment later.
         until = time.monotonic() - _RETIREMENT_S
         replaced = dict(self.replaced_regions)
-        if self.is_unloaded or all(stub.is_dead for stub, _ in self._replaced):
+        if self.is_unloaded or (dead and all(stub.is_dead for stub, _ in self._replaced)):
             replaced |= {stub.region.name: since for stub, since in self._replaced}
         return [name for name, at in replaced.items() if at < until]
 
@@ -419,7 +423,7 @@ class Healer:
         if not crowded or time.monotonic() < self._crowded_look:
             return ""
         self._crowded_look = time.monotonic() + _ROOM_PAUSE_S
-        held, kept = self.table.count_threads(), self._count_kept()
+        held, kept = self.table.count_threads(), self._count_kept(dead=True)
         for name in crowded if kept else ():
             if frees_enough_threads(kept, self._models[name].processes, held, self._threads_when_whole):
                 return (
@@ -428,9 +432,10 @@ class Healer:
                 )
         return ""
 
-    def _count_kept(self) -> int:
-        """Return of how many replaced processes tritonserver keeps what it had for them."""
-        return self.table.count_regions([name for each in self._models.values() for name in each.list_forgotten()])
+    def _count_kept(self, *, dead: bool = False) -> int:
+        """Return of how many replaced processes, or dead ones, tritonserver keeps what it had for them."""
+        names = [name for each in self._models.values() for name in each.list_forgotten(dead=dead)]
+        return self.table.count_regions(names)
 
     def rest(self) -> None:
         """Try nothing any more."""

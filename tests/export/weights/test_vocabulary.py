@@ -333,6 +333,9 @@ def test_a_tokenizer_that_fails_at_what_it_does_not_know_is_refused(
 ) -> None:
     path = tmp_path / "tokenizer.json"
     Tokenizer(model).save(str(path))
+    # Of pairs it is asked as well.
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "type_vocab_size": 2}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(
         VocabularyError, match=r"fails at a text with characters that it does not .* set unk_id, of a Uni"
     ):
